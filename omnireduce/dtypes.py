@@ -1,0 +1,73 @@
+"""The element types that the service reduces, and what its kernels need to know of each.
+
+A block is zero when every element is +0 or -0. That is decided on bits: OR the block's 64-bit words, then drop the sign
+bits of floating types with `zero_mask`. So NaN, infinities and subnormals are data, and -0 is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from omnireduce.errors import UsageError
+
+Array = NDArray[Any]
+ALL_BITS = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """One element type.
+
+    `storage` is the NumPy type under which kernels see it (16-bit floats travel as uint16), `zero_mask` selects the bits
+    of a 64-bit word that make an element non-zero, `is_half` says that sums are kept in float32 and rounded once.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    storage: np.dtype[Any]
+    zero_mask: np.uint64
+    is_float: bool
+
+    @property
+    def is_half(self) -> bool:
+        return self.is_float and self.dtype.itemsize == 2
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+
+def _float(name: str, dtype: DTypeLike) -> ElementType:
+    dtype = np.dtype(dtype)
+    bits = dtype.itemsize * 8
+    signs = sum(1 << (at + bits - 1) for at in range(0, 64, bits))
+    storage = np.dtype(np.uint16) if bits == 16 else dtype
+    return ElementType(name, dtype, storage, np.uint64(ALL_BITS ^ np.uint64(signs)), is_float=True)
+
+
+def _integer(name: str) -> ElementType:
+    return ElementType(name, np.dtype(name), np.dtype(name), ALL_BITS, is_float=False)
+
+
+_ALL = (
+    _float("float16", np.float16),
+    _float("bfloat16", ml_dtypes.bfloat16),
+    _float("float32", np.float32),
+    _float("float64", np.float64),
+    *(_integer(name) for name in ("int8", "int16", "int32", "int64", "uint8")),
+)
+ELEMENT_TYPES: dict[str, ElementType] = {each.name: each for each in _ALL}
+_BY_DTYPE = {each.dtype: each for each in _ALL}
+
+
+def element_type(dtype: DTypeLike) -> ElementType:
+    """Return the element type of a NumPy dtype. Raises UsageError for one that the service cannot reduce."""
+    found = _BY_DTYPE.get(np.dtype(dtype))
+    if found is None:
+        raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}")
+    return found

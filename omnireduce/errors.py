@@ -1,0 +1,53 @@
+"""Every exception of the library, sorted by whose fault it is.
+
+`ConfigError` the configuration, `UsageError` the caller, `RefusedError` the aggregator's answer to a request to join,
+`AbortedError` a collective that a peer, the network or a protocol violation ended, `ClosedError` our own code closed it.
+Messages say what was expected, what came and what to do.
+"""
+
+from __future__ import annotations
+
+
+class OmniReduceError(Exception):
+    """Base of every exception that this library raises on purpose."""
+
+
+class ConfigError(OmniReduceError):
+    """The configuration is wrong: an unknown key, a wrong type or a value out of range."""
+
+
+class UsageError(OmniReduceError, ValueError):
+    """A call got an argument that it cannot work with, such as a non-contiguous array."""
+
+
+class ClosedError(OmniReduceError):
+    """The communicator was shut down by this process; make a new one."""
+
+
+class RefusedError(OmniReduceError):
+    """An aggregator did not admit this worker (full, shutting down, or its job disagrees)."""
+
+
+class ProtocolError(OmniReduceError):
+    """A peer sent bytes that the protocol does not allow."""
+
+
+class TransportError(OmniReduceError):
+    """A connection could not be made, or the wanted transport does not exist here."""
+
+
+class AbortedError(OmniReduceError):
+    """A collective was ended before its result was complete; every rank of the job gets this.
+
+    `culprit` names who caused it ("rank 1 (host a, pid 7)", "aggregator 10.0.0.1:7400"), `reason` says what happened.
+    No result was returned as right; the contents of the collective's output arrays are undefined.
+    """
+
+    def __init__(self, culprit: str, reason: str) -> None:
+        super().__init__(f"{culprit}: {reason}" if culprit else reason)
+        self.culprit = culprit
+        self.reason = reason
+
+
+class CollectiveTimeoutError(AbortedError, TimeoutError):
+    """A collective took longer than `cluster.timeout_s`; `culprit` names the ranks that the others waited for."""

@@ -1,0 +1,40 @@
+"""How a flat tensor is cut into blocks, and blocks into stripes owned by aggregator shards. Pure 64-bit arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`elements` elements in blocks of `block_size`; stripe s (of `stripe_blocks` blocks) belongs to shard s mod shards.
+
+    The last block may be short. Plain Python integers: no size overflows.
+    """
+
+    elements: int
+    block_size: int
+    shards: int = 1
+    stripe_blocks: int = 64
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, a short last one included."""
+        return -(-self.elements // self.block_size)
+
+    @property
+    def full_blocks(self) -> int:
+        return self.elements // self.block_size
+
+    @property
+    def tail_elements(self) -> int:
+        """Elements in the short last block; 0 when there is none."""
+        return self.elements % self.block_size
+
+    def owner(self, block: int) -> int:
+        """The shard that reduces `block`."""
+        return block // self.stripe_blocks % self.shards
+
+    def first_block(self, shard: int) -> int:
+        """The lowest block of `shard`, or `blocks` when the tensor is too small to reach it."""
+        return min(shard * self.stripe_blocks, self.blocks)
