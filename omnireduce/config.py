@@ -1,0 +1,242 @@
+"""Reading, checking and writing the configuration.
+
+A value comes from the first of these that gives it: an override (`--set section.key=value`), an environment
+variable `OMNIREDUCE_<SECTION>_<KEY>`, the TOML file (an argument, else `OMNIREDUCE_CONFIG`), the default.
+Every value is checked where it comes from, so that a ConfigError names, in one line, the source, the key,
+what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import toml
+from msgspec.structs import asdict
+
+from omnireduce.config_keys import KEYS, SECTIONS, Key, conflicts, names_in, parse_address, show, unknown
+from omnireduce.config_schema import (
+    Aggregator,
+    Bench,
+    Cluster,
+    Config,
+    Log,
+    Protocol,
+    Train,
+    Transport,
+)
+from omnireduce.errors import ConfigError
+
+__all__ = [
+    "Aggregator",
+    "Bench",
+    "Cluster",
+    "Config",
+    "Log",
+    "Protocol",
+    "Train",
+    "Transport",
+    "check_config",
+    "dump_config",
+    "load_config",
+    "override_config",
+    "parse_address",
+    "reference_toml",
+]
+
+_PREFIX = "OMNIREDUCE_"
+_FILE_VARIABLE = "OMNIREDUCE_CONFIG"
+_INTERNAL_PREFIX = (
+    "OMNIREDUCE_INTERNAL_"  # how the programs talk to processes that they start; no configuration
+)
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> Config:
+    """The effective configuration: defaults < file < environment < overrides.
+
+    Without `path`, the file is the one that `OMNIREDUCE_CONFIG` names, if any. Each override reads
+    `section.key=value`, its value a TOML value or else a bare string; later ones win.
+    Raises ConfigError, one line, for the first thing that is wrong.
+    """
+    layers = _Layers()
+    if path is None:
+        path = environ.get(_FILE_VARIABLE) or None
+    if path is not None:
+        label = _label(path)
+        layers.add_tables(label, _read(path, label))
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name != _FILE_VARIABLE and not name.startswith(_INTERNAL_PREFIX):
+            layers.add_text(name, _key_of_variable(name), environ[name])
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or "." not in name:
+            raise ConfigError(f"--set: got {show(override)}, expected section.key=value")
+        layers.add_text("--set", _key("--set", name.strip()), text)
+    return layers.build()
+
+
+def override_config(config: Config, values: Mapping[str, object], *, source: str) -> Config:
+    """`config` with `values`, by "section.key", in place of its own, all checked; errors name `source`."""
+    layers = _Layers()
+    layers.add_tables("config", {section: asdict(getattr(config, section)) for section in SECTIONS})
+    for path, value in values.items():
+        layers.add(source, _key(source, path), value)
+    return layers.build()
+
+
+def check_config(config: Config) -> Config:
+    """`config`, which may have been constructed in Python, if all of it is allowed; lists become tuples."""
+    return override_config(config, {}, source="config")
+
+
+class _Layers:
+    """Checked values, each with the source that gave it last."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, object] = {}
+        self._sources: dict[str, str] = {}  # in the order in which the sources spoke
+
+    def add(self, source: str, key: Key, value: object) -> None:
+        try:
+            self._values[key.path] = key.read(value)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {key.path}: {error}") from None
+        self._sources.pop(key.path, None)
+        self._sources[key.path] = source
+
+    def add_text(self, source: str, key: Key, text: str) -> None:
+        """Add a TOML value, or a bare string where it is none or only that is allowed (`cluster.job=42`)."""
+        text = text.strip()
+        try:
+            self.add(source, key, _parse(text))
+        except ConfigError as error:
+            try:
+                self.add(source, key, text)
+            except ConfigError:
+                raise error from None
+
+    def add_tables(self, source: str, tables: Mapping[str, object]) -> None:
+        for section, table in tables.items():
+            if section not in SECTIONS:
+                raise _unknown_section(source, section)
+            if not isinstance(table, dict):
+                raise ConfigError(f"{source}: {section}: got {show(table)}, expected a table [{section}]")
+            for name, value in table.items():
+                self.add(source, _key(source, f"{section}.{name}"), value)
+
+    def build(self) -> Config:
+        tables: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
+        for path, value in self._values.items():
+            tables[KEYS[path].section][KEYS[path].name] = value
+        config = msgspec.convert(tables, Config)
+        ages = {path: age for age, path in enumerate(self._sources)}
+        for expected in conflicts(config):
+            path = max(expected, key=lambda path: ages.get(path, -1))
+            given = show(self._values[path])
+            raise ConfigError(f"{self._sources[path]}: {path}: got {given}, expected {expected[path]}")
+        return config
+
+
+def _key(source: str, path: str) -> Key:
+    """The key at "section.key"; ConfigError with the closest one if there is none."""
+    if path in KEYS:
+        return KEYS[path]
+    section, _, name = path.partition(".")
+    if section not in SECTIONS:
+        raise _unknown_section(source, section)
+    raise ConfigError(f"{source}: {_label(path)}: unknown key, {unknown(name, names_in(section))}")
+
+
+def _unknown_section(source: str, section: str) -> ConfigError:
+    return ConfigError(f"{source}: {_label(section)}: unknown section, {unknown(section, SECTIONS)}")
+
+
+def _key_of_variable(variable: str) -> Key:
+    """The key that an environment variable sets: `OMNIREDUCE_PROTOCOL_BLOCK_SIZE` is protocol.block_size."""
+    key = _key(_label(variable), variable.removeprefix(_PREFIX).lower().replace("_", ".", 1))
+    expected = f"{_PREFIX}{key.section}_{key.name}".upper()
+    if variable != expected:
+        raise ConfigError(f"{_label(variable)}: unknown variable, did you mean {expected}?")
+    return key
+
+
+def _parse(text: str) -> object:
+    """A TOML value, or the text itself if it is none."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return document["value"] if set(document) == {"value"} else text
+
+
+def _read(path: str | Path, label: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{label}: no such file, expected a TOML file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{label}: is a directory, expected a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{label}: not valid TOML: not UTF-8 (at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{label}: not valid TOML: {_label(str(error))}") from None
+
+
+def _label(text: str | Path) -> str:
+    """A file or key name for a message: as it is, or escaped where it would not stay on one line."""
+    text = str(text)
+    return text if text and text.isprintable() else repr(text)
+
+
+class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the stubs only
+    def dump_list(self, v: Iterable[object]) -> str:
+        return "[" + ", ".join(str(self.dump_value(item)) for item in v) + "]"
+
+
+def dump_config(config: Config) -> str:
+    """The whole configuration as TOML; loading it gives an equal one."""
+    return toml.dumps(msgspec.to_builtins(config), encoder=_Encoder())
+
+
+_REFERENCE_HEAD = """\
+# Every key of the configuration with its meaning, unit, default and range. The values here are the defaults.
+# Written by: python -m worker config --reference > configs/reference.toml
+#
+# Copy what you want to change into a file F of your own, then:
+#   python -m aggregator --config F
+#   mpirun -n 2 python -m worker bench --config F
+# Without --config, OMNIREDUCE_CONFIG names the file. A variable OMNIREDUCE_<SECTION>_<KEY> replaces one value
+# (OMNIREDUCE_PROTOCOL_BLOCK_SIZE=512), and --set section.key=VALUE wins (--set protocol.block_size=512).
+"""
+
+
+def reference_toml() -> str:
+    """The reference file: every key with its default, and above it its meaning, unit, default and range."""
+    lines = [_REFERENCE_HEAD.rstrip()]
+    for section, struct in SECTIONS.items():
+        lines += ["", f"# {struct.__doc__}", f"[{section}]"]
+        for key in KEYS.values():
+            if key.section == section:
+                lines += ["", *_documented(key)]
+    return "\n".join(lines) + "\n"
+
+
+def _documented(key: Key) -> list[str]:
+    value = _Encoder().dump_value(key.default)
+    unit = f"Unit: {key.unit}. " if key.unit else ""
+    text = [f"{key.meaning[0].upper()}{key.meaning[1:]}.", f"{unit}Default: {value}. Allowed: {key.allowed}."]
+    comment = [line for part in text for line in textwrap.wrap(part, 106)]
+    return [*(f"# {line}" for line in comment), f"{key.name} = {value}"]

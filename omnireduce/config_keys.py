@@ -1,0 +1,203 @@
+"""What each key of the configuration allows, and the words for it when a value is wrong.
+
+Messages made here read `got ..., expected ...`; `omnireduce.config` puts the source and the key in front.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from omnireduce.config_schema import Config
+from omnireduce.errors import ConfigError
+
+FRAMING_BYTES = 2048  # what a message needs in its slot beside one block
+WIDEST_ELEMENT_BYTES = 8
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?\Z")
+_PORT = re.compile(r"[0-9]{1,5}\Z")
+
+
+def show(value: object) -> str:
+    """A value as TOML would write it, more or less: always one line of ASCII, cut after 80 characters."""
+    try:
+        text = json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list of thousands of levels
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unknown(word: str, allowed: Iterable[str]) -> str:
+    """`expected one of ...`, with a hint if one is close to `word` or another section has such a key."""
+    names = list(allowed)
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    close = close or [path for path in KEYS if path.endswith(f".{word}")]
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"expected one of {', '.join(names)}{hint}"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Split `HOST:PORT` into host and port; an IPv6 address stands in brackets, which the host comes without.
+
+    Port 0 is allowed and means, where a program listens, that the system picks a port.
+    Raises ConfigError if the text is no such address.
+    """
+    host, _, port = text.rpartition(":")
+    is_ipv6 = host.startswith("[") and host.endswith("]")
+    if is_ipv6:
+        host = host[1:-1]
+    if not _PORT.match(port) or int(port) > 65535 or not (_is_ipv6(host) if is_ipv6 else _is_host(host)):
+        raise ConfigError(
+            f'got {show(text)}, expected "HOST:PORT" with a port up to 65535, such as "10.0.0.1:7400", '
+            '"node1:7400" or "[fe80::1]:7400"'
+        )
+    return host, int(port)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_host(host: str) -> bool:
+    if re.fullmatch(r"[0-9.]+", host):  # digits only can be nothing but an IPv4 address
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            return False
+        return True
+    return _HOST_NAME.match(host) is not None
+
+
+def _check_aggregators(addresses: tuple[str, ...]) -> None:
+    seen: set[tuple[str, int]] = set()
+    for text in addresses:
+        host, port = parse_address(text)
+        if port == 0:
+            raise ConfigError(f"got {show(text)}, expected a port between 1 and 65535")
+        address = (str(ipaddress.IPv6Address(host)) if ":" in host else host.lower(), port)
+        if address in seen:
+            raise ConfigError(f"got {show(text)} twice, expected every aggregator shard once")
+        seen.add(address)
+
+
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "cluster.aggregators": _check_aggregators,
+    "aggregator.listen": parse_address,
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration: where it stands, what it means and what it allows."""
+
+    section: str
+    name: str
+    type: Any
+    default: object
+    meaning: str
+    unit: str
+    allowed: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    def read(self, value: object) -> object:
+        """The value as its type wants it (lists become tuples); raises ConfigError if it is not allowed."""
+        try:
+            typed: object = msgspec.convert(value, self.type)
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            at = re.search(r"\$\[(\d+)\]", str(error))
+            if at is not None and isinstance(value, (list, tuple)):
+                value = value[int(at[1])]
+            raise ConfigError(f"got {show(value)}, expected {self.allowed}") from None
+        if self.path in _CHECKS:
+            _CHECKS[self.path](typed)
+        return typed
+
+
+def _allowed(hint: Any) -> str:
+    """What a type allows, in words: "an int between 8 and 65536 that is a multiple of 8"."""
+    limits: dict[str, Any] = {}
+    if get_origin(hint) is Annotated:
+        hint, *metas = get_args(hint)
+        for meta in metas:
+            if (meta.extra or {}).get("allowed"):
+                return str(meta.extra["allowed"])
+            limits |= {name: getattr(meta, name) for name in ("ge", "le", "multiple_of")}
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(show(choice) for choice in arguments)
+    if origin in (Union, UnionType):
+        return f"{_allowed(arguments[0])}, or a non-empty list of these"
+    if origin is tuple:
+        return f"a non-empty list of {_allowed(arguments[0])}"
+    noun = "an int" if hint is int else "a number"
+    multiple = limits["multiple_of"]
+    suffix = f" that is a multiple of {multiple}" if multiple else ""
+    return f"{noun} between {limits['ge']} and {limits['le']}{suffix}"
+
+
+def _keys() -> Iterator[Key]:
+    for section in msgspec.structs.fields(Config):
+        for field in msgspec.structs.fields(section.type):
+            meta: Meta = get_args(field.type)[-1]
+            extra = meta.extra or {}
+            yield Key(
+                section=section.name,
+                name=field.name,
+                type=field.type,
+                default=field.default,
+                meaning=meta.description or "",
+                unit=extra.get("unit", ""),
+                allowed=_allowed(field.type),
+            )
+
+
+KEYS: dict[str, Key] = {key.path: key for key in _keys()}
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    field.name: field.type for field in msgspec.structs.fields(Config)
+}
+
+
+def names_in(section: str) -> list[str]:
+    """The keys of a section, in order."""
+    return [key.name for key in KEYS.values() if key.section == section]
+
+
+def conflicts(config: Config) -> Iterator[dict[str, str]]:
+    """Values that do not fit together: for each clash its keys, and for each key what the others leave it."""
+    protocol, bench, daemon = config.protocol, config.bench, config.aggregator
+    most = (protocol.slot_bytes - FRAMING_BYTES) // WIDEST_ELEMENT_BYTES
+    bench_sizes = bench.block_size if isinstance(bench.block_size, tuple) else (bench.block_size,)
+    for path, block_size in [
+        ("protocol.block_size", protocol.block_size),
+        ("bench.block_size", max(bench_sizes)),
+    ]:
+        if block_size > most:
+            least = block_size * WIDEST_ELEMENT_BYTES + FRAMING_BYTES
+            why = (
+                f"(a slot holds {WIDEST_ELEMENT_BYTES} bytes per element of a block and {FRAMING_BYTES} more)"
+            )
+            yield {
+                path: f"at most {most} because protocol.slot_bytes is {protocol.slot_bytes} {why}",
+                "protocol.slot_bytes": f"at least {least} because {path} is {block_size} {why}",
+            }
+    port = parse_address(daemon.listen)[1]
+    if port and port + daemon.shards - 1 > 65535:
+        yield {
+            "aggregator.shards": f"at most {65536 - port} because shard i listens on port {port} + i",
+            "aggregator.listen": f"a port up to {65536 - daemon.shards} for {daemon.shards} shards",
+        }

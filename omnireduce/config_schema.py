@@ -1,0 +1,188 @@
+"""The schema of the configuration: one frozen struct per section of the TOML file.
+
+The annotations are the single source of truth: `omnireduce.config_keys` reads ranges, meanings and units from
+them to check values and to word errors, `omnireduce.config.reference_toml` to write the reference file.
+Constructing a struct in Python does not check it; `omnireduce.config.check_config` does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+Dtype = Literal["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"]
+Op = Literal["sum", "mean", "min", "max", "prod"]
+Overlap = Literal["random", "full", "none"]
+Kind = Literal["auto", "shm", "tcp", "verbs"]
+Level = Literal["debug", "info", "warning", "error"]
+
+
+def _meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> Meta:
+    """What a key means, its unit, its limits and, where they do not say it all, what is allowed in words."""
+    return Meta(description=meaning, extra={"unit": unit, "allowed": allowed}, **limits)
+
+
+JOB_PATTERN = r"^[A-Za-z0-9._:@+-]{1,128}\Z"
+_JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
+_ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
+
+_Address = Annotated[str, _meta("", allowed=_ADDRESS_ALLOWED)]
+_Elements = Annotated[int, Meta(ge=0, le=2**40)]
+_Density = Annotated[float, Meta(ge=0, le=1)]
+_BenchBlock = Annotated[int, Meta(ge=0, le=65536, multiple_of=8)]
+_AtLeastOne = Meta(min_length=1, max_length=4096)
+_SEED = 2**63 - 1
+
+
+class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the aggregators are and which job this worker belongs to."""
+
+    aggregators: Annotated[
+        tuple[_Address, ...],
+        _AtLeastOne,
+        _meta("address of every aggregator shard; the same list in the same order on every worker"),
+    ] = ("127.0.0.1:7400",)
+    job: Annotated[
+        str,
+        _meta(
+            'name of the job, the same on every worker; "auto" takes the launcher\'s own id, or "default"',
+            pattern=JOB_PATTERN,
+            allowed=_JOB_ALLOWED,
+        ),
+    ] = "auto"
+    timeout_s: Annotated[
+        float, _meta("longest time that one collective may take", "seconds", ge=0.1, le=86400)
+    ] = 60.0
+    join_timeout_s: Annotated[
+        float, _meta("longest time to reach the aggregators and be admitted", "seconds", ge=0.1, le=86400)
+    ] = 30.0
+
+
+class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How bytes travel between workers and aggregators."""
+
+    kind: Annotated[
+        Kind, _meta('"auto" picks for each link: shm on one host, verbs where both ends can, else tcp')
+    ] = "auto"
+    spin_us: Annotated[
+        int, _meta("how long a waiting thread polls before it sleeps", "microseconds", ge=0, le=1_000_000)
+    ] = 20
+    dead_peer_s: Annotated[
+        float,
+        _meta("a network peer that acknowledges nothing for so long is dead", "seconds", ge=0.5, le=600),
+    ] = 4.0
+
+
+class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Blocks, slots and stripes; the same on every worker of a job."""
+
+    block_size: Annotated[
+        int, _meta("size of a block, the unit of sparsity", "elements", ge=8, le=65536, multiple_of=8)
+    ] = 256
+    slot_bytes: Annotated[
+        int,
+        _meta(
+            "size of a slot, the buffer of one message; a block of 8-byte elements and its framing must fit",
+            "bytes",
+            ge=65536,
+            le=67108864,
+            multiple_of=4096,
+        ),
+    ] = 1 << 20
+    slots: Annotated[
+        int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)
+    ] = 4
+    scan_span: Annotated[
+        int,
+        _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),
+    ] = 8192
+    stripe_blocks: Annotated[
+        int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)
+    ] = 64
+
+
+class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The aggregator daemon."""
+
+    listen: Annotated[
+        str,
+        _meta(
+            "address of shard 0; shard i listens on PORT + i (port 0: the system picks them)",
+            allowed=_ADDRESS_ALLOWED,
+        ),
+    ] = "127.0.0.1:7400"
+    shards: Annotated[int, _meta("shards of this daemon, each its own process", "processes", ge=1, le=64)] = 1
+    max_jobs: Annotated[int, _meta("jobs served at once; more are refused", "jobs", ge=1, le=65536)] = 64
+    max_world_size: Annotated[int, _meta("largest world size of a job", "ranks", ge=1, le=65536)] = 1024
+    max_job_bytes: Annotated[
+        int, _meta("most slot memory of one job on one shard", "bytes", ge=2**20, le=2**40)
+    ] = 1 << 30
+    drain_s: Annotated[
+        float,
+        _meta("how long running collectives may take to finish after SIGTERM", "seconds", ge=0, le=86400),
+    ] = 10.0
+    join_timeout_s: Annotated[
+        float, _meta("how long an incomplete job may wait for its missing ranks", "seconds", ge=0.1, le=86400)
+    ] = 300.0
+
+
+class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The program `worker bench`. A list of values is a sweep; several lists sweep over their product."""
+
+    elements: Annotated[
+        _Elements | Annotated[tuple[_Elements, ...], _AtLeastOne], _meta("size of the tensor", "elements")
+    ] = 26_214_400
+    density: Annotated[
+        _Density | Annotated[tuple[_Density, ...], _AtLeastOne],
+        _meta("non-zero blocks / blocks of each worker's tensor", "fraction"),
+    ] = (1.0, 0.1, 0.01)
+    dtype: Annotated[Dtype | Annotated[tuple[Dtype, ...], _AtLeastOne], _meta("type of the elements")] = (
+        "float32"
+    )
+    op: Annotated[Op | Annotated[tuple[Op, ...], _AtLeastOne], _meta("the reduction")] = "sum"
+    block_size: Annotated[
+        _BenchBlock | Annotated[tuple[_BenchBlock, ...], _AtLeastOne],
+        _meta("size of a block; 0 takes protocol.block_size", "elements"),
+    ] = 0
+    overlap: Annotated[
+        Overlap | Annotated[tuple[Overlap, ...], _AtLeastOne],
+        _meta("where the non-zero blocks of the workers are: random, the same (full) or disjoint (none)"),
+    ] = "random"
+    rounds: Annotated[int, _meta("timed rounds of each row", "rounds", ge=1, le=1_000_000)] = 20
+    warmup: Annotated[int, _meta("rounds before the timed ones", "rounds", ge=0, le=1_000_000)] = 3
+    seed: Annotated[int, _meta("seed of the data", ge=0, le=_SEED)] = 1
+
+
+class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The program `worker train`: word embeddings of the standard library's source files."""
+
+    steps: Annotated[int, _meta("training steps", "steps", ge=1, le=10_000_000)] = 200
+    batch: Annotated[int, _meta("skip-gram pairs per rank and step", "pairs", ge=1, le=2**20)] = 256
+    dim: Annotated[int, _meta("length of a word's vector", "elements", ge=1, le=4096)] = 64
+    vocabulary: Annotated[int, _meta("most frequent words that are kept", "words", ge=2, le=10_000_000)] = (
+        20_000
+    )
+    negatives: Annotated[int, _meta("negative samples per pair", "words", ge=1, le=100)] = 5
+    window: Annotated[int, _meta("context on each side of a word", "words", ge=1, le=100)] = 4
+    learning_rate: Annotated[float, _meta("step size of the descent", ge=1e-6, le=1000)] = 0.5
+    max_files: Annotated[int, _meta("most source files that are read", "files", ge=1, le=1_000_000)] = 200
+    seed: Annotated[int, _meta("seed of the weights and samples", ge=0, le=_SEED)] = 1
+
+
+class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the programs say."""
+
+    level: Annotated[Level, _meta("least severity that is logged")] = "info"
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration, immutable and hashable; `load_config` makes a checked one."""
+
+    cluster: Cluster = Cluster()
+    transport: Transport = Transport()
+    protocol: Protocol = Protocol()
+    aggregator: Aggregator = Aggregator()
+    bench: Bench = Bench()
+    train: Train = Train()
+    log: Log = Log()

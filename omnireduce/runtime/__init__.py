@@ -1,0 +1,1 @@
+"""Running the service: launchers, drivers and the public communicator."""

@@ -1,0 +1,142 @@
+"""Which rank of how many this process is, as its launcher says in environment variables.
+
+Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slurm step, never around one, and
+the inner launcher is the one to believe. Slurm counts only inside a step: a batch script carries the whole
+allocation's variables, though it runs once.
+
+Sources: Open MPI documentation, "Environment variables set for MPI applications"; PyTorch documentation,
+"torchrun, environment variables"; srun(1), "Output environment variables"; for MPICH, `mpirun env`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from omnireduce.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process of a launch: `0 <= rank < size`; `local_rank` counts the launch's processes on this host.
+
+    `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so:
+    "arguments", "Open MPI", "MPICH", "torchrun", "Slurm", or "none" for a process on its own.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    job: str | None
+    launcher: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Variables:
+    """What a launcher calls its variables. Of several names the first that is set counts.
+
+    `job` lists alternatives, each the names whose values make the id. Without `guard` none of it counts.
+    """
+
+    launcher: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    job: tuple[tuple[str, ...], ...]
+    guard: str = ""
+
+
+_LAUNCHERS = (
+    _Variables(
+        launcher="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        job=(("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
+    ),
+    _Variables(  # MPICH's mpirun, and srun --mpi=pmi2, which has a job id but no local rank of its own
+        launcher="MPICH",
+        rank="PMI_RANK",
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "SLURM_LOCALID"),
+        job=(("PMI_JOBID",),),
+    ),
+    _Variables(
+        launcher="torchrun",
+        rank="RANK",
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        job=(("TORCHELASTIC_RUN_ID",),),
+    ),
+    _Variables(
+        launcher="Slurm",
+        rank="SLURM_PROCID",
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),  # NTASKS may count the allocation, not the step
+        local_rank=("SLURM_LOCALID",),
+        job=(("SLURM_JOB_ID", "SLURM_STEP_ID"),),
+        guard="SLURM_STEP_ID",
+    ),
+)
+
+
+def detect_launch(
+    environ: Mapping[str, str] = os.environ, *, rank: int | None = None, size: int | None = None
+) -> Launch:
+    """This process's rank and size: from the arguments, else from its launcher, else rank 0 of 1.
+
+    Raises UsageError if `rank` comes without `size`, is not below it, or a launcher's variables say so.
+    """
+    if rank is not None or size is not None:
+        if rank is None or size is None:
+            raise UsageError(f"got rank {rank} and size {size}, expected both or neither")
+        if not 0 <= rank < size:
+            raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
+        return Launch(rank, size, 0, None, "arguments")
+    for variables in _LAUNCHERS:
+        is_inside = not variables.guard or variables.guard in environ
+        if is_inside and any(name in environ for name in (variables.rank, *variables.size)):
+            return _launch(variables, environ)
+    return Launch(0, 1, 0, None, "none")
+
+
+def job_name(config_job: str, launch: Launch) -> str:
+    """The job's name: `cluster.job` of the configuration, or for "auto" the launcher's id, or else "default".
+
+    Characters that a job name cannot have become "_".
+    """
+    if config_job != "auto":
+        return config_job
+    return re.sub(r"[^A-Za-z0-9._:@+-]", "_", launch.job or "default")[:128]
+
+
+def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
+    rank_name = variables.rank
+    size_name = next((name for name in variables.size if name in environ), variables.size[-1])
+    local_name = next((name for name in variables.local_rank if name in environ), None)
+    if rank_name not in environ or size_name not in environ:
+        given, missing = (rank_name, size_name) if rank_name in environ else (size_name, rank_name)
+        raise UsageError(f"{variables.launcher}: got {given} but not {missing}, expected both or neither")
+    rank, size = _number(rank_name, environ), _number(size_name, environ)
+    if rank >= size:
+        raise UsageError(
+            f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
+        )
+    local_rank = _number(local_name, environ) if local_name else 0
+    return Launch(rank, size, local_rank, _job(variables, environ), variables.launcher)
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    text = environ[name]
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise UsageError(f"{name}: got {text!r}, expected an int that is not negative")
+    return int(text)
+
+
+def _job(variables: _Variables, environ: Mapping[str, str]) -> str | None:
+    for names in variables.job:
+        parts = [environ.get(name, "") for name in names]
+        if all(parts) and parts != ["none"]:  # torchrun's id is "none" unless it was given one
+            return ".".join(parts)
+    return None

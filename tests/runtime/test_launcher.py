@@ -1,0 +1,146 @@
+"""Launchers: the variables that each one sets, and what is wrong when they do not fit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnireduce.config_keys import KEYS
+from omnireduce.errors import UsageError
+from omnireduce.runtime.launcher import Launch, detect_launch, job_name
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-host-42@1",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+TORCHRUN = {"RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "run"}
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        ({}, Launch(0, 1, 0, None, "none")),
+        (OPEN_MPI, Launch(5, 8, 1, "prterun-host-42@1", "Open MPI")),
+        (MPICH, Launch(3, 4, 1, None, "MPICH")),
+        (TORCHRUN, Launch(6, 7, 2, "run", "torchrun")),
+        (SLURM, Launch(2, 9, 1, "77.0", "Slurm")),
+    ],
+    ids=lambda value: value.launcher if isinstance(value, Launch) else "",
+)
+def test_each_launcher(environ: dict[str, str], launch: Launch) -> None:
+    assert detect_launch(environ) == launch
+
+
+def test_the_inner_launcher_counts() -> None:
+    assert detect_launch(SLURM | TORCHRUN | MPICH | OPEN_MPI).launcher == "Open MPI"
+    assert detect_launch(SLURM | TORCHRUN | MPICH).launcher == "MPICH"
+    assert detect_launch(SLURM | TORCHRUN).launcher == "torchrun"
+
+
+def test_open_mpi_4_has_a_job_id_of_its_own() -> None:
+    environ = {name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}
+    assert detect_launch(environ | {"OMPI_MCA_ess_base_jobid": "1234"}).job == "1234"
+    assert detect_launch(environ).job is None
+
+
+def test_slurm_counts_only_inside_a_step() -> None:
+    batch_script = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    assert detect_launch(batch_script).launcher == "none"
+    assert detect_launch(batch_script | {"SLURM_STEP_ID": "3"}) == Launch(2, 16, 1, "77.3", "Slurm")
+
+
+def test_srun_with_pmi2_takes_the_local_rank_from_slurm() -> None:
+    pmi2 = {"PMI_RANK": "2", "PMI_SIZE": "9", "PMI_JOBID": "77.0"}
+    assert detect_launch(SLURM | pmi2) == Launch(2, 9, 1, "77.0", "MPICH")
+
+
+def test_torchrun_without_an_id_has_no_job() -> None:
+    assert detect_launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).job is None
+
+
+def test_arguments_win() -> None:
+    assert detect_launch(OPEN_MPI, rank=1, size=2) == Launch(1, 2, 0, None, "arguments")
+
+
+@pytest.mark.parametrize(("rank", "size"), [(None, 1), (0, None), (2, 2), (-1, 2), (0, 0)])
+def test_arguments_that_are_no_rank_of_a_size(rank: int | None, size: int | None) -> None:
+    with pytest.raises(UsageError, match=f"got rank {rank} and size {size}, expected"):
+        detect_launch({}, rank=rank, size=size)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"PMI_RANK": "0"}, "MPICH: got PMI_RANK but not PMI_SIZE, expected both or neither"),
+        ({"WORLD_SIZE": "2"}, "torchrun: got WORLD_SIZE but not RANK, expected both or neither"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+            "Slurm: got SLURM_PROCID but not SLURM_NTASKS, expected both or neither",
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK: got 'one', expected an int"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": ""},
+            "OMPI_COMM_WORLD_LOCAL_RANK: got '', expected an int",
+        ),
+        (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK: got '-1', expected an int that is not negative"),
+        (MPICH | {"PMI_RANK": "4"}, "MPICH: got PMI_RANK=4 and PMI_SIZE=4, expected 0 <= rank < size"),
+        (MPICH | {"PMI_SIZE": "0"}, "expected 0 <= rank < size"),
+    ],
+)
+def test_variables_that_do_not_fit_are_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        detect_launch(environ)
+    assert message in str(caught.value)
+
+
+def test_job_name() -> None:
+    assert job_name("mine", detect_launch(SLURM)) == "mine"
+    assert job_name("auto", detect_launch(SLURM)) == "77.0"
+    assert job_name("auto", detect_launch(MPICH)) == "default"
+    assert job_name("auto", detect_launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "my run/1"})) == "my_run_1"
+
+
+@given(job=st.none() | st.text())
+def test_every_job_name_is_one_that_the_configuration_allows(job: str | None) -> None:
+    name = job_name("auto", Launch(0, 1, 0, job, "torchrun"))
+    assert KEYS["cluster.job"].read(name) == name
+
+
+def mpirun() -> str | None:
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+@pytest.mark.skipif(mpirun() is None, reason="no mpirun: pip install mpich")
+def test_real_mpirun() -> None:
+    program = (
+        "from omnireduce.runtime.launcher import detect_launch as d\n"
+        "l = d()\n"
+        "print(l.rank, l.size, l.local_rank, l.launcher)"
+    )
+    done = subprocess.run(
+        [str(mpirun()), "-n", "2", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = sorted(done.stdout.splitlines())
+    assert lines in (["0 2 0 MPICH", "1 2 1 MPICH"], ["0 2 0 Open MPI", "1 2 1 Open MPI"])
