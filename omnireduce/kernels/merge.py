@@ -1,0 +1,46 @@
+"""Aggregator side, first step: which blocks may leave now, and where each rank's part of them lies."""
+
+from __future__ import annotations
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.jit import kernel
+
+ABSENT = -1  # in `parts`: this rank's block is zero
+
+
+@kernel
+def plan_union(
+    indices: Array,
+    position: Array,
+    count: Array,
+    start: Array,
+    block_size: int,
+    watermark: int,
+    out_indices: Array,
+    parts: Array,
+    written: int,
+) -> int:
+    """Walk the ranks' ascending `indices` below `watermark` and list their union from entry `written` on.
+
+    `indices`: int64 (ranks, capacity), `position`, `count`: int64 (ranks,), the unread part of each rank's message;
+    `position` advances. `start`: int64 (ranks,), where the message's first block begins in the arena, in elements.
+    For each block in the union, its number goes to `out_indices` (capacity,) and to `parts` (capacity, ranks) where each
+    rank's block begins, or ABSENT. Stops when `out_indices` is full. Returns the number of entries.
+    """
+    ranks = indices.shape[0]
+    while written < out_indices.size:
+        block = watermark
+        for r in range(ranks):
+            if position[r] < count[r] and indices[r, position[r]] < block:
+                block = indices[r, position[r]]
+        if block == watermark:
+            break
+        for r in range(ranks):
+            if position[r] < count[r] and indices[r, position[r]] == block:
+                parts[written, r] = start[r] + position[r] * block_size
+                position[r] += 1
+            else:
+                parts[written, r] = ABSENT
+        out_indices[written] = block
+        written += 1
+    return written

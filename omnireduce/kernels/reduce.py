@@ -1,0 +1,156 @@
+"""Aggregator side, second step: combine the ranks' blocks, always in rank order.
+
+Every kernel takes `parts` from `plan_union`. An absent block is a block of zeros: adding it changes nothing, but min, max
+and prod must see it, so they count the contributions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.jit import kernel
+
+SUM, MEAN, MIN, MAX, PROD = range(5)
+OPS = {"sum": SUM, "mean": MEAN, "min": MIN, "max": MAX, "prod": PROD}
+
+
+@kernel
+def _combine(op: int, out: Array, left: Array, right: Array) -> None:
+    """out = left op right. NaN wins in min and max, as in NumPy."""
+    if op == MIN:
+        for i in range(out.size):
+            out[i] = left[i] if left[i] < right[i] or left[i] != left[i] else right[i]
+    elif op == MAX:
+        for i in range(out.size):
+            out[i] = left[i] if left[i] > right[i] or left[i] != left[i] else right[i]
+    elif op == PROD:
+        for i in range(out.size):
+            out[i] = left[i] * right[i]
+    else:
+        for i in range(out.size):
+            out[i] = left[i] + right[i]
+
+
+@kernel
+def _accumulate(op: int, total: Array, item: Array) -> None:
+    """total = total op item. Not _combine(op, total, total, item): with aliased arguments that would not vectorise."""
+    if op == MIN:
+        for i in range(total.size):
+            total[i] = total[i] if total[i] < item[i] or total[i] != total[i] else item[i]
+    elif op == MAX:
+        for i in range(total.size):
+            total[i] = total[i] if total[i] > item[i] or total[i] != total[i] else item[i]
+    elif op == PROD:
+        for i in range(total.size):
+            total[i] *= item[i]
+    else:
+        for i in range(total.size):
+            total[i] += item[i]
+
+
+@kernel
+def _finish(op: int, total: Array, present: int, ranks: int) -> None:
+    """Let absent blocks take part as zeros, and divide a mean once."""
+    if op == MEAN:
+        for i in range(total.size):
+            total[i] /= ranks
+    elif present < ranks and op == MIN:
+        for i in range(total.size):
+            total[i] = 0 if total[i] > 0 else total[i]
+    elif present < ranks and op == MAX:
+        for i in range(total.size):
+            total[i] = 0 if total[i] < 0 else total[i]
+    elif present < ranks and op == PROD:
+        for i in range(total.size):
+            total[i] *= 0
+
+
+@kernel
+def reduce_blocks(op: int, arena: Array, parts: Array, first: int, out: Array) -> None:
+    """Reduce entries `first`… of `parts` (int64, (entries, ranks), offsets into `arena` or negative) into `out`.
+
+    `arena`: (elements,) of the reduced type; `out`: (entries, block size).
+    """
+    ranks, size = parts.shape[1], out.shape[1]
+    for k in range(first, parts.shape[0]):
+        total, present, begin = out[k], 0, 0
+        for r in range(ranks):
+            at = parts[k, r]
+            if at < 0:
+                continue
+            if present == 0:
+                begin = at
+            elif present == 1:
+                _combine(op, total, arena[begin : begin + size], arena[at : at + size])
+            else:
+                _accumulate(op, total, arena[at : at + size])
+            present += 1
+        if present == 1:
+            row = arena[begin : begin + size]
+            for i in range(size):
+                total[i] = row[i]
+        if op != SUM:
+            _finish(op, total, present, ranks)
+
+
+@kernel
+def _decode_half(brain: bool, stored: Array, values: Array, bits: Array) -> None:
+    """16-bit floats in `stored` (uint16) to float32 in `values`; `bits` is the same memory as uint32."""
+    if brain:
+        for i in range(stored.size):
+            bits[i] = np.uint32(stored[i]) << np.uint32(16)
+        return
+    for i in range(stored.size):
+        bits[i] = np.uint32(stored[i] & np.uint16(0x7FFF)) << np.uint32(13)
+    for i in range(stored.size):
+        values[i] *= np.float32(2.0**112)  # moves the exponent bias from 15 to 127, subnormals included
+    for i in range(stored.size):
+        special = np.uint32(0x7F800000) if stored[i] & np.uint16(0x7C00) == 0x7C00 else np.uint32(0)
+        bits[i] |= special | np.uint32(stored[i] & np.uint16(0x8000)) << np.uint32(16)
+
+
+@kernel
+def _encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None:
+    """float32 to 16-bit floats, rounded to nearest even. Overwrites `values`."""
+    for i in range(stored.size):
+        word = bits[i]
+        sign, size = word >> np.uint32(16) & np.uint32(0x8000), word & np.uint32(0x7FFFFFFF)
+        if brain:
+            if size > np.uint32(0x7F800000):  # NaN stays NaN: rounding could carry into infinity
+                code = size >> np.uint32(16) | np.uint32(0x40)
+            else:
+                code = (size + np.uint32(0x7FFF) + (size >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        elif size > np.uint32(0x7F800000):
+            code = np.uint32(0x7E00)
+        elif size >= np.uint32(0x477FF000):  # 65520 and above round to infinity
+            code = np.uint32(0x7C00)
+        elif size < np.uint32(0x38800000):  # subnormal: adding 1/2 makes the adder round at 2**-24
+            bits[i] = size
+            values[i] += np.float32(0.5)
+            code = bits[i] - np.uint32(0x3F000000)
+        else:
+            code = (size - np.uint32(112 << 23) + np.uint32(0xFFF) + (size >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
+        stored[i] = np.uint16(sign | code)
+
+
+@kernel
+def reduce_half_blocks(op: int, brain: bool, arena: Array, parts: Array, first: int, out: Array, scratch: Array, bits: Array) -> None:
+    """`reduce_blocks` for float16 (or bfloat16 when `brain`): summed in float32, rounded once.
+
+    `arena`, `out`: uint16; `scratch`: float32 (2, block size), and `bits` the same memory as uint32.
+    """
+    ranks, size = parts.shape[1], out.shape[1]
+    for k in range(first, parts.shape[0]):
+        present = 0
+        for r in range(ranks):
+            at = parts[k, r]
+            if at < 0:
+                continue
+            row = min(present, 1)
+            _decode_half(brain, arena[at : at + size], scratch[row], bits[row])
+            if present > 0:
+                _accumulate(op, scratch[0], scratch[1])
+            present += 1
+        _finish(op, scratch[0], present, ranks)
+        _encode_half(brain, scratch[0], bits[0], out[k])

@@ -1,0 +1,48 @@
+"""Worker side, downward: check and place result blocks."""
+
+from __future__ import annotations
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.jit import kernel
+
+
+@kernel
+def scatter_blocks(target: Array, rows: Array, indices: Array) -> None:
+    """Write `rows[k]` to `target[indices[k]]`. Both uint64 (…, words per block); `indices` were checked before."""
+    for k in range(indices.size):
+        row, out = rows[k], target[indices[k]]
+        for i in range(row.size):
+            out[i] = row[i]
+
+
+@kernel
+def admit_indices(shared: Array, low: int, high: int, own: Array) -> bool:
+    """Copy `shared` (int64, possibly still writable by the peer) to `own`, then check the copy.
+
+    True when the copied indices ascend strictly and lie in [low, high).
+    """
+    previous = low - 1
+    for k in range(shared.size):
+        own[k] = shared[k]
+    for k in range(shared.size):
+        if own[k] <= previous or own[k] >= high:
+            return False
+        previous = own[k]
+    return True
+
+
+@kernel
+def add_rows(values: Array, order: Array, starts: Array, out: Array) -> None:
+    """Sum groups of rows: `out[g] = values[order[starts[g]]] + … + values[order[starts[g + 1] - 1]]`, in that order.
+
+    `values`: (n, row length); `order`: int64 (n,); `starts`: int64 (groups + 1,); `out`: (groups, row length).
+    """
+    for group in range(out.shape[0]):
+        total = out[group]
+        for k in range(starts[group], starts[group + 1]):
+            row = values[order[k]]
+            for i in range(row.size):
+                if k == starts[group]:
+                    total[i] = row[i]
+                else:
+                    total[i] += row[i]

@@ -1,0 +1,33 @@
+"""Compile, or load from the cache, every kernel for every element type, so that no collective waits for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.kernels.merge import plan_union
+from omnireduce.kernels.pack import pack_blocks, pack_rows
+from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
+from omnireduce.kernels.scatter import admit_indices, scatter_blocks
+
+
+def warm_up_aggregator() -> None:
+    """Make the aggregator's kernels ready."""
+    indices, one = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
+    parts = np.zeros((1, 1), np.int64)
+    admit_indices(indices[0], 0, 1, one.copy())
+    plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, 0)
+    scratch = np.zeros((2, 8), np.float32)
+    for storage in {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}:
+        reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, 0, np.zeros((1, 8), storage))
+    half = np.zeros(8, np.uint16)
+    reduce_half_blocks(OPS["sum"], True, half, parts, 0, half.reshape(1, 8), scratch, scratch.view(np.uint32))
+
+
+def warm_up_worker() -> None:
+    """Make the worker's kernels ready."""
+    words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
+    pack_blocks(words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index)
+    pack_rows(index, words.view(np.uint8), 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
+    admit_indices(index, 0, 1, index.copy())
+    scatter_blocks(words, words.copy(), index)
