@@ -1,0 +1,274 @@
+"""The aggregator's machine: one job on one shard. Takes the ranks' messages in order, merges, sends results to all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.effects import ALL, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.reduction import Reduction
+from omnireduce.wire import (
+    Aborted,
+    Cause,
+    ControlMessage,
+    Descriptor,
+    Goodbye,
+    Header,
+    Leave,
+    Waiting,
+    capacity,
+    decode_descriptor,
+    message_extra,
+    read_header,
+)
+
+FORMATS_KEPT = 8  # work spaces for block formats (dtype and block size), the oldest goes first
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What the machine knows of one worker."""
+
+    name: str
+    inbox: deque[tuple[int, Header]] = field(default_factory=deque)
+    open_row: int = -1  # arena row of the message in use, -1 for none
+    joined: bool = False  # has sent its first message of the current collective
+    left: bool = False
+
+
+class AggregatorMachine:
+    """One generation of one job.
+
+    `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
+    r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. When nothing moves for
+    `warn_after_s`, all ranks are told whom they wait for.
+    """
+
+    def __init__(self, members: Sequence[str], arena: Array, results: Array, *, warn_after_s: float = 1.0) -> None:
+        self._ranks = [_Rank(name) for name in members]
+        self._arena, self._results = arena, results
+        self._slots = len(results)
+        self._free = list(range(self._slots))
+        self._readers: list[set[int]] = [set() for _ in range(self._slots)]
+        self._filling = -1  # the result slot being filled, -1 for none
+        self._formats: dict[tuple[str, int], Reduction] = {}
+        self._current: Reduction | None = None
+        self._descriptor: Descriptor | None = None
+        self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
+        self._number = 0
+        self._warn_after_s = warn_after_s
+        self._quiet_since = 0.0
+        self._warned_at = 0.0
+        self.ended: End | None = None
+
+    @property
+    def idle(self) -> bool:
+        """No collective is under way on any rank."""
+        return self._current is None and not any(rank.inbox for rank in self._ranks)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `timer` must be called, if nothing happens before."""
+        if self._current is None or self.ended is not None:
+            return None
+        return max(self._quiet_since, self._warned_at) + self._warn_after_s
+
+    def has_left(self, rank: int) -> bool:
+        """The rank said that it goes, cleanly."""
+        return self._ranks[rank].left
+
+    # events
+
+    def received(self, rank: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
+        """A block message arrived in receive slot `slot` of `rank`."""
+        row = rank * self._slots + slot
+        try:
+            header = read_header(self._arena[row], nbytes)
+        except ProtocolError as error:
+            yield from self._violation(rank, error)
+            return
+        self._ranks[rank].inbox.append((row, header))
+
+    def credited(self, rank: int, slot: int, now: float) -> Iterator[Effect]:
+        """`rank` has read result slot `slot`."""
+        self._release(rank, slot)
+        return iter(())
+
+    def told(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+        """A control message arrived from `rank`."""
+        if not isinstance(message, Leave):
+            yield from self._violation(rank, ProtocolError(f"unexpected {type(message).__name__}"))
+        elif message.cause is not None:
+            yield from self.abort(message.cause)
+        else:
+            yield from self._left(rank)
+
+    def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
+        """The link to `rank` is over."""
+        if not self._ranks[rank].left:
+            yield from self.abort(Cause(self._ranks[rank].name, reason))
+
+    def timer(self, now: float) -> Iterator[Effect]:
+        """Time has passed; if nothing moved for long, tell everybody who is waited for."""
+        deadline = self.deadline
+        if deadline is None or now < deadline or self._current is None:
+            return
+        self._warned_at = now
+        names = [self._ranks[rank].name for rank in self._waited_for(self._current)]
+        who = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        seconds = now - self._quiet_since
+        yield Warn(f"collective {self._number} ({self._descriptor}) waits for {who} since {seconds:.0f} s")
+        yield Tell(ALL, Waiting(self._number, f"collective {self._number} ({self._descriptor})", who, seconds))
+
+    def abort(self, cause: Cause) -> Iterator[Effect]:
+        """End the job on every rank."""
+        if self.ended is None:
+            self.ended = End(cause)
+            yield Tell(ALL, Aborted(cause))
+            yield self.ended
+
+    # progress
+
+    def advance(self, now: float) -> Iterator[Effect]:
+        """Merge and send whatever the messages at hand allow."""
+        moved = True
+        while moved and self.ended is None:
+            moved = False
+            for rank, state in enumerate(self._ranks):
+                if state.inbox and state.open_row < 0:
+                    try:
+                        moved |= self._open_next(rank, state)
+                    except ProtocolError as error:
+                        yield from self._violation(rank, error)
+                        return
+            if self._current is None:
+                return
+            if self._ranks_gone():
+                yield from self.abort(self._ranks_gone_cause())
+                return
+            moved |= self._merge(self._current)
+            yield from self._return_used(self._current)
+            if self._worth_sending(self._current, moved):
+                moved = True
+                yield self._emit(self._current)
+            if moved:
+                self._quiet_since = now
+
+    def _open_next(self, rank: int, state: _Rank) -> bool:
+        """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
+        row, header = state.inbox[0]
+        if self._current is None:
+            self._begin(rank, row, header)
+        elif not state.joined:
+            self._compare(rank, row, header)
+        elif self._current.ended(rank):
+            return False  # a later collective's
+        if header.collective != self._number:
+            raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
+        state.inbox.popleft()
+        assert self._current is not None
+        self._current.open(rank, row, header)
+        state.open_row, state.joined = row, True
+        return True
+
+    def _begin(self, rank: int, row: int, header: Header) -> None:
+        extra = message_extra(self._arena[row], header)
+        descriptor = decode_descriptor(extra)
+        if capacity(self._results.shape[1], descriptor.block_bytes) == 0:
+            raise ProtocolError(f"blocks of {descriptor.block_bytes} bytes do not fit slots of {self._results.shape[1]}")
+        key = (descriptor.dtype, descriptor.block_size)
+        if key in self._formats:
+            self._formats[key].begin(descriptor)
+        else:
+            while len(self._formats) >= FORMATS_KEPT:
+                del self._formats[next(iter(self._formats))]
+            self._formats[key] = Reduction(descriptor, len(self._ranks), self._arena, self._results)
+        self._current, self._descriptor = self._formats[key], descriptor
+        self._first = rank, extra
+
+    def _compare(self, rank: int, row: int, header: Header) -> None:
+        """All ranks must submit the same collective in the same place. Raises ProtocolError."""
+        extra = message_extra(self._arena[row], header)
+        first, expected = self._first
+        if extra != expected:
+            other = decode_descriptor(extra)
+            raise _MismatchError(
+                f"collective {self._number}: rank {first} submitted {self._descriptor}, rank {rank} submitted {other}"
+            )
+
+    def _merge(self, current: Reduction) -> bool:
+        if self._filling < 0:
+            if not self._free:
+                return False
+            self._filling = self._free.pop()
+        return not current.full and current.merge(self._filling)
+
+    def _return_used(self, current: Reduction) -> Iterator[Effect]:
+        for rank, state in enumerate(self._ranks):
+            if state.open_row >= 0 and current.exhausted(rank):
+                yield Return(rank, state.open_row - rank * self._slots)
+                state.open_row = -1
+
+    def _worth_sending(self, current: Reduction, moved: bool) -> bool:
+        """Send full slots and the end at once; a half-full slot only while no input waits."""
+        if self._filling < 0:
+            return False
+        return current.full or current.complete or (not moved and 2 * current.written >= current.capacity)
+
+    def _emit(self, current: Reduction) -> Send:
+        slot, self._filling = self._filling, -1
+        complete = current.complete
+        nbytes = current.seal(slot, self._number)
+        self._readers[slot] = set(range(len(self._ranks)))
+        if complete:
+            self._current = self._descriptor = None
+            self._number += 1
+            for state in self._ranks:
+                state.joined = False
+        return Send(ALL, slot, nbytes)
+
+    def _release(self, rank: int, slot: int) -> None:
+        readers = self._readers[slot]
+        if rank in readers:
+            readers.remove(rank)
+            if not readers:
+                self._free.append(slot)
+
+    def _waited_for(self, current: Reduction) -> list[int]:
+        """Ranks that did not take results if these are what is short, else ranks with the lowest frontier."""
+        if self._filling < 0 and not self._free:
+            return sorted(set().union(*self._readers))
+        return current.laggards
+
+    # departures
+
+    def _left(self, rank: int) -> Iterator[Effect]:
+        state = self._ranks[rank]
+        if state.left:
+            yield from self._violation(rank, ProtocolError("left twice"))
+            return
+        state.left = True
+        for slot in range(self._slots):
+            self._release(rank, slot)
+        yield Tell(rank, Goodbye())
+        if all(each.left for each in self._ranks) and self.ended is None:
+            self.ended = End(None)
+            yield self.ended
+
+    def _ranks_gone(self) -> list[str]:
+        return [state.name for state in self._ranks if state.left]
+
+    def _ranks_gone_cause(self) -> Cause:
+        return Cause(", ".join(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began")
+
+    def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
+        if isinstance(error, _MismatchError):
+            return self.abort(Cause(f"ranks {self._first[0]} and {rank}", f"submitted different collectives: {error}"))
+        return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"))
+
+
+class _MismatchError(ProtocolError):
+    """Two ranks submitted different collectives in the same place."""

@@ -1,0 +1,188 @@
+"""Who may join which job on one shard: a pure machine. Connections are opaque keys.
+
+States of a job name: nobody → gathering (some ranks said hello) → running (all are here; one generation) → nobody. A new
+generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
+
+LISTED = 16  # how many missing ranks a Pending names
+MAX_SLOTS = 64
+MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one shard allows: jobs at once, ranks per job, slot memory per job in bytes, seconds to gather."""
+
+    max_jobs: int
+    max_world_size: int
+    max_job_bytes: int
+    join_timeout_s: float
+
+
+class Answer(NamedTuple):
+    """Send `message` to connection `key`; after a Refused the connection ends."""
+
+    key: Hashable
+    message: Refused | Pending
+
+
+class Admit(NamedTuple):
+    """All ranks of a job are here: start generation `generation` with these connections, in rank order."""
+
+    generation: int
+    job: str
+    keys: list[Hashable]
+    hellos: list[Hello]
+
+
+MembershipEffect = Answer | Admit
+
+
+@dataclass(slots=True)
+class _Gathering:
+    spec: Hello
+    since: float
+    members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
+
+
+def member_name(hello: Hello) -> str:
+    """How errors call a worker."""
+    return f"rank {hello.rank} (host {hello.host}, pid {hello.pid})"
+
+
+class Membership:
+    """Admission to the jobs of one shard."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._gathering: dict[str, _Gathering] = {}
+        self._running: dict[int, tuple[str, dict[int, Hello]]] = {}
+        self._next_generation = 1
+        self.draining = False
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called, if nothing happens before."""
+        starts = [each.since for each in self._gathering.values()]
+        return min(starts) + self._limits.join_timeout_s if starts else None
+
+    def hello(self, key: Hashable, hello: Hello, now: float) -> Iterator[MembershipEffect]:
+        """A worker asks to join."""
+        wrong = self._objection(hello)
+        if wrong:
+            yield Answer(key, Refused(wrong))
+            return
+        gathering = self._gathering.setdefault(hello.job, _Gathering(hello, now))
+        gathering.members[hello.rank] = key, hello
+        if len(gathering.members) < hello.world_size:
+            yield from self._tell_missing(gathering)
+            return
+        del self._gathering[hello.job]
+        ranked = [gathering.members[rank] for rank in range(hello.world_size)]
+        generation, self._next_generation = self._next_generation, self._next_generation + 1
+        self._running[generation] = hello.job, {each.rank: each for _, each in ranked}
+        yield Admit(generation, hello.job, [key for key, _ in ranked], [each for _, each in ranked])
+
+    def gone(self, key: Hashable) -> Iterator[MembershipEffect]:
+        """A connection that was not yet admitted is over."""
+        for job, gathering in list(self._gathering.items()):
+            for rank, (member, _) in list(gathering.members.items()):
+                if member == key:
+                    del gathering.members[rank]
+            if not gathering.members:
+                del self._gathering[job]
+            else:
+                yield from self._tell_missing(gathering)
+
+    def departed(self, generation: int, rank: int) -> None:
+        """A rank of a running generation has left."""
+        if generation in self._running:
+            self._running[generation][1].pop(rank, None)
+
+    def finished(self, generation: int) -> None:
+        """A running generation is over."""
+        self._running.pop(generation, None)
+
+    def expire(self, now: float) -> Iterator[MembershipEffect]:
+        """Refuse jobs that gather for too long."""
+        for job, gathering in list(self._gathering.items()):
+            if now - gathering.since >= self._limits.join_timeout_s:
+                del self._gathering[job]
+                missing = _missing(gathering)
+                reason = f"job '{job}' was still waiting for ranks {missing} after {self._limits.join_timeout_s:g} s"
+                for key, _ in gathering.members.values():
+                    yield Answer(key, Refused(reason))
+
+    def drain(self) -> Iterator[MembershipEffect]:
+        """Admit nobody any more."""
+        self.draining = True
+        for gathering in self._gathering.values():
+            for key, _ in gathering.members.values():
+                yield Answer(key, Refused("the aggregator is shutting down"))
+        self._gathering.clear()
+
+    def _objection(self, hello: Hello) -> str:
+        """Why `hello` cannot join; empty when it can."""
+        limits = self._limits
+        if hello.version != PROTOCOL_VERSION:
+            return f"protocol version {hello.version}; this aggregator speaks {PROTOCOL_VERSION}: install the same omnireduce"
+        if self.draining:
+            return "the aggregator is shutting down"
+        return _malformed(hello) or self._over_limit(hello, limits) or self._conflict(hello)
+
+    def _over_limit(self, hello: Hello, limits: Limits) -> str:
+        if hello.world_size > limits.max_world_size:
+            return f"world size {hello.world_size}; aggregator.max_world_size is {limits.max_world_size}"
+        need = (hello.world_size + 1) * hello.slots * hello.slot_bytes
+        if need > limits.max_job_bytes:
+            return f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {limits.max_job_bytes}"
+        if hello.job not in self._gathering and len(self._gathering) + len(self._running) >= limits.max_jobs:
+            return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs"
+        return ""
+
+    def _conflict(self, hello: Hello) -> str:
+        for job, ranks in self._running.values():
+            if job == hello.job and hello.rank in ranks:
+                return f"{member_name(ranks[hello.rank])} is already in job '{job}'; choose another cluster.job"
+        gathering = self._gathering.get(hello.job)
+        if gathering is None:
+            return ""
+        if hello.rank in gathering.members:
+            other = gathering.members[hello.rank][1]
+            return f"{member_name(other)} is already in job '{hello.job}'; choose another cluster.job"
+        for name in ("world_size", "shards", "shard", "slots", "slot_bytes"):
+            ours, theirs = getattr(gathering.spec, name), getattr(hello, name)
+            if ours != theirs:
+                return f"{name} {theirs} differs from {ours} of {member_name(gathering.spec)} in job '{hello.job}'"
+        return ""
+
+    def _tell_missing(self, gathering: _Gathering) -> Iterator[MembershipEffect]:
+        missing = _missing(gathering)
+        for key, _ in gathering.members.values():
+            yield Answer(key, Pending(missing[:LISTED], len(missing)))
+
+
+def _missing(gathering: _Gathering) -> list[int]:
+    return [rank for rank in range(gathering.spec.world_size) if rank not in gathering.members]
+
+
+def _malformed(hello: Hello) -> str:
+    if not 0 < len(hello.job) <= 200 or len(hello.host) > 255:
+        return "job and host names must have 1 to 200 characters"
+    if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
+        return f"rank {hello.rank} of {hello.world_size} does not exist"
+    if hello.shards < 1 or not 0 <= hello.shard < hello.shards:
+        return f"shard {hello.shard} of {hello.shards} does not exist"
+    if not 2 <= hello.slots <= MAX_SLOTS:
+        return f"{hello.slots} slots; expected 2 to {MAX_SLOTS}"
+    if not MIN_SLOT_BYTES <= hello.slot_bytes <= MAX_SLOT_BYTES or hello.slot_bytes % PAGE:
+        return f"slots of {hello.slot_bytes} bytes; expected a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
+    return ""

@@ -1,0 +1,159 @@
+"""What a worker brings to a collective and where it wants the result: a dense tensor, or a set of rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.pack import pack_blocks, pack_rows
+from omnireduce.kernels.scatter import scatter_blocks
+from omnireduce.layout import Layout
+
+WORD = np.dtype(np.uint64)
+
+
+class Packed(NamedTuple):
+    """Blocks put into a message, where to go on, and the frontier that the message may promise."""
+
+    count: int
+    cursor: int
+    frontier: int
+
+
+class Operand(Protocol):
+    """One worker's part of one collective. Blocks are handled as rows of `row_dtype`."""
+
+    layout: Layout
+    block_bytes: int
+    row_dtype: np.dtype[Any]
+
+    def start(self, shard: int) -> int:
+        """The cursor from which to pack for `shard`."""
+        ...
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        """Fill `rows` and `indices` with the shard's next non-zero blocks, looking at no more than `span` blocks."""
+        ...
+
+    def put(self, rows: Array, indices: Array) -> None:
+        """Take result blocks; `indices` ascend and are in range."""
+        ...
+
+    def finish(self) -> None:
+        """All results are there."""
+        ...
+
+
+class _Blocks:
+    """A flat contiguous array seen as full blocks of 64-bit words, plus a zero-padded copy of a short last block."""
+
+    def __init__(self, flat: Array, block_bytes: int) -> None:
+        data = flat.view(np.uint8)
+        full = data.size // block_bytes
+        self.full = data[: full * block_bytes].view(WORD).reshape(full, block_bytes // WORD.itemsize)
+        self.short = data[full * block_bytes :]
+        self.tail = np.zeros((1 if self.short.size else 0, block_bytes // WORD.itemsize), WORD)
+        self.tail.view(np.uint8).reshape(-1)[: self.short.size] = self.short
+
+    def store_tail(self) -> None:
+        self.short[:] = self.tail.view(np.uint8).reshape(-1)[: self.short.size]
+
+
+class DenseTensor:
+    """A tensor whose non-zero blocks are found by scanning.
+
+    `source` and `target` are flat contiguous arrays of one dtype and size, possibly the same one; `source` None contributes
+    nothing. `layout.block_size` elements must be a multiple of 8 bytes. Raises nothing: callers have checked.
+    """
+
+    row_dtype = WORD
+
+    def __init__(self, source: Array | None, target: Array, layout: Layout, zero_mask: np.uint64) -> None:
+        self.layout = layout
+        self.block_bytes = layout.block_size * target.itemsize
+        self._mask = zero_mask
+        self._target = _Blocks(target, self.block_bytes)
+        self._in_place = source is target
+        self._silent = source is None
+        if source is None:
+            target.view(np.uint8)[:] = 0
+            self._target.tail[:] = 0
+        self._source = self._target if source is None or self._in_place else _Blocks(source, self.block_bytes)
+
+    def start(self, shard: int) -> int:
+        return self.layout.blocks if self._silent else self.layout.first_block(shard)
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        layout, full, count = self.layout, self.layout.full_blocks, 0
+        if cursor < full:
+            count, cursor = pack_blocks(
+                self._source.full, self._target.full, self._in_place, self._mask,
+                cursor, span, layout.stripe_blocks, layout.shards, rows, indices,
+            )  # fmt: skip
+        if cursor == full < layout.blocks:
+            count, cursor = self._pack_tail(shard, count, rows, indices)
+        return Packed(count, cursor, cursor)
+
+    def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
+        block = self.layout.full_blocks
+        if self.layout.owner(block) == shard:
+            if np.any(self._source.tail & self._mask):
+                if count == len(rows):
+                    return count, block
+                rows[count], indices[count] = self._source.tail[0], block
+                count += 1
+            else:
+                self._target.tail[:] = 0
+        return count, block + 1
+
+    def put(self, rows: Array, indices: Array) -> None:
+        if indices.size and indices[-1] == self.layout.full_blocks:
+            self._target.tail[0] = rows[indices.size - 1]
+            indices = indices[:-1]
+        scatter_blocks(self._target.full, rows, indices)
+
+    def finish(self) -> None:
+        self._target.store_tail()
+
+
+class RowSet:
+    """Rows of a large sparse matrix, contributed without a scan; collects the rows of the union.
+
+    `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
+    numbers, int64 (m,), ascending, and their sums, (m, row length).
+    """
+
+    row_dtype = np.dtype(np.uint8)
+
+    def __init__(self, numbers: Array, values: Array, layout: Layout) -> None:
+        self.layout = layout
+        self.block_bytes = layout.block_size * values.itemsize
+        self._numbers = numbers
+        self._dtype = values.dtype
+        self._bytes = values.view(np.uint8).reshape(len(numbers), self.block_bytes)
+        self._parts: list[tuple[Array, Array]] = []
+        self.result: tuple[Array, Array] = (numbers[:0], values[:0])
+
+    def start(self, shard: int) -> int:
+        return 0
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        layout = self.layout
+        count, cursor = pack_rows(
+            self._numbers, self._bytes, cursor, layout.stripe_blocks, layout.shards, shard, rows, indices
+        )
+        frontier = layout.blocks if cursor == len(self._numbers) else int(self._numbers[cursor])
+        return Packed(count, cursor, frontier)
+
+    def put(self, rows: Array, indices: Array) -> None:
+        self._parts.append((indices.copy(), rows[: indices.size].copy()))
+
+    def finish(self) -> None:
+        if not self._parts:
+            return
+        numbers = np.concatenate([part[0] for part in self._parts])
+        values = np.concatenate([part[1] for part in self._parts])
+        order = np.argsort(numbers, kind="stable")
+        self.result = numbers[order], values[order].view(self._dtype)

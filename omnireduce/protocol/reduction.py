@@ -1,0 +1,112 @@
+"""The arithmetic of one collective on the aggregator: the ranks' open messages, the watermark, the result slot being filled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.merge import plan_union
+from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
+from omnireduce.kernels.scatter import admit_indices
+from omnireduce.wire import HEADER_BYTES, Descriptor, Header, block_rows, capacity, message_indices, seal
+
+NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
+
+
+class Reduction:
+    """Work space for collectives of one block format; `begin` makes it ready for the next one.
+
+    `arena`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes).
+    """
+
+    def __init__(self, descriptor: Descriptor, ranks: int, arena: Array, results: Array) -> None:
+        element = ELEMENT_TYPES[descriptor.dtype]
+        self._storage: np.dtype[Any] = element.storage
+        self._half, self._brain = element.is_half, element.name == "bfloat16"
+        self._block_size, self._block_bytes = descriptor.block_size, descriptor.block_bytes
+        self._slots, self._results = arena, results
+        self._arena = arena.reshape(-1).view(self._storage)
+        self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in results]
+        self.capacity = capacity(arena.shape[1], self._block_bytes)
+        self._indices = np.empty((ranks, self.capacity), np.int64)
+        self._position, self._count, self._start = (np.zeros(ranks, np.int64) for _ in range(3))
+        self._frontier = np.full(ranks, NOT_STARTED, np.int64)
+        self._out_indices = np.empty(self.capacity, np.int64)
+        self._parts = np.empty((self.capacity, ranks), np.int64)
+        self._scratch = np.empty((2, descriptor.block_size if self._half else 0), np.float32)
+        self.begin(descriptor)
+
+    def begin(self, descriptor: Descriptor) -> None:
+        """Start over for a collective of the same dtype and block size."""
+        self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
+        self._position[:] = 0
+        self._count[:] = 0
+        self._frontier[:] = NOT_STARTED
+        self.written = 0
+
+    def open(self, rank: int, row: int, header: Header) -> None:
+        """Make the message in arena row `row` the one that `rank`'s blocks are taken from. Raises ProtocolError."""
+        low = max(0, int(self._frontier[rank]))
+        if header.block_bytes != self._block_bytes or not low <= header.frontier <= self.blocks:
+            raise ProtocolError(f"a message that does not fit its collective of {self.blocks} blocks: {header}")
+        own = self._indices[rank, : header.count]
+        if not admit_indices(message_indices(self._slots[row], header), low, header.frontier, own):
+            raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
+        self._position[rank], self._count[rank] = 0, header.count
+        self._start[rank] = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
+        self._frontier[rank] = header.frontier
+
+    def exhausted(self, rank: int) -> bool:
+        """All blocks of the rank's open message are used."""
+        return bool(self._position[rank] == self._count[rank])
+
+    def ended(self, rank: int) -> bool:
+        """The rank has promised that nothing follows."""
+        return bool(self._frontier[rank] == self.blocks)
+
+    @property
+    def watermark(self) -> int:
+        """Below this block nothing can be missing."""
+        return int(self._frontier.min())
+
+    @property
+    def laggards(self) -> list[int]:
+        """The ranks whose frontier holds the others up."""
+        return [int(rank) for rank in np.flatnonzero(self._frontier == self.watermark)]
+
+    @property
+    def full(self) -> bool:
+        return self.written == self.capacity
+
+    @property
+    def complete(self) -> bool:
+        """Every block of the union is in this or an earlier result message."""
+        return self.watermark == self.blocks and bool((self._position == self._count).all())
+
+    def merge(self, slot: int) -> bool:
+        """Reduce what the watermark allows into result slot `slot`; return whether anything was added."""
+        first = self.written
+        self.written = plan_union(
+            self._indices, self._position, self._count, self._start, self._block_size,
+            self.watermark, self._out_indices, self._parts, first,
+        )  # fmt: skip
+        if self.written == first:
+            return False
+        parts, out = self._parts[: self.written], self._rows[slot]
+        if self._half:
+            scratch = self._scratch
+            reduce_half_blocks(self._op, self._brain, self._arena, parts, first, out, scratch, scratch.view(np.uint32))
+        else:
+            reduce_blocks(self._op, self._arena, parts, first, out)
+        return True
+
+    def seal(self, slot: int, number: int) -> int:
+        """Complete the result message in `slot` and start an empty one; return its length in bytes."""
+        indices = self._out_indices[: self.written]
+        cut_short = self.full and not bool((self._position == self._count).all())
+        frontier = int(indices[-1]) + 1 if cut_short else self.watermark
+        self.written = 0
+        return seal(self._results[slot], number, frontier, indices, self._block_bytes)

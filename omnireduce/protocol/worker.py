@@ -1,0 +1,250 @@
+"""The worker's machine: packs tensors into messages for every shard, scatters results, keeps collectives in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.scatter import admit_indices
+from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
+from omnireduce.protocol.operands import Operand
+from omnireduce.wire import (
+    Aborted,
+    Cause,
+    ControlMessage,
+    Descriptor,
+    Goodbye,
+    Leave,
+    Waiting,
+    block_rows,
+    capacity,
+    encode_descriptor,
+    message_extra,
+    message_indices,
+    read_header,
+    seal,
+)
+
+
+@dataclass(slots=True)
+class Collective:
+    """One collective under way on this worker."""
+
+    number: int
+    descriptor: Descriptor
+    operand: Operand
+    shards_left: int
+    extra: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.extra = encode_descriptor(self.descriptor)
+
+
+class _Stream:
+    """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
+
+    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int) -> None:
+        self.shard = shard
+        self._send_slots, self._receive_slots = send_slots, receive_slots
+        self._free = list(range(len(send_slots)))
+        self._span = scan_span
+        self._outgoing: deque[Collective] = deque()
+        self._incoming: deque[Collective] = deque()
+        self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
+        self._sent_frontier = 0
+        self._result_frontier = 0
+        self._indices = np.empty(0, np.int64)
+
+    def submit(self, collective: Collective) -> None:
+        self._outgoing.append(collective)
+        self._incoming.append(collective)
+
+    def credited(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def pack(self) -> Send | None:
+        """Pack and seal one message, if there is something to send and a slot to send it in."""
+        if not self._outgoing or not self._free:
+            return None
+        collective, slot = self._outgoing[0], self._free.pop()
+        operand, extra = collective.operand, b""
+        if self._cursor < 0:
+            self._cursor, extra = operand.start(self.shard), collective.extra
+        memory = self._send_slots[slot]
+        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
+        indices = self._scratch(len(rows))
+        count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
+        nbytes = seal(memory, collective.number, frontier, indices[:count], operand.block_bytes, extra)
+        self._sent_frontier = frontier
+        if frontier == operand.layout.blocks:
+            self._outgoing.popleft()
+            self._cursor = -1
+        return Send(self.shard, slot, nbytes)
+
+    def received(self, slot: int, nbytes: int) -> Collective | None:
+        """Place a result message; return the collective if this shard has now delivered all of it."""
+        memory = self._receive_slots[slot]
+        header = read_header(memory, nbytes)
+        if not self._incoming or header.collective != self._incoming[0].number or message_extra(memory, header):
+            raise ProtocolError(f"a result out of order: {header}")
+        collective = self._incoming[0]
+        operand = collective.operand
+        blocks = operand.layout.blocks
+        packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
+        if header.block_bytes != operand.block_bytes or not self._result_frontier <= header.frontier <= packed:
+            raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
+        indices = self._scratch(header.count)[: header.count]
+        if not admit_indices(message_indices(memory, header), self._result_frontier, header.frontier, indices):
+            raise ProtocolError(f"a result whose block indices do not ascend below its frontier: {header}")
+        operand.put(block_rows(memory, operand.block_bytes, operand.row_dtype), indices)
+        self._result_frontier = header.frontier
+        if header.frontier < blocks:
+            return None
+        self._result_frontier = 0
+        return self._incoming.popleft()
+
+    def _scratch(self, size: int) -> Array:
+        if self._indices.size < size:
+            self._indices = np.empty(size, np.int64)
+        return self._indices
+
+
+class WorkerMachine:
+    """All collectives of one worker, over all shards, in the order of submission.
+
+    `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard in
+    errors; `me` names this worker. A collective that takes longer than `timeout_s` ends the job.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[tuple[Array, Array]],
+        addresses: Sequence[str],
+        me: str,
+        *,
+        scan_span: int,
+        timeout_s: float,
+    ) -> None:
+        self._streams = [_Stream(i, send, receive, scan_span) for i, (send, receive) in enumerate(slots)]
+        self._slot_bytes = min(send.shape[1] for send, _ in slots)
+        self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
+        self._under_way: deque[Collective] = deque()
+        self._oldest_since = 0.0
+        self._next = 0
+        self._waiting_for: str = ""
+        self._goodbyes = 0
+        self.ended: End | None = None
+
+    def fits(self, block_bytes: int) -> bool:
+        """Whether at least one block of this size fits in a slot."""
+        return capacity(self._slot_bytes, block_bytes) > 0
+
+    @property
+    def under_way(self) -> int:
+        """How many collectives are unfinished."""
+        return len(self._under_way)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `timer` must be called, if nothing happens before."""
+        return self._oldest_since + self._timeout_s if self._under_way else None
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Every shard has confirmed that this worker left."""
+        return self._goodbyes == len(self._streams)
+
+    def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
+        """Queue a collective and return its number."""
+        assert self.ended is None, "submit after the end"
+        collective = Collective(self._next, descriptor, operand, len(self._streams))
+        self._next += 1
+        if not self._under_way:
+            self._oldest_since = now
+        self._under_way.append(collective)
+        for stream in self._streams:
+            stream.submit(collective)
+        return collective.number
+
+    def advance(self, now: float) -> Iterator[Effect]:
+        """Pack and send as long as there are free slots, shard by shard in turn."""
+        busy = self.ended is None
+        while busy:
+            busy = False
+            for stream in self._streams:
+                message = stream.pack()
+                if message is not None:
+                    busy = True
+                    yield message
+
+    def received(self, shard: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
+        """A result message arrived in receive slot `slot` of `shard`."""
+        if self.ended is not None:
+            return
+        try:
+            done = self._streams[shard].received(slot, nbytes)
+        except ProtocolError as error:
+            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {error}"))
+            return
+        yield Return(shard, slot)
+        if done is not None:
+            done.shards_left -= 1
+        while self._under_way and self._under_way[0].shards_left == 0:
+            collective = self._under_way.popleft()
+            collective.operand.finish()
+            self._oldest_since, self._waiting_for = now, ""
+            yield Finish(collective.number)
+
+    def credited(self, shard: int, slot: int, now: float) -> Iterator[Effect]:
+        """Send slot `slot` of `shard` is free again."""
+        self._streams[shard].credited(slot)
+        return iter(())
+
+    def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+        """A control message arrived from `shard`."""
+        if isinstance(message, Goodbye):
+            self._goodbyes += 1
+        elif self.ended is not None:
+            return
+        elif isinstance(message, Aborted):
+            yield from self._end(message.cause, told_by=shard)
+        elif isinstance(message, Waiting):
+            self._waiting_for = message.who
+            yield Warn(f"{message.what}: waiting for {message.who} since {message.seconds:.0f} s")
+        else:
+            unexpected = f"protocol error: unexpected {type(message).__name__}"
+            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))
+
+    def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
+        """The link to `shard` is over."""
+        if self.ended is None:
+            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason), told_by=shard)
+
+    def timer(self, now: float) -> Iterator[Effect]:
+        """Time has passed; end the job if its oldest collective is overdue."""
+        deadline = self.deadline
+        if self.ended is None and deadline is not None and now >= deadline:
+            what = self._under_way[0].descriptor
+            culprit = self._waiting_for or "unknown rank"
+            reason = f"collective {self._under_way[0].number} ({what}) not complete after {self._timeout_s:g} s"
+            yield from self._end(Cause(culprit, reason, timeout=True))
+
+    def leave(self, reason: str = "") -> Iterator[Effect]:
+        """Go, because of `reason` or, without one, because the work is done."""
+        if self.ended is not None:
+            return
+        if not reason and self._under_way:
+            reason = f"shut down with {self.under_way} collectives under way"
+        yield from self._end(Cause(self._me, reason) if reason else None)
+
+    def _end(self, cause: Cause | None, told_by: int | None = None) -> Iterator[Effect]:
+        self.ended = End(cause)
+        for stream in self._streams:
+            if stream.shard != told_by:
+                yield Tell(stream.shard, Leave(cause))
+        yield self.ended

@@ -1,0 +1,220 @@
+"""What travels: block messages and control messages, their layout and the checks on decoding.
+
+A block message fills the start of a slot, so that every transport moves one contiguous run of bytes:
+
+    header (64 bytes) | blocks (count × block bytes) | padding to 8 | indices (count × int64) | extra
+
+Everything little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the others.
+The end of a collective is a frontier equal to its number of blocks. Control messages are msgpack, tagged by type.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.errors import ProtocolError
+from omnireduce.layout import Layout
+
+PROTOCOL_VERSION = 1
+HEADER_BYTES = 64
+EXTRA_BYTES = 1024  # room kept in every slot for `extra`
+NAME_CHARACTERS = 200
+CONTROL_BYTES = 65536  # no control message may be longer
+
+_HEADER = struct.Struct("<QqIII")
+
+
+class Header(NamedTuple):
+    """Head of a block message: which collective, how far it promises to have come, what it carries."""
+
+    collective: int
+    frontier: int
+    count: int
+    block_bytes: int
+    extra_bytes: int
+
+
+class Descriptor(msgspec.Struct, frozen=True, array_like=True):
+    """What a collective is; all ranks must submit the same one in the same place."""
+
+    kind: Literal["allreduce", "rows", "broadcast", "allgather", "barrier"]
+    name: str
+    op: Literal["sum", "mean", "min", "max", "prod"]
+    dtype: str
+    elements: int
+    block_size: int
+    note: str = ""
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * ELEMENT_TYPES[self.dtype].itemsize
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.elements, self.block_size)
+
+    def __str__(self) -> str:
+        name = f"'{self.name}' " if self.name else ""
+        note = f" {self.note}" if self.note else ""
+        return f"{self.kind} {name}{self.dtype}[{self.elements}] {self.op}, blocks of {self.block_size}{note}"
+
+
+_descriptor_decoder = msgspec.msgpack.Decoder(Descriptor)
+
+
+def encode_descriptor(descriptor: Descriptor) -> bytes:
+    return msgspec.msgpack.encode(descriptor)
+
+
+def decode_descriptor(data: bytes) -> Descriptor:
+    """Decode and check a peer's descriptor. Raises ProtocolError."""
+    try:
+        found = _descriptor_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"malformed descriptor: {error}") from None
+    if found.dtype not in ELEMENT_TYPES:
+        raise ProtocolError(f"descriptor names the unknown dtype {found.dtype[:40]!r}")
+    if not 0 <= found.elements < 2**62 or not 1 <= found.block_size < 2**31 or len(found.name) > NAME_CHARACTERS:
+        raise ProtocolError(f"descriptor out of range: {found.elements} elements in blocks of {found.block_size}")
+    if found.op == "mean" and not ELEMENT_TYPES[found.dtype].is_float:
+        raise ProtocolError(f"descriptor asks for the mean of {found.dtype}")
+    return found
+
+
+def _indices_start(count: int, block_bytes: int) -> int:
+    return (HEADER_BYTES + count * block_bytes + 7) // 8 * 8
+
+
+def capacity(slot_bytes: int, block_bytes: int) -> int:
+    """How many blocks of `block_bytes` fit in one slot."""
+    return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + 8))
+
+
+def block_rows(slot: Array, block_bytes: int, dtype: np.dtype[Any]) -> Array:
+    """The block area of `slot` (uint8, slot bytes) as (capacity, elements per block) of `dtype`."""
+    rows = capacity(slot.size, block_bytes)
+    return slot[HEADER_BYTES : HEADER_BYTES + rows * block_bytes].view(dtype).reshape(rows, -1)
+
+
+def seal(slot: Array, collective: int, frontier: int, indices: Array, block_bytes: int, extra: bytes = b"") -> int:
+    """Complete a message whose blocks are already in `slot`; return its length in bytes."""
+    start = _indices_start(indices.size, block_bytes)
+    stop = start + indices.size * 8
+    _HEADER.pack_into(slot.data, 0, collective, frontier, indices.size, block_bytes, len(extra))
+    slot[start:stop].view(np.int64)[:] = indices
+    if extra:
+        slot[stop : stop + len(extra)] = np.frombuffer(extra, np.uint8)
+    return stop + len(extra)
+
+
+def read_header(slot: Array, nbytes: int) -> Header:
+    """Copy the header out of a received message and check it against the message's length. Raises ProtocolError."""
+    if nbytes < HEADER_BYTES or nbytes > slot.size:
+        raise ProtocolError(f"a block message of {nbytes} bytes; expected {HEADER_BYTES} to {slot.size}")
+    header = Header._make(_HEADER.unpack_from(slot.data))
+    if header.extra_bytes > EXTRA_BYTES or header.count > capacity(slot.size, header.block_bytes):
+        raise ProtocolError(f"a block message that claims more than its slot holds: {header}")
+    expected = _indices_start(header.count, header.block_bytes) + header.count * 8 + header.extra_bytes
+    if nbytes != expected:
+        raise ProtocolError(f"a block message of {nbytes} bytes whose header means {expected}: {header}")
+    return header
+
+
+def message_indices(slot: Array, header: Header) -> Array:
+    """The message's indices, still in memory that the peer may be able to write."""
+    start = _indices_start(header.count, header.block_bytes)
+    return slot[start : start + header.count * 8].view(np.int64)
+
+
+def message_extra(slot: Array, header: Header) -> bytes:
+    start = _indices_start(header.count, header.block_bytes) + header.count * 8
+    return slot[start : start + header.extra_bytes].tobytes()
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Why a collective or job ended: who, and what happened. `timeout` tells a time-out from a fault."""
+
+    culprit: str
+    reason: str
+    timeout: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator, first: who I am, which job I want to join, how my slots look."""
+
+    version: int
+    job: str
+    rank: int
+    world_size: int
+    shard: int
+    shards: int
+    slots: int
+    slot_bytes: int
+    host: str
+    pid: int
+
+
+class Pending(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to waiting workers: these ranks are still missing."""
+
+    missing: list[int]
+    total_missing: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: all ranks are here; collectives may start."""
+
+    generation: int
+    members: list[str]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: you cannot join, and why."""
+
+    reason: str
+
+
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to workers: the collective has not moved for `seconds` because of `ranks`."""
+
+    collective: int
+    what: str
+    who: str
+    seconds: float
+
+
+class Aborted(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to workers: the job is over."""
+
+    cause: Cause
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator: I go, cleanly or (with a cause) because something failed."""
+
+    cause: Cause | None = None
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: your Leave has been dealt with."""
+
+
+ControlMessage = Hello | Pending | Welcome | Refused | Waiting | Aborted | Leave | Goodbye
+_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+
+
+def encode_control(message: ControlMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_control(body: bytes) -> ControlMessage:
+    """Decode and validate a control message. Raises ProtocolError."""
+    try:
+        return _control_decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"malformed control message: {error}") from None
