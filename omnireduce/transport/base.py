@@ -1,0 +1,142 @@
+"""What every transport offers.
+
+A link joins two peers. Each side owns a row of send slots and a row of receive slots; slot k of one side arrives as slot k
+of the other. Theory of operation:
+
+1. The sender fills a send slot and calls `send(k, nbytes)`. From then on the slot belongs to the link.
+2. The receiver's `poll()` reports `Received(k, nbytes)`; receive slot k is the receiver's until it calls `return_credit(k)`.
+3. The sender's `poll()` reports `Credited(k)`; slot k is the sender's again.
+
+Messages stay in order, in each direction. Control messages share that order. Nothing blocks and nothing raises for the
+peer's or the network's sake: a link that is over says `Lost(reason)` as its last event. A second `send` of a slot that is
+under way is our own mistake and raises.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+
+NO_SLOTS = np.zeros((0, 0), np.uint8)
+
+
+class Received(NamedTuple):
+    """A block message lies in receive slot `slot`."""
+
+    slot: int
+    nbytes: int
+
+
+class Credited(NamedTuple):
+    """The peer is done with send slot `slot`."""
+
+    slot: int
+
+
+class Control(NamedTuple):
+    """A control message."""
+
+    body: bytes
+
+
+class Lost(NamedTuple):
+    """The link is over; nothing follows. `violation` says that the peer broke the rules, not the network."""
+
+    reason: str
+    violation: bool = False
+
+
+Event = Received | Credited | Control | Lost
+
+
+@dataclass(slots=True)
+class Counters:
+    """Bytes that a link put on, and took off, the wire, framing included."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Link(ABC):
+    """One end of a reliable, ordered, credit-controlled path to a peer."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.counters = Counters()
+        self.send_slots = NO_SLOTS
+        self.receive_slots = NO_SLOTS
+        self._under_way: set[int] = set()  # send slots without credit
+        self._held: set[int] = set()  # receive slots that our side still reads
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """The link is lost or closed: nothing can arrive any more."""
+
+    def attach(self, send_slots: Array, receive_slots: Array) -> None:
+        """Give the link its slots, each uint8 (slots, slot bytes). Before that only control messages may flow."""
+        self.send_slots, self.receive_slots = send_slots, receive_slots
+
+    def send(self, slot: int, nbytes: int) -> None:
+        """Send the first `nbytes` bytes of send slot `slot`."""
+        assert slot not in self._under_way, f"send slot {slot} was sent twice without a credit"
+        self._under_way.add(slot)
+        self._send(slot, nbytes)
+
+    def return_credit(self, slot: int) -> None:
+        """Hand receive slot `slot` back to the peer."""
+        self._held.remove(slot)
+        self._return_credit(slot)
+
+    def _admit(self, event: Received | Credited) -> str:
+        """Check a peer's event against the credits; return what is wrong with it, or nothing."""
+        if isinstance(event, Received):
+            if event.slot >= len(self.receive_slots) or event.slot in self._held:
+                return f"message for slot {event.slot} without a credit"
+            if event.nbytes > self.receive_slots.shape[1]:
+                return f"message of {event.nbytes} bytes; a slot holds {self.receive_slots.shape[1]}"
+            self._held.add(event.slot)
+        else:
+            if event.slot not in self._under_way:
+                return f"credit for slot {event.slot}, which is not under way"
+            self._under_way.remove(event.slot)
+        return ""
+
+    @abstractmethod
+    def _send(self, slot: int, nbytes: int) -> None: ...
+
+    @abstractmethod
+    def _return_credit(self, slot: int) -> None: ...
+
+    @abstractmethod
+    def send_control(self, body: bytes) -> None:
+        """Send a control message."""
+
+    @abstractmethod
+    def poll(self) -> Sequence[Event]:
+        """Return what has happened since the last call, without blocking."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Hand as much of the waiting output to the system as it takes."""
+
+    @property
+    def wants_write(self) -> bool:
+        """Output is waiting until the descriptor becomes writable."""
+        return False
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that is readable when `poll` has something to say; -1 when there is none."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. The peer sees the link as lost. May be called twice."""

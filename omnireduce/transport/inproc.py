@@ -1,0 +1,73 @@
+"""Links inside one process: two ends that share their slots and hand events over in queues. For tests and simulation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+
+
+class InprocLink(Link):
+    """One end; `pair` makes two. `deliver` is where a subclass may delay or drop what the peer receives."""
+
+    kind = "inproc"
+    other: InprocLink
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self._arrived: deque[Event] = deque()
+        self._lost = False
+
+    @property
+    def over(self) -> bool:
+        return self._lost
+
+    def deliver(self, event: Event) -> None:
+        """Hand `event` to this end."""
+        self._arrived.append(event)
+
+    def _send(self, slot: int, nbytes: int) -> None:
+        self.counters.sent_bytes += nbytes
+        if not self._lost:
+            self.other.deliver(Received(slot, nbytes))
+
+    def _return_credit(self, slot: int) -> None:
+        if not self._lost:
+            self.other.deliver(Credited(slot))
+
+    def send_control(self, body: bytes) -> None:
+        self.counters.sent_bytes += len(body)
+        if not self._lost:
+            self.other.deliver(Control(body))
+
+    def poll(self) -> Sequence[Event]:
+        events: list[Event] = []
+        while self._arrived and not self._lost:
+            event = self._arrived.popleft()
+            wrong = self._admit(event) if isinstance(event, Received | Credited) else ""
+            if wrong:
+                event = Lost(wrong, violation=True)
+            if isinstance(event, Received):
+                self.counters.received_bytes += event.nbytes
+            self._lost = isinstance(event, Lost)
+            events.append(event)
+        return events
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        if not self._lost:
+            self._lost = True
+            self.other.deliver(Lost("connection closed"))
+
+
+def pair(left: str, right: str) -> tuple[InprocLink, InprocLink]:
+    """Two joined ends; `left` is the name under which the first end knows its peer."""
+    one, two = InprocLink(left), InprocLink(right)
+    one.other, two.other = two, one
+    return one, two

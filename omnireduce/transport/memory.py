@@ -1,0 +1,52 @@
+"""Slot memory: anonymous files that can be mapped by several processes of one host and leave nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import TransportError
+
+
+class Region:
+    """`rows` slots of `slot_bytes` each, backed by a memfd of fixed size; `slots` is uint8 (rows, slot bytes)."""
+
+    def __init__(self, rows: int, slot_bytes: int) -> None:
+        size = rows * slot_bytes
+        self.fd = os.memfd_create("omnireduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        # a peer that could shrink the file would end us with SIGBUS
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.slots = _map(self.fd, 0, size).reshape(rows, slot_bytes)
+
+    def close(self) -> None:
+        """Drop the file. The mapping goes with the last array that uses it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.slots = np.zeros((0, 0), np.uint8)
+
+
+def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
+    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes). Raises TransportError."""
+    try:
+        if os.fstat(fd).st_size < (first + rows) * slot_bytes:
+            raise TransportError(f"the peer's shared memory is smaller than {first + rows} slots of {slot_bytes} bytes")
+        return _map(fd, first * slot_bytes, rows * slot_bytes).reshape(rows, slot_bytes)
+    except OSError as error:
+        raise TransportError(f"cannot map the peer's shared memory: {error}") from error
+
+
+def _map(fd: int, offset: int, size: int) -> Array:
+    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
+    return np.frombuffer(memory, np.uint8)
+
+
+def private_slots(rows: int, slot_bytes: int) -> Array:
+    """Slots for this process alone, uint8 (rows, slot bytes), already backed by pages."""
+    memory = mmap.mmap(-1, rows * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+    return np.frombuffer(memory, np.uint8).reshape(rows, slot_bytes)

@@ -1,0 +1,107 @@
+"""Shared-memory links between processes of one host: slots in a mapped memfd, doorbells over a Unix socket.
+
+The aggregator listens on an abstract Unix address derived from its TCP address, so nothing is left in the file system. It
+creates the memory and passes descriptors with the Welcome; a result slot is mapped by all local ranks and written once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+
+from omnireduce.errors import TransportError
+from omnireduce.transport.memory import map_slots
+from omnireduce.transport.stream import CONTROL, FRAME, StreamLink
+
+MAX_DESCRIPTORS = 2
+
+
+class ShmLink(StreamLink):
+    """A link over a Unix socket whose block messages stay in shared memory."""
+
+    kind = "shm"
+    inline = False
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        super().__init__(sock, peer)
+        self._descriptors: deque[int] = deque()
+        self._attached = False
+
+    def _receive(self, into: memoryview) -> int:
+        if self._attached:
+            return self._sock.recv_into(into)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, len(into), MAX_DESCRIPTORS)
+        self._descriptors.extend(descriptors)
+        into[: len(data)] = data
+        return len(data)
+
+    def send_control_with_memory(self, body: bytes, up_fd: int, down_fd: int) -> None:
+        """Send a control message together with the descriptors of the upward and downward slots."""
+        self.flush()
+        try:
+            socket.send_fds(self._sock, [FRAME.pack(CONTROL, 0, len(body)) + body], [up_fd, down_fd])
+        except OSError:
+            self._output_dead = True
+
+    def attach_memory(self, first_up: int, slots: int, slot_bytes: int) -> None:
+        """Worker side: map the slots whose descriptors came with the Welcome. Raises TransportError."""
+        if len(self._descriptors) < MAX_DESCRIPTORS:
+            raise TransportError("the aggregator sent no shared memory with its welcome")
+        up, down = self._descriptors.popleft(), self._descriptors.popleft()
+        try:
+            self.attach(map_slots(up, first_up, slots, slot_bytes), map_slots(down, 0, slots, slot_bytes))
+        finally:
+            os.close(up)
+            os.close(down)
+        self._attached = True
+
+    def close(self) -> None:
+        super().close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+def _abstract(host: str, port: int) -> str:
+    return f"\0omnireduce/{host}:{port}"
+
+
+def _is_local(host: str) -> bool:
+    """Whether `host` is an address of this network namespace: abstract names are private to it as well."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _numeric(host: str) -> str:
+    return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def connect_shm(host: str, port: int, timeout_s: float) -> ShmLink:
+    """Connect to an aggregator on this host. Raises OSError when it is elsewhere or offers no shared memory."""
+    if not _is_local(host):
+        raise ConnectionError(f"{host} is not this host")
+    for name in (_abstract(_numeric(host), port), _abstract("*", port)):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(name)
+        except OSError:
+            sock.close()
+        else:
+            return ShmLink(sock, f"{host}:{port}")
+    raise ConnectionRefusedError(f"no aggregator on this host listens on {host}:{port} for shared memory")
+
+
+def listen_shm(host: str, port: int) -> socket.socket:
+    """Listen for local workers of the aggregator at host:port, non-blocking. Raises OSError."""
+    anywhere = host in ("", "0.0.0.0", "::")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(_abstract("*" if anywhere else _numeric(host), port))
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener

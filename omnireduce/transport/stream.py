@@ -1,0 +1,199 @@
+"""Links over a stream socket, and the framing that they share.
+
+A frame is 8 bytes: kind (u8), -, slot (u16), length (u32).
+
+    DATA     a block message of `length` bytes. tcp: the bytes follow. shm: they lie in the slot that both sides map
+    CREDIT   the slot is free again
+    CONTROL  a control message of `length` bytes follows
+
+Small frames gather until `flush`, so that a turn of the driver costs one system call per peer.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from omnireduce.dtypes import Array
+from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+
+FRAME = struct.Struct("<BxHI")
+DATA, CREDIT, CONTROL = 1, 2, 3
+CONTROL_LIMIT = 65536
+READ_BYTES = 65536
+GATHER = 16  # buffers per sendmsg
+
+
+class StreamLink(Link):
+    """A link over a connected, non-blocking stream socket. `inline` says whether DATA frames carry the bytes."""
+
+    inline: bool
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        super().__init__(peer)
+        sock.setblocking(False)
+        self._sock = sock
+        self._small = bytearray()
+        self._output: deque[memoryview] = deque()
+        self._output_dead = False
+        self._buffer = bytearray(READ_BYTES)
+        self._view = memoryview(self._buffer)
+        self._filled = 0  # bytes of the buffer that hold unparsed input
+        self._body: memoryview | None = None  # unread rest of the current DATA message
+        self._arriving = Received(0, 0)
+        self._lost: Lost | None = None
+
+    def attach(self, send_slots: Array, receive_slots: Array) -> None:
+        super().attach(send_slots, receive_slots)
+        self._send_views = [memoryview(slot) for slot in send_slots]
+        self._receive_views = [memoryview(slot) for slot in receive_slots]
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._output)
+
+    @property
+    def over(self) -> bool:
+        return self._lost is not None
+
+    def close(self) -> None:
+        self._sock.close()
+        self._output.clear()
+        self._lost = self._lost or Lost("closed by this side")
+
+    # output
+
+    def _send(self, slot: int, nbytes: int) -> None:
+        self._small += FRAME.pack(DATA, slot, nbytes)
+        self.counters.sent_bytes += FRAME.size + nbytes
+        if self.inline:
+            self._queue_small()
+            self._output.append(self._send_views[slot][:nbytes])
+        self.flush()
+
+    def _return_credit(self, slot: int) -> None:
+        self._small += FRAME.pack(CREDIT, slot, 0)
+        self.counters.sent_bytes += FRAME.size
+
+    def send_control(self, body: bytes) -> None:
+        assert len(body) <= CONTROL_LIMIT, f"a control message of {len(body)} bytes"
+        self._small += FRAME.pack(CONTROL, 0, len(body)) + body
+        self.counters.sent_bytes += FRAME.size + len(body)
+        self.flush()
+
+    def _queue_small(self) -> None:
+        if self._small:
+            self._output.append(memoryview(bytes(self._small)))
+            self._small.clear()
+
+    def flush(self) -> None:
+        self._queue_small()
+        if self._output_dead or self._lost:
+            self._output.clear()
+        while self._output:
+            views = [self._output[i] for i in range(min(len(self._output), GATHER))]
+            try:
+                sent = self._sock.sendmsg(views)
+            except BlockingIOError:
+                return
+            except OSError:
+                # The reading side tells why: what the peer said before it left may still be unread.
+                self._output_dead = True
+                self._output.clear()
+                return
+            self._consume(sent)
+
+    def _consume(self, sent: int) -> None:
+        while sent:
+            head = self._output[0]
+            if sent < len(head):
+                self._output[0] = head[sent:]
+                return
+            sent -= len(head)
+            self._output.popleft()
+
+    # input
+
+    def _receive(self, into: memoryview) -> int:
+        return self._sock.recv_into(into)
+
+    def poll(self) -> Sequence[Event]:
+        events: list[Event] = []
+        while self._lost is None:
+            target = self._body if self._body is not None else self._view[self._filled :]
+            try:
+                count = self._receive(target)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._end(events, f"connection broken: {error.strerror or error}")
+                break
+            if count == 0:
+                self._end(events, "connection closed")
+                break
+            self.counters.received_bytes += count
+            if self._body is None:
+                self._filled += count
+                self._parse(events)
+            else:
+                self._body_arrived(count, events)
+            if count < len(target):  # the socket is drained, most likely; if not, it stays readable
+                break
+        return events
+
+    def _end(self, events: list[Event], reason: str, violation: bool = False) -> None:
+        self._lost = Lost(reason, violation)
+        self._output.clear()
+        events.append(self._lost)
+
+    def _body_arrived(self, count: int, events: list[Event]) -> None:
+        assert self._body is not None
+        self._body = self._body[count:]
+        if not self._body:
+            self._body = None
+            events.append(self._arriving)
+
+    def _parse(self, events: list[Event]) -> None:
+        """Turn the buffered input into events; leave an incomplete frame at the buffer's start."""
+        at = 0
+        while self._filled - at >= FRAME.size and self._body is None and self._lost is None:
+            kind, slot, length = FRAME.unpack_from(self._buffer, at)
+            body = at + FRAME.size
+            if kind == CONTROL and length <= CONTROL_LIMIT - FRAME.size:
+                if self._filled - body < length:
+                    break
+                events.append(Control(bytes(self._view[body : body + length])))
+                at = body + length
+            elif kind in (DATA, CREDIT):
+                at = body + self._credit_or_data(kind, slot, length, body, events)
+            else:
+                self._end(events, f"not a frame of this protocol: kind {kind}, length {length}", violation=True)
+        if at:
+            rest = self._filled - at
+            self._buffer[:rest] = self._buffer[at : self._filled]
+            self._filled = rest
+
+    def _credit_or_data(self, kind: int, slot: int, length: int, body: int, events: list[Event]) -> int:
+        """Take one frame; return how many bytes of a message behind it were in the buffer."""
+        event = Received(slot, length) if kind == DATA else Credited(slot)
+        wrong = self._admit(event)
+        if wrong:
+            self._end(events, wrong, violation=True)
+            return 0
+        if not self.inline or kind == CREDIT or length == 0:
+            if kind == DATA and not self.inline:
+                self.counters.received_bytes += length
+            events.append(event)
+            return 0
+        self._arriving = Received(slot, length)
+        have = min(length, self._filled - body)
+        target = self._receive_views[slot]
+        target[:have] = self._view[body : body + have]
+        self._body = target[:length]
+        self._body_arrived(have, events)
+        return have

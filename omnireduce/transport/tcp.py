@@ -1,0 +1,44 @@
+"""TCP links: block messages follow their frames on the connection, received straight into the slot."""
+
+from __future__ import annotations
+
+import socket
+
+from omnireduce.transport.stream import StreamLink
+
+
+class TcpLink(StreamLink):
+    """A link over TCP. A peer that is silent on the network for `dead_peer_s` seconds counts as lost."""
+
+    kind = "tcp"
+    inline = True
+
+    def __init__(self, sock: socket.socket, peer: str, dead_peer_s: float) -> None:
+        super().__init__(sock, peer)
+        _detect_dead_peer(sock, dead_peer_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _detect_dead_peer(sock: socket.socket, dead_peer_s: float) -> None:
+    """Probe an idle connection, and bound how long sent data may stay unacknowledged."""
+    probes = 3
+    interval = max(1, round(dead_peer_s / (probes + 1)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(dead_peer_s * 1000))
+
+
+def connect_tcp(host: str, port: int, timeout_s: float, dead_peer_s: float) -> TcpLink:
+    """Connect to a listening aggregator. Raises OSError."""
+    sock = socket.create_connection((host, port), timeout=timeout_s)
+    return TcpLink(sock, f"{host}:{port}", dead_peer_s)
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """Listen on host:port (port 0: any free one), non-blocking. Raises OSError."""
+    family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    listener = socket.create_server((host, port), family=family, backlog=128, reuse_port=False)
+    listener.setblocking(False)
+    return listener
