@@ -1,0 +1,180 @@
+"""Sparse block aggregation: an all-reduce that moves only the non-zero blocks.
+
+    import omnireduce as omni
+
+    omni.init()                      # rank and size from mpirun, Slurm or torchrun; aggregators from the configuration
+    omni.allreduce(gradient)         # in place, summed over all ranks
+    omni.shutdown()
+
+The functions of this module work on one global `Communicator`; programs that need several, or no global state, make
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omnireduce.config import Config, load_config, override_config
+from omnireduce.dtypes import Array
+from omnireduce.errors import (
+    AbortedError,
+    ClosedError,
+    CollectiveTimeoutError,
+    ConfigError,
+    OmniReduceError,
+    ProtocolError,
+    RefusedError,
+    TransportError,
+    UsageError,
+)
+from omnireduce.runtime.communicator import Communicator, Handle, Statistics
+from omnireduce.runtime.launcher import detect_launch, job_name
+
+__all__ = [
+    "AbortedError",
+    "ClosedError",
+    "CollectiveTimeoutError",
+    "Communicator",
+    "Config",
+    "ConfigError",
+    "Handle",
+    "OmniReduceError",
+    "ProtocolError",
+    "RefusedError",
+    "Statistics",
+    "TransportError",
+    "UsageError",
+    "allgather",
+    "allreduce",
+    "allreduce_async",
+    "allreduce_rows",
+    "barrier",
+    "broadcast",
+    "connect",
+    "init",
+    "load_config",
+    "local_rank",
+    "rank",
+    "reduce_scatter",
+    "shutdown",
+    "size",
+]
+
+_global: Communicator | None = None
+
+
+def connect(
+    config: str | Path | Config | None = None,
+    *,
+    aggregators: Sequence[str] | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> Communicator:
+    """Join a job and return its communicator.
+
+    `config`: a Config, a TOML file, or None for OMNIREDUCE_CONFIG or the defaults; `aggregators` ("host:port" each) and
+    `job` override it. `rank` and `size` come from the launcher unless given, both or neither.
+
+    Raises ConfigError, UsageError, TransportError or RefusedError; see `Communicator`.
+    """
+    settings = config if isinstance(config, Config) else load_config(config)
+    changes: dict[str, object] = {}
+    if aggregators is not None:
+        changes["cluster.aggregators"] = list(aggregators)
+    if job is not None:
+        changes["cluster.job"] = job
+    settings = override_config(settings, changes, source="argument")
+    launch = detect_launch(rank=rank, size=size)
+    return Communicator(
+        settings,
+        rank=launch.rank,
+        size=launch.size,
+        local_rank=launch.local_rank,
+        job=job_name(settings.cluster.job, launch),
+    )
+
+
+def init(
+    config: str | Path | Config | None = None,
+    *,
+    aggregators: Sequence[str] | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> Communicator:
+    """Make the global communicator with `connect`. Raises UsageError when there is one already."""
+    global _global
+    if _global is not None:
+        raise UsageError("omnireduce is initialised already; call omnireduce.shutdown() first")
+    _global = connect(config, aggregators=aggregators, job=job, rank=rank, size=size)
+    return _global
+
+
+def _communicator() -> Communicator:
+    if _global is None:
+        raise UsageError("omnireduce is not initialised; call omnireduce.init() first")
+    return _global
+
+
+def shutdown() -> None:
+    """Leave the job of the global communicator; does nothing when there is none."""
+    global _global
+    if _global is not None:
+        communicator, _global = _global, None
+        communicator.shutdown()
+
+
+def allreduce(
+    x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
+) -> Array:
+    """See `Communicator.allreduce`."""
+    return _communicator().allreduce(x, out=out, op=op, name=name, block_size=block_size)
+
+
+def allreduce_async(
+    x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
+) -> Handle:
+    """See `Communicator.allreduce_async`."""
+    return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size)
+
+
+def allreduce_rows(indices: Array, values: Array, n_rows: int, *, name: str = "") -> tuple[Array, Array]:
+    """See `Communicator.allreduce_rows`."""
+    return _communicator().allreduce_rows(indices, values, n_rows, name=name)
+
+
+def broadcast(x: Array, root: int = 0, *, name: str = "") -> Array:
+    """See `Communicator.broadcast`."""
+    return _communicator().broadcast(x, root, name=name)
+
+
+def allgather(x: Array, *, name: str = "") -> Array:
+    """See `Communicator.allgather`."""
+    return _communicator().allgather(x, name=name)
+
+
+def reduce_scatter(x: Array, *, op: str = "sum", name: str = "") -> Array:
+    """See `Communicator.reduce_scatter`."""
+    return _communicator().reduce_scatter(x, op=op, name=name)
+
+
+def barrier() -> None:
+    """See `Communicator.barrier`."""
+    _communicator().barrier()
+
+
+def rank() -> int:
+    """This worker's rank in the global communicator."""
+    return _communicator().rank
+
+
+def size() -> int:
+    """How many workers the global communicator has."""
+    return _communicator().size
+
+
+def local_rank() -> int:
+    """This worker's number among those on its host, as the launcher gave it."""
+    return _communicator().local_rank

@@ -1,0 +1,284 @@
+"""The public API of a worker: collectives on NumPy arrays over the aggregators of one job."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+
+from omnireduce.config import Config, check_config
+from omnireduce.dtypes import Array, element_type
+from omnireduce.errors import UsageError
+from omnireduce.kernels.reduce import OPS
+from omnireduce.kernels.scatter import add_rows
+from omnireduce.kernels.warm import warm_up_worker
+from omnireduce.layout import Layout
+from omnireduce.protocol.operands import DenseTensor, RowSet
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.engine import Engine
+from omnireduce.runtime.engine import Handle as _Handle
+from omnireduce.runtime.rendezvous import join
+from omnireduce.wire import NAME_CHARACTERS, Descriptor
+
+BYTES = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Totals of one worker since it joined. Bytes include framing; with shared memory, what a wire would have carried."""
+
+    sent_bytes: int
+    received_bytes: int
+    collectives: int
+
+
+class Handle:
+    """An asynchronous collective. Its arrays must not be touched before `wait` has returned."""
+
+    def __init__(self, inner: _Handle) -> None:
+        self._inner = inner
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return self._inner.done()
+
+    def wait(self, timeout_s: float | None = None) -> Array:
+        """Return the result array.
+
+        Raises AbortedError or CollectiveTimeoutError when the collective failed, and TimeoutError when it is still under
+        way after `timeout_s` seconds (None: no such limit; `cluster.timeout_s` always applies).
+        """
+        return cast(Array, self._inner.wait(timeout_s))
+
+
+class Communicator:
+    """Membership of this process in one job; every rank must call the same collectives in the same order.
+
+    `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is. Construction returns
+    once all ranks have joined. Raises ConfigError, TransportError when an aggregator cannot be reached, RefusedError when
+    it does not admit this worker. Methods may be called from several threads.
+    """
+
+    def __init__(self, config: Config, *, rank: int, size: int, local_rank: int = 0, job: str | None = None) -> None:
+        check_config(config)
+        if not 0 <= rank < size:
+            raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
+        self.rank, self.size, self.local_rank, self.config = rank, size, local_rank, config
+        name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
+        warm_up_worker()
+        self._links = join(config, name, rank, size)
+        self.transport = "+".join(sorted({link.kind for link in self._links}))
+        self.shards = len(self._links)
+        me = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        machine = WorkerMachine(
+            [(link.send_slots, link.receive_slots) for link in self._links],
+            [link.peer for link in self._links],
+            me,
+            scan_span=config.protocol.scan_span,
+            timeout_s=config.cluster.timeout_s,
+        )
+        self._engine = Engine(machine, self._links, config.transport.spin_us / 1e6)
+        self._collectives = 0
+        _open_communicators.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._engine.abort(f"left because of {type(error).__name__}")
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave the job. Collectives under way are aborted on all ranks. May be called twice."""
+        if self in _open_communicators:
+            _open_communicators.discard(self)
+            self._engine.shutdown()
+
+    def statistics(self) -> Statistics:
+        """What this worker has moved so far."""
+        counters = [link.counters for link in self._links]
+        return Statistics(
+            sum(each.sent_bytes for each in counters), sum(each.received_bytes for each in counters), self._collectives
+        )
+
+    def allreduce(
+        self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
+    ) -> Array:
+        """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all ranks.
+
+        `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 … int64 or
+        uint8. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only read). `op`: sum, mean, min,
+        max or prod; mean needs a float type; 16-bit floats are summed in float32 and rounded once; integers wrap. `name` is
+        compared between ranks and appears in errors. `block_size` overrides `protocol.block_size`: elements, a multiple of 8.
+        In a block that is zero everywhere, -0 becomes +0.
+
+        Raises UsageError for unsuitable arrays and AbortedError when the job failed.
+        """
+        return Handle(self._allreduce(x, out, op, name, block_size)).wait()
+
+    def allreduce_async(
+        self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
+    ) -> Handle:
+        """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started."""
+        handle = Handle(self._allreduce(x, out, op, name, block_size))
+        self._engine.drive_in_background()
+        return handle
+
+    def broadcast(self, x: Array, root: int = 0, *, name: str = "") -> Array:
+        """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects."""
+        if not 0 <= root < self.size:
+            raise UsageError(f"root {root}: expected 0 to {self.size - 1}")
+        flat = _flat(x, "x", writable=True)
+        source = flat if self.rank == root else None
+        self._move_bytes("broadcast", source, flat, name, x.dtype, f"of {x.dtype} from rank {root}")
+        return x
+
+    def allgather(self, x: Array, *, name: str = "") -> Array:
+        """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects."""
+        flat = _flat(x, "x", writable=False)
+        result = np.zeros((self.size, *x.shape), x.dtype)
+        result[self.rank] = x
+        target = _flat(result, "result", writable=True)
+        self._move_bytes("allgather", target, target, name, x.dtype, f"of {x.dtype}[{flat.size}] per rank")
+        return result
+
+    def reduce_scatter(self, x: Array, *, op: str = "sum", name: str = "") -> Array:
+        """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
+
+        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce.
+        """
+        if x.ndim == 0:
+            raise UsageError("reduce_scatter needs an array of at least one dimension")
+        result = self.allreduce(x, out=np.empty_like(x), op=op, name=name)
+        return np.array_split(result, self.size)[self.rank].copy()
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        empty = np.zeros(0, BYTES)
+        layout = self._layout(0, 8)
+        descriptor = Descriptor("barrier", "", "sum", BYTES.name, 0, 8)
+        self._submit(descriptor, DenseTensor(None, empty, layout, np.uint64(0)), empty).wait()
+
+    def allreduce_rows(self, indices: Array, values: Array, n_rows: int, *, name: str = "") -> tuple[Array, Array]:
+        """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
+
+        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first, in the
+        order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row length may not.
+        Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
+
+        Raises UsageError for unsuitable arrays and AbortedError when the job failed.
+        """
+        element = element_type(values.dtype)
+        if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
+            raise UsageError(f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}")
+        if not np.issubdtype(indices.dtype, np.integer):
+            raise UsageError(f"expected integer indices, got {indices.dtype}")
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
+            raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
+        numbers, rows = _combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
+        length = values.shape[1]
+        operand = RowSet(numbers, rows, self._layout(n_rows * length, length))
+        descriptor = Descriptor("rows", _name(name), "sum", element.name, n_rows * length, length)
+        self._collectives += 1
+        return cast(tuple[Array, Array], self._engine.submit(descriptor, operand, lambda: operand.result).wait())
+
+    def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> _Handle:
+        element = element_type(x.dtype)
+        if op not in OPS:
+            raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
+        if op == "mean" and not element.is_float:
+            raise UsageError(f"the mean of {element.name} is not an {element.name}; convert to a float type first")
+        block_size = self.config.protocol.block_size if block_size is None else block_size
+        if block_size < 8 or block_size % 8:
+            raise UsageError(f"block_size {block_size}: expected a multiple of 8 elements")
+        source = _flat(x, "x", writable=out is None)
+        target = source
+        if out is not None:
+            if out.shape != x.shape or out.dtype != x.dtype:
+                raise UsageError(f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same")
+            target = _flat(out, "out", writable=True)
+            if np.may_share_memory(source, target):
+                raise UsageError("out overlaps x; leave out away to work in place")
+        descriptor = Descriptor("allreduce", _name(name), _op(op), element.name, source.size, block_size)
+        operand = DenseTensor(source, target, self._layout(source.size, block_size), element.zero_mask)
+        reads = () if target is source else (source,)
+        return self._submit(descriptor, operand, x if out is None else out, reads=reads, writes=(target,))
+
+    def _move_bytes(self, kind: str, source: Array | None, target: Array, name: str, dtype: np.dtype[Any], note: str) -> None:
+        """Copy between ranks as a sum of bytes to which all but one rank contribute zeros."""
+        in_place = source is target
+        target = target.view(BYTES)
+        size = max(8, min(self.config.protocol.block_size * dtype.itemsize, 1 << 16) // 8 * 8)
+        descriptor = Descriptor(cast(Any, kind), _name(name), "sum", BYTES.name, target.size, size, note)
+        operand = DenseTensor(
+            target if in_place else source, target, self._layout(target.size, size), element_type(BYTES).zero_mask
+        )
+        self._submit(descriptor, operand, target, writes=(target,)).wait()
+
+    def _submit(
+        self,
+        descriptor: Descriptor,
+        operand: DenseTensor,
+        result: Array,
+        *,
+        reads: tuple[Array, ...] = (),
+        writes: tuple[Array, ...] = (),
+    ) -> _Handle:
+        self._collectives += 1
+        return self._engine.submit(descriptor, operand, lambda: result, reads=reads, writes=writes)
+
+    def _layout(self, elements: int, block_size: int) -> Layout:
+        return Layout(elements, block_size, self.shards, self.config.protocol.stripe_blocks)
+
+
+def _flat(x: Array, what: str, *, writable: bool) -> Array:
+    """`x` as a flat view. Raises UsageError when that would need a copy, or when the array cannot take the result."""
+    if not isinstance(x, np.ndarray):
+        raise UsageError(f"{what} is a {type(x).__name__}; expected a numpy.ndarray")
+    if not x.flags.c_contiguous:
+        raise UsageError(f"{what} is not C-contiguous; pass numpy.ascontiguousarray({what}) or work on its base array")
+    if writable and not x.flags.writeable:
+        raise UsageError(f"{what} is read-only and cannot take the result; pass out=")
+    if x.dtype.hasobject:
+        raise UsageError(f"{what} holds Python objects, which cannot be sent")
+    return x.reshape(-1)
+
+
+def _name(name: str) -> str:
+    if len(name) > NAME_CHARACTERS:
+        raise UsageError(f"a name of {len(name)} characters; expected at most {NAME_CHARACTERS}")
+    return name
+
+
+def _op(op: str) -> Literal["sum", "mean", "min", "max", "prod"]:
+    return cast(Any, op)
+
+
+def _combine_duplicates(numbers: Array, rows: Array, half: bool) -> tuple[Array, Array]:
+    """Sort rows by number and add equal ones, in the order given; 16-bit floats are added in float32."""
+    if numbers.size == 0 or np.all(numbers[1:] > numbers[:-1]):
+        return numbers, rows
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1], [True])))
+    unique = ordered[starts[:-1]]
+    values = rows.astype(np.float32) if half else rows
+    out = np.empty((len(unique), rows.shape[1]), values.dtype)
+    add_rows(values, order, starts, out)
+    return unique, out.astype(rows.dtype, copy=False)
+
+
+_open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    for communicator in list(_open_communicators):
+        communicator.shutdown()

@@ -1,0 +1,107 @@
+"""The one place where a machine, its links and a clock meet. It feeds events in and always drains the effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Warn
+from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.wire import ControlMessage, decode_control, encode_control
+
+Clock = Callable[[], float]
+
+
+class Machine(Protocol):
+    """What the worker's and the aggregator's machine have in common; a peer is a shard or a rank."""
+
+    ended: End | None
+
+    @property
+    def deadline(self) -> float | None: ...
+    def advance(self, now: float) -> Iterator[Effect]: ...
+    def received(self, peer: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]: ...
+    def credited(self, peer: int, slot: int, now: float) -> Iterator[Effect]: ...
+    def told(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]: ...
+    def lost(self, peer: int, reason: str, now: float) -> Iterator[Effect]: ...
+    def timer(self, now: float) -> Iterator[Effect]: ...
+
+
+class Driver:
+    """Drives `machine` over `links[peer]`. Never blocks.
+
+    `on_finish(collective)`, `on_end(end)` and `on_warn(text)` are called as the effects come.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        links: Sequence[Link],
+        clock: Clock,
+        *,
+        on_finish: Callable[[int], None] = lambda collective: None,
+        on_end: Callable[[End], None] = lambda end: None,
+        on_warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.machine, self.links = machine, links
+        self._clock = clock
+        self._on_finish, self._on_end, self._on_warn = on_finish, on_end, on_warn
+
+    def feed(self, peer: int) -> None:
+        """Give the machine everything that has arrived from `peer`."""
+        events = self.links[peer].poll()
+        if events:
+            now = self._clock()
+            for event in events:
+                self.perform(self._handle(peer, event, now))
+
+    def advance(self) -> None:
+        """Let the machine do what it can, keep its deadline, and hand all output to the system."""
+        now = self._clock()
+        self.perform(self.machine.advance(now))
+        deadline = self.machine.deadline
+        if deadline is not None and now >= deadline:
+            self.perform(self.machine.timer(now))
+        for link in self.links:
+            link.flush()
+
+    def turn(self) -> None:
+        """Feed from all peers, then advance."""
+        for peer in range(len(self.links)):
+            self.feed(peer)
+        self.advance()
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Carry out effects in order, each as soon as the machine names it."""
+        links = self.links
+        for effect in effects:
+            if isinstance(effect, Send):
+                for link in links if effect.peer == ALL else (links[effect.peer],):
+                    link.send(effect.slot, effect.nbytes)
+            elif isinstance(effect, Return):
+                links[effect.peer].return_credit(effect.slot)
+            elif isinstance(effect, Tell):
+                body = encode_control(effect.message)
+                for link in links if effect.peer == ALL else (links[effect.peer],):
+                    link.send_control(body)
+            elif isinstance(effect, Finish):
+                self._on_finish(effect.collective)
+            elif isinstance(effect, End):
+                self._on_end(effect)
+            elif isinstance(effect, Warn):
+                self._on_warn(effect.text)
+
+    def _handle(self, peer: int, event: Event, now: float) -> Iterable[Effect]:
+        machine = self.machine
+        if isinstance(event, Received):
+            return machine.received(peer, event.slot, event.nbytes, now)
+        if isinstance(event, Credited):
+            return machine.credited(peer, event.slot, now)
+        if isinstance(event, Control):
+            try:
+                return machine.told(peer, decode_control(event.body), now)
+            except ProtocolError as error:
+                return machine.lost(peer, f"protocol error: {error}", now)
+        assert isinstance(event, Lost)
+        return machine.lost(peer, f"protocol error: {event.reason}" if event.violation else event.reason, now)

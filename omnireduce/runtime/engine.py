@@ -1,0 +1,265 @@
+"""Who drives a communicator, and how threads wait.
+
+A thread that waits for a collective drives the machine itself: nothing is handed over between threads on that path. Only
+while asynchronous collectives are under way and nobody waits, a background thread drives. One driver at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import AbortedError, ClosedError, CollectiveTimeoutError, OmniReduceError, UsageError
+from omnireduce.protocol.effects import End
+from omnireduce.protocol.operands import Operand
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.driver import Driver
+from omnireduce.transport.base import Link
+from omnireduce.wire import Cause, Descriptor
+
+log = logging.getLogger("omnireduce")
+GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
+
+
+class Handle:
+    """A collective under way. `wait` returns its result; the arrays belong to the collective until then."""
+
+    def __init__(self, engine: Engine, result: Callable[[], object]) -> None:
+        self._engine, self._result = engine, result
+        self.reads: tuple[Array, ...] = ()
+        self.writes: tuple[Array, ...] = ()
+        self.finished = False
+        self.error: OmniReduceError | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return self.finished
+
+    def wait(self, timeout_s: float | None = None) -> object:
+        """Return the result.
+
+        Raises AbortedError or CollectiveTimeoutError when the collective failed, and TimeoutError after `timeout_s`
+        seconds; the collective is then still under way and may be waited for again.
+        """
+        self._engine.wait(self, timeout_s)
+        if self.error is not None:
+            raise self.error
+        return self._result()
+
+
+def error_of(cause: Cause | None) -> OmniReduceError:
+    """The exception for the end of a job."""
+    if cause is None:
+        return ClosedError("the communicator was shut down; make a new one to go on")
+    kind = CollectiveTimeoutError if cause.timeout else AbortedError
+    return kind(cause.culprit, cause.reason)
+
+
+class Engine:
+    """Drives the worker machine over `links` (one per shard)."""
+
+    def __init__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float) -> None:
+        self._machine, self._links, self._spin_s = machine, links, spin_s
+        self._driver = Driver(
+            machine, links, time.monotonic, on_finish=self._on_finish, on_end=self._on_end, on_warn=log.warning
+        )
+        self._handles: dict[int, Handle] = {}
+        self._changed = threading.Condition()
+        self._driving = False
+        self._waiters = 0
+        self._background: threading.Thread | None = None
+        self._poll = select.poll()
+        self._masks = [0] * len(links)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._wake, select.POLLIN)
+
+    # collectives
+
+    def submit(
+        self,
+        descriptor: Descriptor,
+        operand: Operand,
+        result: Callable[[], object],
+        *,
+        reads: tuple[Array, ...] = (),
+        writes: tuple[Array, ...] = (),
+    ) -> Handle:
+        """Start a collective that owns the arrays it reads and writes until it is finished.
+
+        Raises UsageError when another collective under way uses them or a block does not fit a slot, and the error of
+        the job's end when it is over.
+        """
+        handle = Handle(self, result)
+        handle.reads, handle.writes = reads, writes
+        with self._changed:
+            if self._machine.ended is not None:
+                raise error_of(self._machine.ended.cause)
+            if not self._machine.fits(operand.block_bytes):
+                raise UsageError(f"a block of {operand.block_bytes} bytes does not fit a slot; raise protocol.slot_bytes")
+            for other in self._handles.values():
+                _refuse_shared(handle, other)
+            number = self._machine.submit(descriptor, operand, time.monotonic())
+            self._handles[number] = handle
+            self._driver.advance()
+        return handle
+
+    def wait(self, handle: Handle, timeout_s: float | None = None) -> None:
+        """Drive, or let another thread drive, until `handle` is finished. Raises TimeoutError after `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            with self._changed:
+                self._waiters += 1
+                try:
+                    self._wait(handle, deadline)
+                finally:
+                    self._waiters -= 1
+                    self._changed.notify_all()
+        except TimeoutError:
+            raise
+        except BaseException as error:  # Ctrl-C, most likely: the others must not wait for us
+            self.abort(f"interrupted by {type(error).__name__}")
+            raise
+
+    def _wait(self, handle: Handle, deadline: float | None) -> None:
+        while not handle.finished:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError("the collective is still under way")
+            if self._driving:
+                os.eventfd_write(self._wake, 1)
+                self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            else:
+                self._drive(lambda: handle.finished, deadline)
+
+    def drive_in_background(self) -> None:
+        """Let a thread drive whenever collectives are under way and nobody waits for them."""
+        with self._changed:
+            if self._background is None:
+                self._background = threading.Thread(target=self._run_background, name="omnireduce", daemon=True)
+                self._background.start()
+            self._changed.notify_all()
+
+    def _run_background(self) -> None:
+        with self._changed:
+            while self._machine.ended is None:
+                if self._driving or self._waiters or not self._machine.under_way:
+                    self._changed.wait()
+                else:
+                    self._drive(lambda: self._waiters > 0 or not self._machine.under_way, None)
+
+    # driving; all with the lock held, which is released while blocked
+
+    def _drive(self, done: Callable[[], bool], deadline: float | None) -> None:
+        self._driving = True
+        try:
+            self._driver.turn()
+            while not done() and self._machine.ended is None:
+                self._block(deadline)
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
+                self._driver.turn()
+        finally:
+            self._driving = False
+            self._changed.notify_all()
+
+    def _block(self, deadline: float | None) -> None:
+        """Wait for input, first spinning, then on the descriptors; at most until the next deadline."""
+        for shard in range(len(self._links)):
+            self._watch(shard)
+        now = time.monotonic()
+        ends = [at for at in (deadline, self._machine.deadline) if at is not None]
+        patience_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
+        self._changed.release()
+        try:
+            ready = self._spin(now) or self._poll.poll(patience_ms)
+        finally:
+            self._changed.acquire()
+        if any(descriptor == self._wake for descriptor, _ in ready):
+            os.eventfd_read(self._wake)
+
+    def _watch(self, shard: int) -> None:
+        """Keep the poll object in step with what the link waits for."""
+        link, old = self._links[shard], self._masks[shard]
+        new = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
+        if new and new != old:
+            self._poll.register(link, new)
+        elif old and not new:
+            self._poll.unregister(link)
+        self._masks[shard] = new
+
+    def _spin(self, now: float) -> list[tuple[int, int]]:
+        end = now + self._spin_s
+        while self._spin_s and time.monotonic() < end:
+            ready = self._poll.poll(0)
+            if ready:
+                return ready
+        return []
+
+    # ends
+
+    def _on_finish(self, collective: int) -> None:
+        handle = self._handles.pop(collective)
+        handle.finished, handle.reads, handle.writes = True, (), ()
+        if self._waiters or self._background:
+            self._changed.notify_all()
+
+    def _on_end(self, end: End) -> None:
+        error = error_of(end.cause)
+        for handle in self._handles.values():
+            handle.finished, handle.error, handle.reads, handle.writes = True, error, (), ()
+        self._handles.clear()
+        self._changed.notify_all()
+        if end.cause is not None:
+            self._close_links()
+
+    def abort(self, reason: str) -> None:
+        """End the job on every rank; `reason` says what happened to this one."""
+        with self._changed:
+            self._driver.perform(self._machine.leave(reason))
+
+    def shutdown(self) -> None:
+        """Leave the job cleanly: the aggregators confirm, so that this rank may join again at once."""
+        with self._changed:
+            os.eventfd_write(self._wake, 1)
+            while self._driving:
+                self._changed.wait()
+            self._driver.perform(self._machine.leave())
+            deadline = time.monotonic() + GOODBYE_S
+            while not self._machine.said_goodbye and not all(link.over for link in self._links):
+                if time.monotonic() >= deadline:
+                    break
+                self._block(deadline)
+                self._driver.turn()
+            self._close_links()
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _close_links(self) -> None:
+        """Give our last words a moment to leave, then close."""
+        deadline = time.monotonic() + GOODBYE_S
+        for shard, link in enumerate(self._links):
+            link.flush()
+            while link.wants_write and time.monotonic() < deadline:
+                select.select([], [link], [], max(0.0, deadline - time.monotonic()))
+                link.flush()
+            if self._masks[shard]:
+                self._poll.unregister(link)
+                self._masks[shard] = 0
+            link.close()
+
+
+def _refuse_shared(new: Handle, other: Handle) -> None:
+    """Raise UsageError when one collective would write what the other reads or writes."""
+    pairs = [(a, b) for a in new.writes for b in other.reads + other.writes]
+    pairs += [(a, b) for a in new.reads for b in other.writes]
+    if any(np.may_share_memory(a, b) for a, b in pairs):
+        raise UsageError("this array is in use by a collective that is under way; wait for its handle first")

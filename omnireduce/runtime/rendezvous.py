@@ -1,0 +1,145 @@
+"""How a worker finds its aggregators: connect to every shard, say hello, wait until all ranks are there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from omnireduce.config import Config, parse_address
+from omnireduce.errors import ProtocolError, RefusedError, TransportError
+from omnireduce.transport.base import Control, Event, Link, Lost
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shm import ShmLink, connect_shm
+from omnireduce.transport.tcp import connect_tcp
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused, Welcome, decode_control, encode_control
+
+log = logging.getLogger("omnireduce")
+RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet
+QUIET_S = 2.0  # how long to wait for an aggregator before saying so
+
+
+def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
+    """Join `job` on every configured aggregator; return one attached link per shard, in order.
+
+    Raises TransportError when an aggregator cannot be reached, RefusedError when it does not admit this worker or when
+    ranks are missing after `cluster.join_timeout_s`.
+    """
+    deadline = time.monotonic() + config.cluster.join_timeout_s
+    addresses = config.cluster.aggregators
+    links: list[Link] = []
+    try:
+        for address in addresses:
+            links.append(_connect(address, config, deadline))
+        for shard, link in enumerate(links):
+            link.send_control(encode_control(_hello(config, job, rank, size, shard)))
+        _await_welcome(links, job, deadline, config)
+        for link in links:
+            _attach(link, config, rank)
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+    return links
+
+
+def _hello(config: Config, job: str, rank: int, size: int, shard: int) -> Hello:
+    protocol = config.protocol
+    shards = len(config.cluster.aggregators)
+    host = socket.gethostname()
+    return Hello(
+        PROTOCOL_VERSION, job, rank, size, shard, shards, protocol.slots, protocol.slot_bytes, host, os.getpid()
+    )  # fmt: skip
+
+
+def _connect(address: str, config: Config, deadline: float) -> Link:
+    """Connect by the wanted transport, again and again until the deadline. Raises TransportError."""
+    host, port = parse_address(address)
+    kind, complained = config.transport.kind, False
+    started = time.monotonic()
+    if kind == "verbs":
+        raise TransportError("transport.kind is 'verbs', which this version does not have; choose auto, shm or tcp")
+    while True:
+        try:
+            return _connect_once(host, port, kind, config.transport.dead_peer_s, deadline)
+        except OSError as error:
+            now = time.monotonic()
+            if now >= deadline or isinstance(error, socket.gaierror):
+                raise TransportError(
+                    f"cannot reach aggregator {address} by {kind}: {error.strerror or error}; "
+                    "is `python -m aggregator` running there, and does cluster.aggregators name its address?"
+                ) from error
+            if not complained and now - started > QUIET_S:
+                log.warning("waiting for aggregator %s: %s", address, error.strerror or error)
+                complained = True
+            time.sleep(min(RETRY_S, max(0.0, deadline - now)))
+
+
+def _connect_once(host: str, port: int, kind: str, dead_peer_s: float, deadline: float) -> Link:
+    timeout_s = max(0.1, deadline - time.monotonic())
+    if kind in ("auto", "shm"):
+        try:
+            return connect_shm(host, port, timeout_s)
+        except OSError:
+            if kind == "shm":
+                raise
+    return connect_tcp(host, port, timeout_s, dead_peer_s)
+
+
+def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Config) -> None:
+    """Wait until every aggregator has said Welcome. Raises RefusedError or TransportError."""
+    missing: dict[Link, Pending] = {}
+    waiting = set(links)
+    with selectors.DefaultSelector() as selector:
+        for link in links:
+            selector.register(link, selectors.EVENT_READ, link)
+        while waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RefusedError(_who_is_missing(waiting, missing, job, config.cluster.join_timeout_s))
+            for key, _ in selector.select(left):
+                link: Link = key.data
+                for event in link.poll():
+                    if _is_welcome(link, event, lambda found, link=link: missing.__setitem__(link, found)):
+                        waiting.discard(link)
+
+
+def _is_welcome(link: Link, event: Event, on_pending: Callable[[Pending], None]) -> bool:
+    """Read one answer of an aggregator. Raises RefusedError or TransportError."""
+    if isinstance(event, Lost):
+        raise TransportError(f"aggregator {link.peer}: {event.reason} before this worker was admitted")
+    try:
+        message = decode_control(event.body) if isinstance(event, Control) else None
+    except ProtocolError as error:
+        raise TransportError(f"aggregator {link.peer}: {error}") from error
+    if isinstance(message, Pending):
+        on_pending(message)
+        return False
+    if isinstance(message, Refused):
+        raise RefusedError(f"aggregator {link.peer} refused: {message.reason}")
+    if not isinstance(message, Welcome):
+        raise TransportError(f"aggregator {link.peer} answered the hello with {type(message).__name__}")
+    return True
+
+
+def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, timeout_s: float) -> str:
+    link = min(waiting, key=lambda each: each.peer)
+    pending = missing.get(link)
+    if pending is None:
+        return f"aggregator {link.peer} did not answer within cluster.join_timeout_s = {timeout_s:g}"
+    names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
+    return (
+        f"job '{job}' at aggregator {link.peer} still lacks rank {names} after cluster.join_timeout_s = {timeout_s:g}; "
+        "were all workers started, with the same world size and job?"
+    )
+
+
+def _attach(link: Link, config: Config, rank: int) -> None:
+    slots, slot_bytes = config.protocol.slots, config.protocol.slot_bytes
+    if isinstance(link, ShmLink):
+        link.attach_memory(rank * slots, slots, slot_bytes)
+    else:
+        link.attach(private_slots(slots, slot_bytes), private_slots(slots, slot_bytes))

@@ -1,0 +1,294 @@
+"""One aggregator shard as an event loop: listeners, newcomers, jobs. A single thread; a slow or hostile peer costs only itself.
+
+A connection is a newcomer until its Hello is admitted, then a rank of a job, then (for a moment) a leaver whose last output
+is still being written.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.effects import End
+from omnireduce.protocol.membership import Admit, Limits, Membership, MembershipEffect
+from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.job import Job
+from omnireduce.transport.base import Control, Link, Lost
+from omnireduce.wire import Cause, Hello, Leave, Refused, decode_control, encode_control
+
+log = logging.getLogger("omnireduce.aggregator")
+HELLO_S = 10.0  # how long a connection may stay without a Hello
+LINGER_S = 1.0  # how long a leaver's last output may take
+MAX_NEWCOMERS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    link: Link
+    since: float
+    said_hello: bool = False
+    job: Job | None = None
+    rank: int = -1
+    leaving: bool = False
+    interest: int = selectors.EVENT_READ
+
+
+class ShardServer:
+    """Serves jobs until `stop`.
+
+    `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's address, as
+    workers see it in errors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listeners: Sequence[tuple[socket.socket, Callable[[socket.socket], Link]]],
+        limits: Limits,
+        *,
+        drain_s: float,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.name = name
+        self._clock, self._drain_s = clock, drain_s
+        self._membership = Membership(limits)
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[_Connection] = set()
+        self._timed: set[_Connection] = set()  # those without a Hello and those that leave: they have a time limit
+        self._jobs: dict[int, Job] = {}
+        self._of_job: dict[int, list[_Connection]] = {}
+        self._drain_deadline: float | None = None
+        for listener, make_link in listeners:
+            self._selector.register(listener, selectors.EVENT_READ, make_link)
+
+    def serve(self) -> None:
+        """Run until `stop` was called and all jobs are over or out of time."""
+        while not self.stopped:
+            self.turn(60.0)
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._selector.close()
+
+    def stop(self) -> None:
+        """Admit nobody any more, let running collectives finish for `drain_s`, then end."""
+        if self._drain_deadline is None:
+            self._drain_deadline = self._clock() + self._drain_s
+            self._answer(self._membership.drain())
+
+    @property
+    def stopped(self) -> bool:
+        return self._drain_deadline is not None and not self._connections
+
+    def stop_when_readable(self, descriptor: int) -> None:
+        """Stop as soon as `descriptor` becomes readable or its other end is closed."""
+
+        def stop() -> None:
+            self._selector.unregister(descriptor)
+            self.stop()
+
+        self._selector.register(descriptor, selectors.EVENT_READ, stop)
+
+    def turn(self, longest_s: float) -> None:
+        """Wait for events, at most `longest_s`, and deal with them."""
+        touched: set[Job] = set()
+        for key, mask in self._selector.select(self._patience(longest_s)):
+            if not isinstance(key.data, _Connection):
+                self._accept(key.fileobj, key.data)
+                continue
+            connection = key.data
+            if mask & selectors.EVENT_WRITE:
+                connection.link.flush()
+            if connection.job is None:
+                self._newcomer(connection)
+            elif not connection.leaving:
+                self._feed(connection, connection.job)
+                touched.add(connection.job)
+            elif mask & selectors.EVENT_READ:
+                self._listen_to_leaver(connection)
+            self._update_interest(connection)
+        now = self._clock()
+        for job in self._jobs.values():
+            if job in touched or (job.machine.deadline or now + 1) <= now:
+                touched.add(job)
+        for job in touched:
+            if job.generation in self._jobs:
+                job.driver.advance()
+                for connection in self._of_job.get(job.generation, ()):
+                    self._update_interest(connection)
+        self._housekeeping(now)
+
+    def _patience(self, longest_s: float) -> float:
+        now = self._clock()
+        deadlines = [job.machine.deadline for job in self._jobs.values()]
+        deadlines += [self._membership.deadline, self._drain_deadline]
+        deadlines += [_time_limit(connection) for connection in self._timed]
+        return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
+
+    # newcomers
+
+    def _accept(self, source: object, data: Callable[..., object]) -> None:
+        if not isinstance(source, socket.socket):
+            data()
+            return
+        try:
+            sock, _ = source.accept()
+        except OSError as error:
+            log.error("cannot accept a connection: %s", error)
+            return
+        if len(self._connections) >= MAX_NEWCOMERS:
+            sock.close()
+            return
+        link = data(sock)
+        assert isinstance(link, Link)
+        connection = _Connection(link, self._clock())
+        self._connections.add(connection)
+        self._timed.add(connection)
+        self._selector.register(link, selectors.EVENT_READ, connection)
+
+    def _newcomer(self, connection: _Connection) -> None:
+        for event in connection.link.poll():
+            if isinstance(event, Lost):
+                if event.violation:
+                    log.warning("dropped %s: %s", connection.link.peer, event.reason)
+                self._forget(connection)
+                return
+            if not isinstance(event, Control) or not self._read_hello(connection, event.body):
+                return
+
+    def _read_hello(self, connection: _Connection, body: bytes) -> bool:
+        """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
+        try:
+            message = decode_control(body)
+            if connection.said_hello and isinstance(message, Leave):
+                self._forget(connection)
+                return False
+            if connection.said_hello or not isinstance(message, Hello):
+                raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
+        except ProtocolError as error:
+            self._refuse(connection, str(error))
+            return False
+        connection.said_hello = True
+        self._timed.discard(connection)
+        self._answer(self._membership.hello(connection, message, self._clock()))
+        return connection.job is None and not connection.leaving
+
+    def _answer(self, effects: Iterable[MembershipEffect]) -> None:
+        for effect in list(effects):
+            if isinstance(effect, Admit):
+                self._start(effect)
+                continue
+            connection = effect.key
+            assert isinstance(connection, _Connection)
+            if isinstance(effect.message, Refused):
+                self._refuse(connection, effect.message.reason)
+            else:
+                connection.link.send_control(encode_control(effect.message))
+
+    def _refuse(self, connection: _Connection, reason: str) -> None:
+        log.warning("refused %s: %s", connection.link.peer, reason)
+        connection.link.send_control(encode_control(Refused(reason)))
+        self._leave(connection)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._drop(connection)
+        self._answer(self._membership.gone(connection))
+
+    # jobs
+
+    def _start(self, admit: Admit) -> None:
+        connections = [key for key in admit.keys if isinstance(key, _Connection)]
+        links = [connection.link for connection in connections]
+        try:
+            job = Job(admit.generation, admit.job, links, admit.hellos, self._clock, self._job_ended)
+        except OSError as error:
+            self._membership.finished(admit.generation)
+            for connection in connections:
+                self._refuse(connection, f"the aggregator has no memory for this job: {error}")
+            return
+        self._jobs[job.generation] = job
+        self._of_job[job.generation] = connections
+        for rank, connection in enumerate(connections):
+            connection.job, connection.rank = job, rank
+
+    def _feed(self, connection: _Connection, job: Job) -> None:
+        job.driver.feed(connection.rank)
+        if job.machine.has_left(connection.rank):
+            self._membership.departed(job.generation, connection.rank)
+            self._leave(connection)
+
+    def _job_ended(self, job: Job, end: End) -> None:
+        if end.cause is not None:
+            log.warning("%s ended: %s: %s", job, end.cause.culprit, end.cause.reason)
+        else:
+            log.info("%s ended: all ranks left", job)
+        self._membership.finished(job.generation)
+        self._jobs.pop(job.generation, None)
+        for connection in list(self._of_job.get(job.generation, ())):
+            self._leave(connection)
+
+    # departures
+
+    def _leave(self, connection: _Connection) -> None:
+        """Give the connection a moment to read our last words, then drop it."""
+        if connection.link.over:
+            self._drop(connection)
+        elif connection in self._connections and not connection.leaving:
+            connection.leaving, connection.since = True, self._clock()
+            self._timed.add(connection)
+            self._update_interest(connection)
+
+    def _listen_to_leaver(self, connection: _Connection) -> None:
+        connection.link.poll()
+        if connection.link.over:
+            self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.discard(connection)
+        self._timed.discard(connection)
+        self._selector.unregister(connection.link)
+        connection.link.close()
+        if connection.job is not None:
+            members = self._of_job[connection.job.generation]
+            members.remove(connection)
+            if not members:
+                connection.job.close()
+                del self._of_job[connection.job.generation]
+
+    def _update_interest(self, connection: _Connection) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.link.wants_write else 0)
+        if connection.interest != wanted and connection in self._connections:
+            connection.interest = wanted
+            self._selector.modify(connection.link, wanted, connection)
+
+    def _housekeeping(self, now: float) -> None:
+        self._answer(self._membership.expire(now))
+        for connection in list(self._timed):
+            if now >= _time_limit(connection):
+                if connection.leaving:
+                    self._drop(connection)
+                else:
+                    self._refuse(connection, f"no Hello within {HELLO_S:g} s")
+        if self._drain_deadline is not None:
+            self._drain(now >= self._drain_deadline)
+
+    def _drain(self, overdue: bool) -> None:
+        why = "shutting down"
+        if overdue:
+            why += f"; collectives did not finish within {self._drain_s:g} s"
+        for job in list(self._jobs.values()):
+            if overdue or job.machine.idle:
+                job.driver.perform(job.machine.abort(Cause(f"aggregator {self.name}", why)))
+        for connection in list(self._connections):
+            if connection.job is None and not connection.leaving:
+                self._forget(connection)
+
+
+def _time_limit(connection: _Connection) -> float:
+    return connection.since + (LINGER_S if connection.leaving else HELLO_S)
