@@ -1,0 +1,37 @@
+"""The command line of the aggregator."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import click
+
+from omnireduce.cli import Command, config_options
+from omnireduce.config import Config, load_config, override_config
+
+
+@click.command(cls=Command, name="omnireduce-aggregator")
+@config_options
+@click.option("--listen", metavar="HOST:PORT", help="Address of shard 0; shard i listens on PORT + i.")
+@click.option("--shards", type=int, help="How many shards, each a process.")
+def main(config_file: str | None, overrides: tuple[str, ...], listen: str | None, shards: int | None) -> None:
+    """Run aggregator shards until SIGTERM or Ctrl-C; running collectives may then finish.
+
+    Prints `ready` and the addresses on standard output as soon as workers can join; logs go to standard error.
+    """
+    config = _with_options(load_config(config_file, overrides=overrides), listen, shards)
+    logging.basicConfig(
+        level=config.log.level.upper(), stream=sys.stderr, format="%(asctime)s %(process)d %(levelname)s %(message)s"
+    )
+    from aggregator.daemon import Daemon  # imports numba, which --help need not wait for
+
+    sys.exit(Daemon(config).run())
+
+
+def _with_options(config: Config, listen: str | None, shards: int | None) -> Config:
+    if listen is not None:
+        config = override_config(config, {"aggregator.listen": listen}, source="--listen")
+    if shards is not None:
+        config = override_config(config, {"aggregator.shards": shards}, source="--shards")
+    return config

@@ -1,0 +1,79 @@
+"""One shard: its listening sockets, made before the process starts, and the process's main function."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+
+from omnireduce.config import Config
+from omnireduce.errors import TransportError
+from omnireduce.protocol.membership import Limits
+from omnireduce.runtime.server import ShardServer
+from omnireduce.transport.shm import ShmLink, listen_shm
+from omnireduce.transport.tcp import TcpLink, listen_tcp
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Where one shard can be reached. The supervisor keeps them, so that a restarted shard takes over at once."""
+
+    address: str
+    tcp: socket.socket | None
+    shm: socket.socket | None
+
+    def close(self) -> None:
+        for listener in (self.tcp, self.shm):
+            if listener is not None:
+                listener.close()
+
+
+def open_listeners(host: str, port: int, kind: str) -> Listeners:
+    """Listen for the transports that `kind` (transport.kind) allows. Port 0 takes a free one. Raises TransportError."""
+    if kind == "verbs":
+        raise TransportError("transport.kind is 'verbs', which this version does not have; choose auto, shm or tcp")
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        # The TCP port is taken even for shm alone: it is what keeps two daemons from one address.
+        tcp = listen_tcp(host, port)
+        port = tcp.getsockname()[1]
+        try:
+            shm = listen_shm(host, port) if kind in ("auto", "shm") else None
+        except OSError:
+            tcp.close()
+            raise
+    except OSError as error:
+        raise TransportError(
+            f"cannot listen on {shown}:{port}: {error.strerror or error}; "
+            "is another aggregator running there, and is aggregator.listen an address of this host?"
+        ) from error
+    if kind == "shm":
+        tcp.close()
+    return Listeners(f"{shown}:{port}", None if kind == "shm" else tcp, shm)
+
+
+def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
+    settings = config.aggregator
+    dead_peer_s = config.transport.dead_peer_s
+
+    def tcp_link(sock: socket.socket) -> TcpLink:
+        host, port = sock.getpeername()[:2]
+        return TcpLink(sock, f"{host}:{port}", dead_peer_s)
+
+    def shm_link(sock: socket.socket) -> ShmLink:
+        return ShmLink(sock, "a local process")
+
+    made = [(listeners.tcp, tcp_link), (listeners.shm, shm_link)]
+    server = ShardServer(
+        listeners.address,
+        [(listener, make) for listener, make in made if listener is not None],
+        Limits(settings.max_jobs, settings.max_world_size, settings.max_job_bytes, settings.join_timeout_s),
+        drain_s=settings.drain_s,
+    )
+    server.stop_when_readable(stop_pipe)
+    server.serve()
+    os.close(stop_pipe)
