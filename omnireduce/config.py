@@ -51,9 +51,7 @@ __all__ = [
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
-_INTERNAL_PREFIX = (
-    "OMNIREDUCE_INTERNAL_"  # how the programs talk to processes that they start; no configuration
-)
+_INTERNAL_PREFIX = "OMNIREDUCE_INTERNAL_"  # how the programs talk to processes that they start; no configuration
 
 
 def load_config(

@@ -167,9 +167,7 @@ def _keys() -> Iterator[Key]:
 
 
 KEYS: dict[str, Key] = {key.path: key for key in _keys()}
-SECTIONS: dict[str, type[msgspec.Struct]] = {
-    field.name: field.type for field in msgspec.structs.fields(Config)
-}
+SECTIONS: dict[str, type[msgspec.Struct]] = {field.name: field.type for field in msgspec.structs.fields(Config)}
 
 
 def names_in(section: str) -> list[str]:
@@ -188,9 +186,7 @@ def conflicts(config: Config) -> Iterator[dict[str, str]]:
     ]:
         if block_size > most:
             least = block_size * WIDEST_ELEMENT_BYTES + FRAMING_BYTES
-            why = (
-                f"(a slot holds {WIDEST_ELEMENT_BYTES} bytes per element of a block and {FRAMING_BYTES} more)"
-            )
+            why = f"(a slot holds {WIDEST_ELEMENT_BYTES} bytes per element of a block and {FRAMING_BYTES} more)"
             yield {
                 path: f"at most {most} because protocol.slot_bytes is {protocol.slot_bytes} {why}",
                 "protocol.slot_bytes": f"at least {least} because {path} is {block_size} {why}",

@@ -51,9 +51,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             allowed=_JOB_ALLOWED,
         ),
     ] = "auto"
-    timeout_s: Annotated[
-        float, _meta("longest time that one collective may take", "seconds", ge=0.1, le=86400)
-    ] = 60.0
+    timeout_s: Annotated[float, _meta("longest time that one collective may take", "seconds", ge=0.1, le=86400)] = 60.0
     join_timeout_s: Annotated[
         float, _meta("longest time to reach the aggregators and be admitted", "seconds", ge=0.1, le=86400)
     ] = 30.0
@@ -62,9 +60,9 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How bytes travel between workers and aggregators."""
 
-    kind: Annotated[
-        Kind, _meta('"auto" picks for each link: shm on one host, verbs where both ends can, else tcp')
-    ] = "auto"
+    kind: Annotated[Kind, _meta('"auto" picks for each link: shm on one host, verbs where both ends can, else tcp')] = (
+        "auto"
+    )
     spin_us: Annotated[
         int, _meta("how long a waiting thread polls before it sleeps", "microseconds", ge=0, le=1_000_000)
     ] = 20
@@ -90,16 +88,12 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             multiple_of=4096,
         ),
     ] = 1 << 20
-    slots: Annotated[
-        int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)
-    ] = 4
+    slots: Annotated[int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)] = 4
     scan_span: Annotated[
         int,
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),
     ] = 8192
-    stripe_blocks: Annotated[
-        int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)
-    ] = 64
+    stripe_blocks: Annotated[int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)] = 64
 
 
 class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,9 +109,9 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shards: Annotated[int, _meta("shards of this daemon, each its own process", "processes", ge=1, le=64)] = 1
     max_jobs: Annotated[int, _meta("jobs served at once; more are refused", "jobs", ge=1, le=65536)] = 64
     max_world_size: Annotated[int, _meta("largest world size of a job", "ranks", ge=1, le=65536)] = 1024
-    max_job_bytes: Annotated[
-        int, _meta("most slot memory of one job on one shard", "bytes", ge=2**20, le=2**40)
-    ] = 1 << 30
+    max_job_bytes: Annotated[int, _meta("most slot memory of one job on one shard", "bytes", ge=2**20, le=2**40)] = (
+        1 << 30
+    )
     drain_s: Annotated[
         float,
         _meta("how long running collectives may take to finish after SIGTERM", "seconds", ge=0, le=86400),
@@ -137,9 +131,7 @@ class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _Density | Annotated[tuple[_Density, ...], _AtLeastOne],
         _meta("non-zero blocks / blocks of each worker's tensor", "fraction"),
     ] = (1.0, 0.1, 0.01)
-    dtype: Annotated[Dtype | Annotated[tuple[Dtype, ...], _AtLeastOne], _meta("type of the elements")] = (
-        "float32"
-    )
+    dtype: Annotated[Dtype | Annotated[tuple[Dtype, ...], _AtLeastOne], _meta("type of the elements")] = "float32"
     op: Annotated[Op | Annotated[tuple[Op, ...], _AtLeastOne], _meta("the reduction")] = "sum"
     block_size: Annotated[
         _BenchBlock | Annotated[tuple[_BenchBlock, ...], _AtLeastOne],
@@ -160,9 +152,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: Annotated[int, _meta("training steps", "steps", ge=1, le=10_000_000)] = 200
     batch: Annotated[int, _meta("skip-gram pairs per rank and step", "pairs", ge=1, le=2**20)] = 256
     dim: Annotated[int, _meta("length of a word's vector", "elements", ge=1, le=4096)] = 64
-    vocabulary: Annotated[int, _meta("most frequent words that are kept", "words", ge=2, le=10_000_000)] = (
-        20_000
-    )
+    vocabulary: Annotated[int, _meta("most frequent words that are kept", "words", ge=2, le=10_000_000)] = 20_000
     negatives: Annotated[int, _meta("negative samples per pair", "words", ge=1, le=100)] = 5
     window: Annotated[int, _meta("context on each side of a word", "words", ge=1, le=100)] = 4
     learning_rate: Annotated[float, _meta("step size of the descent", ge=1e-6, le=1000)] = 0.5

@@ -23,8 +23,9 @@ ALL_BITS = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 class ElementType:
     """One element type.
 
-    `storage` is the NumPy type under which kernels see it (16-bit floats travel as uint16), `zero_mask` selects the bits
-    of a 64-bit word that make an element non-zero, `is_half` says that sums are kept in float32 and rounded once.
+    `storage` is the NumPy type under which kernels see it (16-bit floats travel as uint16), `zero_mask` selects the
+    bits of a 64-bit word that make an element non-zero, `is_half` says that sums are kept in float32 and rounded
+    once.
     """
 
     name: str

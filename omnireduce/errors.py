@@ -1,8 +1,8 @@
 """Every exception of the library, sorted by whose fault it is.
 
 `ConfigError` the configuration, `UsageError` the caller, `RefusedError` the aggregator's answer to a request to join,
-`AbortedError` a collective that a peer, the network or a protocol violation ended, `ClosedError` our own code closed it.
-Messages say what was expected, what came and what to do.
+`AbortedError` a collective that a peer, the network or a protocol violation ended, `ClosedError` our own code closed
+it. Messages say what was expected, what came and what to do.
 """
 
 from __future__ import annotations

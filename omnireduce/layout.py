@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`elements` elements in blocks of `block_size`; stripe s (of `stripe_blocks` blocks) belongs to shard s mod shards.
+    """`elements` elements in blocks of `block_size`; stripe s (of `stripe_blocks` blocks) belongs to shard s mod
+    shards.
 
     The last block may be short. Plain Python integers: no size overflows.
     """

@@ -4,8 +4,9 @@ A block message fills the start of a slot, so that every transport moves one con
 
     header (64 bytes) | blocks (count × block bytes) | padding to 8 | indices (count × int64) | extra
 
-Everything little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the others.
-The end of a collective is a frontier equal to its number of blocks. Control messages are msgpack, tagged by type.
+Everything little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the
+others. The end of a collective is a frontier equal to its number of blocks. Control messages are msgpack, tagged by
+type.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Header(NamedTuple):
 
     collective: int
     frontier: int
-    count: int
+    block_count: int
     block_bytes: int
     extra_bytes: int
 
@@ -117,9 +118,9 @@ def read_header(slot: Array, nbytes: int) -> Header:
     if nbytes < HEADER_BYTES or nbytes > slot.size:
         raise ProtocolError(f"a block message of {nbytes} bytes; expected {HEADER_BYTES} to {slot.size}")
     header = Header._make(_HEADER.unpack_from(slot.data))
-    if header.extra_bytes > EXTRA_BYTES or header.count > capacity(slot.size, header.block_bytes):
+    if header.extra_bytes > EXTRA_BYTES or header.block_count > capacity(slot.size, header.block_bytes):
         raise ProtocolError(f"a block message that claims more than its slot holds: {header}")
-    expected = _indices_start(header.count, header.block_bytes) + header.count * 8 + header.extra_bytes
+    expected = _indices_start(header.block_count, header.block_bytes) + header.block_count * 8 + header.extra_bytes
     if nbytes != expected:
         raise ProtocolError(f"a block message of {nbytes} bytes whose header means {expected}: {header}")
     return header
@@ -127,12 +128,12 @@ def read_header(slot: Array, nbytes: int) -> Header:
 
 def message_indices(slot: Array, header: Header) -> Array:
     """The message's indices, still in memory that the peer may be able to write."""
-    start = _indices_start(header.count, header.block_bytes)
-    return slot[start : start + header.count * 8].view(np.int64)
+    start = _indices_start(header.block_count, header.block_bytes)
+    return slot[start : start + header.block_count * 8].view(np.int64)
 
 
 def message_extra(slot: Array, header: Header) -> bytes:
-    start = _indices_start(header.count, header.block_bytes) + header.count * 8
+    start = _indices_start(header.block_count, header.block_bytes) + header.block_count * 8
     return slot[start : start + header.extra_bytes].tobytes()
 
 
@@ -205,7 +206,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 ControlMessage = Hello | Pending | Welcome | Refused | Waiting | Aborted | Leave | Goodbye
-_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_control_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ControlMessage)
 
 
 def encode_control(message: ControlMessage) -> bytes:
@@ -215,6 +216,7 @@ def encode_control(message: ControlMessage) -> bytes:
 def decode_control(body: bytes) -> ControlMessage:
     """Decode and validate a control message. Raises ProtocolError."""
     try:
-        return _control_decoder.decode(body)
+        message: ControlMessage = _control_decoder.decode(body)
+        return message
     except msgspec.DecodeError as error:
         raise ProtocolError(f"malformed control message: {error}") from None

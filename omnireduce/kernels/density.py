@@ -10,7 +10,8 @@ from omnireduce.kernels.jit import kernel
 
 @kernel
 def nonzero_blocks(words: Array, mask: np.uint64, found: Array) -> int:
-    """Set `found[b]` for every non-zero row of `words` (uint64, blocks x words per block); return how many there are."""
+    """Set `found[b]` for every non-zero row of `words` (uint64, blocks x words per block); return how many there
+    are."""
     total = 0
     for block in range(words.shape[0]):
         row = words[block]

@@ -16,8 +16,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def kernel(function: F) -> F:
     """Compile `function` on first use for each combination of argument types."""
-    options = {"nogil": True, "error_model": "numpy"}
     try:
-        return cast(F, numba.njit(cache=True, **options)(function))
+        return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
     except RuntimeError:  # no writable folder for the cache: compile in every process
-        return cast(F, numba.njit(**options)(function))
+        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))

@@ -24,8 +24,8 @@ def plan_union(
 
     `indices`: int64 (ranks, capacity), `position`, `count`: int64 (ranks,), the unread part of each rank's message;
     `position` advances. `start`: int64 (ranks,), where the message's first block begins in the arena, in elements.
-    For each block in the union, its number goes to `out_indices` (capacity,) and to `parts` (capacity, ranks) where each
-    rank's block begins, or ABSENT. Stops when `out_indices` is full. Returns the number of entries.
+    For each block in the union, its number goes to `out_indices` (capacity,) and to `parts` (capacity, ranks) where
+    each rank's block begins, or ABSENT. Stops when `out_indices` is full. Returns the number of entries.
     """
     ranks = indices.shape[0]
     while written < out_indices.size:

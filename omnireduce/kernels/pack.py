@@ -7,22 +7,25 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.kernels.jit import kernel
 
-HEAD_WORDS = 8  # one cache line: enough to recognise most non-zero blocks
-
 
 @kernel
 def _pack_run(
-    source: Array, target: Array, in_place: bool, mask: np.uint64, start: int, stop: int, rows: Array, indices: Array, count: int
+    source: Array,
+    target: Array,
+    in_place: bool,
+    mask: np.uint64,
+    start: int,
+    stop: int,
+    rows: Array,
+    indices: Array,
+    count: int,
 ) -> tuple[int, int]:
     """Pack blocks start..stop-1 until `rows` is full; return (blocks in `rows`, first block not looked at)."""
     for block in range(start, stop):
         row = source[block]
         seen = np.uint64(0)
-        for i in range(min(HEAD_WORDS, row.size)):
+        for i in range(row.size):  # to the end even if a first word decides: this loop vectorises, and a copy follows
             seen |= row[i]
-        if seen & mask == 0:
-            for i in range(row.size):
-                seen |= row[i]
         if seen & mask != 0:
             if count == rows.shape[0]:
                 return count, block
@@ -51,13 +54,15 @@ def pack_blocks(
 ) -> tuple[int, int]:
     """Copy the shard's non-zero blocks from block `cursor` on into `rows`, their numbers into `indices`.
 
-    `source`, `target`: uint64 (blocks, words per block), the same memory when `in_place`. `rows`: uint64 (capacity, words
-    per block). Stops when `rows` is full, after `span` blocks, or at the end. Zero blocks are cleared in `target`.
-    Returns (blocks packed, next cursor); every block of the shard below the next cursor is dealt with.
+    `source`, `target`: uint64 (blocks, words per block), the same memory when `in_place`. `rows`: uint64 (capacity,
+    words per block). Stops when `rows` is full, after `span` blocks, or at the end. Zero blocks are cleared in
+    `target`. Returns (blocks packed, next cursor); every block of the shard below the next cursor is dealt with.
     """
     blocks, count = source.shape[0], 0
     while cursor < blocks and span > 0:
-        run_stop = min((cursor // stripe + 1) * stripe, blocks, cursor + span) if shards > 1 else min(cursor + span, blocks)
+        run_stop = (
+            min((cursor // stripe + 1) * stripe, blocks, cursor + span) if shards > 1 else min(cursor + span, blocks)
+        )
         count, reached = _pack_run(source, target, in_place, mask, cursor, run_stop, rows, indices, count)
         span -= reached - cursor
         cursor = reached

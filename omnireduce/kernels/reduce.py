@@ -1,7 +1,7 @@
 """Aggregator side, second step: combine the ranks' blocks, always in rank order.
 
-Every kernel takes `parts` from `plan_union`. An absent block is a block of zeros: adding it changes nothing, but min, max
-and prod must see it, so they count the contributions.
+Every kernel takes `parts` from `plan_union`. An absent block is a block of zeros: adding it changes nothing, but min,
+max and prod must see it, so they count the contributions.
 """
 
 from __future__ import annotations
@@ -130,12 +130,16 @@ def _encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None
             values[i] += np.float32(0.5)
             code = bits[i] - np.uint32(0x3F000000)
         else:
-            code = (size - np.uint32(112 << 23) + np.uint32(0xFFF) + (size >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
+            code = (
+                size - np.uint32(112 << 23) + np.uint32(0xFFF) + (size >> np.uint32(13) & np.uint32(1))
+            ) >> np.uint32(13)
         stored[i] = np.uint16(sign | code)
 
 
 @kernel
-def reduce_half_blocks(op: int, brain: bool, arena: Array, parts: Array, first: int, out: Array, scratch: Array, bits: Array) -> None:
+def reduce_half_blocks(
+    op: int, brain: bool, arena: Array, parts: Array, first: int, out: Array, scratch: Array, bits: Array
+) -> None:
     """`reduce_blocks` for float16 (or bfloat16 when `brain`): summed in float32, rounded once.
 
     `arena`, `out`: uint16; `scratch`: float32 (2, block size), and `bits` the same memory as uint32.

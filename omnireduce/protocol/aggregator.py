@@ -178,7 +178,9 @@ class AggregatorMachine:
         extra = message_extra(self._arena[row], header)
         descriptor = decode_descriptor(extra)
         if capacity(self._results.shape[1], descriptor.block_bytes) == 0:
-            raise ProtocolError(f"blocks of {descriptor.block_bytes} bytes do not fit slots of {self._results.shape[1]}")
+            raise ProtocolError(
+                f"blocks of {descriptor.block_bytes} bytes do not fit slots of {self._results.shape[1]}"
+            )
         key = (descriptor.dtype, descriptor.block_size)
         if key in self._formats:
             self._formats[key].begin(descriptor)
@@ -262,7 +264,9 @@ class AggregatorMachine:
         return [state.name for state in self._ranks if state.left]
 
     def _ranks_gone_cause(self) -> Cause:
-        return Cause(", ".join(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began")
+        return Cause(
+            ", ".join(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began"
+        )
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, _MismatchError):

@@ -1,7 +1,8 @@
 """Who may join which job on one shard: a pure machine. Connections are opaque keys.
 
-States of a job name: nobody → gathering (some ranks said hello) → running (all are here; one generation) → nobody. A new
-generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join twice.
+States of a job name: nobody → gathering (some ranks said hello) → running (all are here; one generation) → nobody. A
+new generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join
+twice.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ class Membership:
         """Why `hello` cannot join; empty when it can."""
         limits = self._limits
         if hello.version != PROTOCOL_VERSION:
-            return f"protocol version {hello.version}; this aggregator speaks {PROTOCOL_VERSION}: install the same omnireduce"
+            return (
+                f"protocol version {hello.version}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"
+            )
         if self.draining:
             return "the aggregator is shutting down"
         return _malformed(hello) or self._over_limit(hello, limits) or self._conflict(hello)
@@ -184,5 +187,6 @@ def _malformed(hello: Hello) -> str:
     if not 2 <= hello.slots <= MAX_SLOTS:
         return f"{hello.slots} slots; expected 2 to {MAX_SLOTS}"
     if not MIN_SLOT_BYTES <= hello.slot_bytes <= MAX_SLOT_BYTES or hello.slot_bytes % PAGE:
-        return f"slots of {hello.slot_bytes} bytes; expected a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
+        expected = f"a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
+        return f"slots of {hello.slot_bytes} bytes; expected {expected}"
     return ""

@@ -17,7 +17,7 @@ WORD = np.dtype(np.uint64)
 class Packed(NamedTuple):
     """Blocks put into a message, where to go on, and the frontier that the message may promise."""
 
-    count: int
+    block_count: int
     cursor: int
     frontier: int
 
@@ -64,8 +64,9 @@ class _Blocks:
 class DenseTensor:
     """A tensor whose non-zero blocks are found by scanning.
 
-    `source` and `target` are flat contiguous arrays of one dtype and size, possibly the same one; `source` None contributes
-    nothing. `layout.block_size` elements must be a multiple of 8 bytes. Raises nothing: callers have checked.
+    `source` and `target` are flat contiguous arrays of one dtype and size, possibly the same one; `source` None
+    contributes nothing. `layout.block_size` elements must be a multiple of 8 bytes. Raises nothing: callers have
+    checked.
     """
 
     row_dtype = WORD

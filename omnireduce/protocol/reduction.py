@@ -1,4 +1,5 @@
-"""The arithmetic of one collective on the aggregator: the ranks' open messages, the watermark, the result slot being filled."""
+"""The arithmetic of one collective on the aggregator: the ranks' open messages, the watermark, the result slot being
+filled."""
 
 from __future__ import annotations
 
@@ -52,10 +53,10 @@ class Reduction:
         low = max(0, int(self._frontier[rank]))
         if header.block_bytes != self._block_bytes or not low <= header.frontier <= self.blocks:
             raise ProtocolError(f"a message that does not fit its collective of {self.blocks} blocks: {header}")
-        own = self._indices[rank, : header.count]
+        own = self._indices[rank, : header.block_count]
         if not admit_indices(message_indices(self._slots[row], header), low, header.frontier, own):
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
-        self._position[rank], self._count[rank] = 0, header.count
+        self._position[rank], self._count[rank] = 0, header.block_count
         self._start[rank] = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
         self._frontier[rank] = header.frontier
 

@@ -98,7 +98,7 @@ class _Stream:
         packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
         if header.block_bytes != operand.block_bytes or not self._result_frontier <= header.frontier <= packed:
             raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
-        indices = self._scratch(header.count)[: header.count]
+        indices = self._scratch(header.block_count)[: header.block_count]
         if not admit_indices(message_indices(memory, header), self._result_frontier, header.frontier, indices):
             raise ProtocolError(f"a result whose block indices do not ascend below its frontier: {header}")
         operand.put(block_rows(memory, operand.block_bytes, operand.row_dtype), indices)
@@ -117,8 +117,8 @@ class _Stream:
 class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
-    `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard in
-    errors; `me` names this worker. A collective that takes longer than `timeout_s` ends the job.
+    `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the
+    shard in errors; `me` names this worker. A collective that takes longer than `timeout_s` ends the job.
     """
 
     def __init__(

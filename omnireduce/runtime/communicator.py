@@ -31,7 +31,8 @@ BYTES = np.dtype(np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Totals of one worker since it joined. Bytes include framing; with shared memory, what a wire would have carried."""
+    """Totals of one worker since it joined. Bytes include framing; with shared memory, what a wire would have
+    carried."""
 
     sent_bytes: int
     received_bytes: int
@@ -51,8 +52,8 @@ class Handle:
     def wait(self, timeout_s: float | None = None) -> Array:
         """Return the result array.
 
-        Raises AbortedError or CollectiveTimeoutError when the collective failed, and TimeoutError when it is still under
-        way after `timeout_s` seconds (None: no such limit; `cluster.timeout_s` always applies).
+        Raises AbortedError or CollectiveTimeoutError when the collective failed, and TimeoutError when it is still
+        under way after `timeout_s` seconds (None: no such limit; `cluster.timeout_s` always applies).
         """
         return cast(Array, self._inner.wait(timeout_s))
 
@@ -60,9 +61,9 @@ class Handle:
 class Communicator:
     """Membership of this process in one job; every rank must call the same collectives in the same order.
 
-    `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is. Construction returns
-    once all ranks have joined. Raises ConfigError, TransportError when an aggregator cannot be reached, RefusedError when
-    it does not admit this worker. Methods may be called from several threads.
+    `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is. Construction
+    returns once all ranks have joined. Raises ConfigError, TransportError when an aggregator cannot be reached,
+    RefusedError when it does not admit this worker. Methods may be called from several threads.
     """
 
     def __init__(self, config: Config, *, rank: int, size: int, local_rank: int = 0, job: str | None = None) -> None:
@@ -90,7 +91,9 @@ class Communicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self._engine.abort(f"left because of {type(error).__name__}")
         self.shutdown()
@@ -111,13 +114,14 @@ class Communicator:
     def allreduce(
         self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
     ) -> Array:
-        """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all ranks.
+        """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all
+        ranks.
 
-        `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 … int64 or
-        uint8. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only read). `op`: sum, mean, min,
-        max or prod; mean needs a float type; 16-bit floats are summed in float32 and rounded once; integers wrap. `name` is
-        compared between ranks and appears in errors. `block_size` overrides `protocol.block_size`: elements, a multiple of 8.
-        In a block that is zero everywhere, -0 becomes +0.
+        `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
+        int64 or uint8. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only read). `op`:
+        sum, mean, min, max or prod; mean needs a float type; 16-bit floats are summed in float32 and rounded once;
+        integers wrap. `name` is compared between ranks and appears in errors. `block_size` overrides
+        `protocol.block_size`: elements, a multiple of 8. In a block that is zero everywhere, -0 becomes +0.
 
         Raises UsageError for unsuitable arrays and AbortedError when the job failed.
         """
@@ -169,15 +173,18 @@ class Communicator:
     def allreduce_rows(self, indices: Array, values: Array, n_rows: int, *, name: str = "") -> tuple[Array, Array]:
         """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
 
-        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first, in the
-        order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row length may not.
-        Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
+        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first,
+        in the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row
+        length may not. Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row
+        length).
 
         Raises UsageError for unsuitable arrays and AbortedError when the job failed.
         """
         element = element_type(values.dtype)
         if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
-            raise UsageError(f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}")
+            raise UsageError(
+                f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}"
+            )
         if not np.issubdtype(indices.dtype, np.integer):
             raise UsageError(f"expected integer indices, got {indices.dtype}")
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
@@ -202,7 +209,9 @@ class Communicator:
         target = source
         if out is not None:
             if out.shape != x.shape or out.dtype != x.dtype:
-                raise UsageError(f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same")
+                raise UsageError(
+                    f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same"
+                )
             target = _flat(out, "out", writable=True)
             if np.may_share_memory(source, target):
                 raise UsageError("out overlaps x; leave out away to work in place")
@@ -211,7 +220,9 @@ class Communicator:
         reads = () if target is source else (source,)
         return self._submit(descriptor, operand, x if out is None else out, reads=reads, writes=(target,))
 
-    def _move_bytes(self, kind: str, source: Array | None, target: Array, name: str, dtype: np.dtype[Any], note: str) -> None:
+    def _move_bytes(
+        self, kind: str, source: Array | None, target: Array, name: str, dtype: np.dtype[Any], note: str
+    ) -> None:
         """Copy between ranks as a sum of bytes to which all but one rank contribute zeros."""
         in_place = source is target
         target = target.view(BYTES)
@@ -258,7 +269,7 @@ def _name(name: str) -> str:
 
 
 def _op(op: str) -> Literal["sum", "mean", "min", "max", "prod"]:
-    return cast(Any, op)
+    return cast(Literal["sum", "mean", "min", "max", "prod"], op)
 
 
 def _combine_duplicates(numbers: Array, rows: Array, half: bool) -> tuple[Array, Array]:

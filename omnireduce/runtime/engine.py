@@ -1,7 +1,7 @@
 """Who drives a communicator, and how threads wait.
 
-A thread that waits for a collective drives the machine itself: nothing is handed over between threads on that path. Only
-while asynchronous collectives are under way and nobody waits, a background thread drives. One driver at a time.
+A thread that waits for a collective drives the machine itself: nothing is handed over between threads on that path.
+Only while asynchronous collectives are under way and nobody waits, a background thread drives. One driver at a time.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Engine:
             if self._machine.ended is not None:
                 raise error_of(self._machine.ended.cause)
             if not self._machine.fits(operand.block_bytes):
-                raise UsageError(f"a block of {operand.block_bytes} bytes does not fit a slot; raise protocol.slot_bytes")
+                raise UsageError(
+                    f"a block of {operand.block_bytes} bytes does not fit a slot; raise protocol.slot_bytes"
+                )
             for other in self._handles.values():
                 _refuse_shared(handle, other)
             number = self._machine.submit(descriptor, operand, time.monotonic())
@@ -199,6 +201,7 @@ class Engine:
             ready = self._poll.poll(0)
             if ready:
                 return ready
+            os.sched_yield()
         return []
 
     # ends

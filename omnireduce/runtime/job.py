@@ -36,7 +36,11 @@ class Job:
         members = [member_name(hello) for hello in hellos]
         self.machine = AggregatorMachine(members, self._arena.slots, self._results.slots)
         self.driver = Driver(
-            self.machine, links, clock, on_end=lambda end: on_end(self, end), on_warn=lambda text: log.warning("%s: %s", self, text)
+            self.machine,
+            links,
+            clock,
+            on_end=lambda end: on_end(self, end),
+            on_warn=lambda text: log.warning("%s: %s", self, text),
         )
         welcome = encode_control(Welcome(generation, members))
         for rank, link in enumerate(links):
@@ -56,4 +60,7 @@ class Job:
             link.close()
         self._arena.close()
         self._results.close()
-        del self.driver, self.machine  # they refer to this job: without this the slots would wait for the cycle collector
+        del (
+            self.driver,
+            self.machine,
+        )  # they refer to this job: without this the slots would wait for the cycle collector

@@ -7,7 +7,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import ProtocolError, RefusedError, TransportError
@@ -33,7 +33,8 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     links: list[Link] = []
     try:
         for address in addresses:
-            links.append(_connect(address, config, deadline))
+            link = _connect(address, config, deadline)
+            links.append(link)  # one by one, so that a failure closes those that were made
         for shard, link in enumerate(links):
             link.send_control(encode_control(_hello(config, job, rank, size, shard)))
         _await_welcome(links, job, deadline, config)
@@ -101,28 +102,28 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
             if left <= 0:
                 raise RefusedError(_who_is_missing(waiting, missing, job, config.cluster.join_timeout_s))
             for key, _ in selector.select(left):
-                link: Link = key.data
-                for event in link.poll():
-                    if _is_welcome(link, event, lambda found, link=link: missing.__setitem__(link, found)):
-                        waiting.discard(link)
+                asked: Link = key.data
+                for event in asked.poll():
+                    answer = read_answer(asked, event)
+                    if isinstance(answer, Pending):
+                        missing[asked] = answer
+                    else:
+                        waiting.discard(asked)
 
 
-def _is_welcome(link: Link, event: Event, on_pending: Callable[[Pending], None]) -> bool:
-    """Read one answer of an aggregator. Raises RefusedError or TransportError."""
+def read_answer(link: Link, event: Event) -> Pending | Welcome:
+    """Read one answer of an aggregator to a Hello. Raises RefusedError or TransportError."""
     if isinstance(event, Lost):
         raise TransportError(f"aggregator {link.peer}: {event.reason} before this worker was admitted")
     try:
         message = decode_control(event.body) if isinstance(event, Control) else None
     except ProtocolError as error:
         raise TransportError(f"aggregator {link.peer}: {error}") from error
-    if isinstance(message, Pending):
-        on_pending(message)
-        return False
     if isinstance(message, Refused):
         raise RefusedError(f"aggregator {link.peer} refused: {message.reason}")
-    if not isinstance(message, Welcome):
+    if not isinstance(message, Pending | Welcome):
         raise TransportError(f"aggregator {link.peer} answered the hello with {type(message).__name__}")
-    return True
+    return message
 
 
 def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, timeout_s: float) -> str:

@@ -1,7 +1,8 @@
-"""One aggregator shard as an event loop: listeners, newcomers, jobs. A single thread; a slow or hostile peer costs only itself.
+"""One aggregator shard as an event loop: listeners, newcomers, jobs. A single thread; a slow or hostile peer costs
+only itself.
 
-A connection is a newcomer until its Hello is admitted, then a rank of a job, then (for a moment) a leaver whose last output
-is still being written.
+A connection is a newcomer until its Hello is admitted, then a rank of a job, then (for a moment) a leaver whose last
+output is still being written.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class _Connection:
 class ShardServer:
     """Serves jobs until `stop`.
 
-    `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's address, as
-    workers see it in errors.
+    `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
+    address, as workers see it in errors. A simulation brings its own `clock` and `selector`, and hands links to
+    `adopt`.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class ShardServer:
         *,
         drain_s: float,
         clock: Clock = time.monotonic,
+        selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
         self._clock, self._drain_s = clock, drain_s
         self._membership = Membership(limits)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selector or selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
         self._timed: set[_Connection] = set()  # those without a Hello and those that leave: they have a time limit
         self._jobs: dict[int, Job] = {}
@@ -97,30 +100,32 @@ class ShardServer:
         """Wait for events, at most `longest_s`, and deal with them."""
         touched: set[Job] = set()
         for key, mask in self._selector.select(self._patience(longest_s)):
-            if not isinstance(key.data, _Connection):
+            if isinstance(key.data, _Connection):
+                touched |= self._connection_ready(key.data, mask)
+            else:
                 self._accept(key.fileobj, key.data)
-                continue
-            connection = key.data
-            if mask & selectors.EVENT_WRITE:
-                connection.link.flush()
-            if connection.job is None:
-                self._newcomer(connection)
-            elif not connection.leaving:
-                self._feed(connection, connection.job)
-                touched.add(connection.job)
-            elif mask & selectors.EVENT_READ:
-                self._listen_to_leaver(connection)
-            self._update_interest(connection)
         now = self._clock()
-        for job in self._jobs.values():
-            if job in touched or (job.machine.deadline or now + 1) <= now:
-                touched.add(job)
-        for job in touched:
-            if job.generation in self._jobs:
+        for job in list(self._jobs.values()):
+            deadline = job.machine.deadline
+            if job in touched or (deadline is not None and deadline <= now):
                 job.driver.advance()
                 for connection in self._of_job.get(job.generation, ()):
                     self._update_interest(connection)
         self._housekeeping(now)
+
+    def _connection_ready(self, connection: _Connection, mask: int) -> set[Job]:
+        """Read from and write to one connection; return the job that should advance, if any."""
+        if mask & selectors.EVENT_WRITE:
+            connection.link.flush()
+            self._update_interest(connection)
+        if connection.leaving:
+            self._listen_to_leaver(connection)
+        elif connection.job is None:
+            self._newcomer(connection)
+        else:
+            self._feed(connection, connection.job)
+            return {connection.job}
+        return set()
 
     def _patience(self, longest_s: float) -> float:
         now = self._clock()
@@ -145,6 +150,10 @@ class ShardServer:
             return
         link = data(sock)
         assert isinstance(link, Link)
+        self.adopt(link)
+
+    def adopt(self, link: Link) -> None:
+        """Serve a worker that has just connected."""
         connection = _Connection(link, self._clock())
         self._connections.add(connection)
         self._timed.add(connection)

@@ -1,15 +1,16 @@
 """What every transport offers.
 
-A link joins two peers. Each side owns a row of send slots and a row of receive slots; slot k of one side arrives as slot k
-of the other. Theory of operation:
+A link joins two peers. Each side owns a row of send slots and a row of receive slots; slot k of one side arrives as
+slot k of the other. Theory of operation:
 
 1. The sender fills a send slot and calls `send(k, nbytes)`. From then on the slot belongs to the link.
-2. The receiver's `poll()` reports `Received(k, nbytes)`; receive slot k is the receiver's until it calls `return_credit(k)`.
+2. The receiver's `poll()` reports `Received(k, nbytes)`; receive slot k is the receiver's until it calls
+   `return_credit(k)`.
 3. The sender's `poll()` reports `Credited(k)`; slot k is the sender's again.
 
 Messages stay in order, in each direction. Control messages share that order. Nothing blocks and nothing raises for the
-peer's or the network's sake: a link that is over says `Lost(reason)` as its last event. A second `send` of a slot that is
-under way is our own mistake and raises.
+peer's or the network's sake: a link that is over says `Lost(reason)` as its last event. A second `send` of a slot
+that is under way is our own mistake and raises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Links inside one process: two ends that share their slots and hand events over in queues. For tests and simulation."""
+"""Links inside one process: two ends that share their slots and hand events over in queues. For tests and
+simulation."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+
+FRAME_BYTES = 8
 
 
 class InprocLink(Link):
@@ -28,18 +31,18 @@ class InprocLink(Link):
         self._arrived.append(event)
 
     def _send(self, slot: int, nbytes: int) -> None:
-        self.counters.sent_bytes += nbytes
-        if not self._lost:
-            self.other.deliver(Received(slot, nbytes))
+        self._put(Received(slot, nbytes))
 
     def _return_credit(self, slot: int) -> None:
-        if not self._lost:
-            self.other.deliver(Credited(slot))
+        self._put(Credited(slot))
 
     def send_control(self, body: bytes) -> None:
-        self.counters.sent_bytes += len(body)
+        self._put(Control(body))
+
+    def _put(self, event: Event) -> None:
+        self.counters.sent_bytes += wire_bytes(event)
         if not self._lost:
-            self.other.deliver(Control(body))
+            self.other.deliver(event)
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
@@ -48,8 +51,7 @@ class InprocLink(Link):
             wrong = self._admit(event) if isinstance(event, Received | Credited) else ""
             if wrong:
                 event = Lost(wrong, violation=True)
-            if isinstance(event, Received):
-                self.counters.received_bytes += event.nbytes
+            self.counters.received_bytes += wire_bytes(event)
             self._lost = isinstance(event, Lost)
             events.append(event)
         return events
@@ -64,6 +66,15 @@ class InprocLink(Link):
         if not self._lost:
             self._lost = True
             self.other.deliver(Lost("connection closed"))
+
+
+def wire_bytes(event: Event) -> int:
+    """What `event` would occupy on a wire, framing included."""
+    if isinstance(event, Received):
+        return FRAME_BYTES + event.nbytes
+    if isinstance(event, Control):
+        return FRAME_BYTES + len(event.body)
+    return FRAME_BYTES if isinstance(event, Credited) else 0
 
 
 def pair(left: str, right: str) -> tuple[InprocLink, InprocLink]:

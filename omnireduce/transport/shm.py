@@ -1,7 +1,8 @@
 """Shared-memory links between processes of one host: slots in a mapped memfd, doorbells over a Unix socket.
 
-The aggregator listens on an abstract Unix address derived from its TCP address, so nothing is left in the file system. It
-creates the memory and passes descriptors with the Welcome; a result slot is mapped by all local ranks and written once.
+The aggregator listens on an abstract Unix address derived from its TCP address, so nothing is left in the file
+system. It creates the memory and passes descriptors with the Welcome; a result slot is mapped by all local ranks and
+written once.
 """
 
 from __future__ import annotations

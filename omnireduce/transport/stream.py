@@ -74,7 +74,6 @@ class StreamLink(Link):
         if self.inline:
             self._queue_small()
             self._output.append(self._send_views[slot][:nbytes])
-        self.flush()
 
     def _return_credit(self, slot: int) -> None:
         self._small += FRAME.pack(CREDIT, slot, 0)
