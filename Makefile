@@ -1,0 +1,41 @@
+# Targets work on a fresh machine with Python 3.11+ and make: each makes .venv first. `make help` lists them.
+# PYTHON=/path/to/python3 chooses the interpreter that .venv is made with.
+
+export PYTHON
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test lint types check clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' Makefile | expand -t 10
+
+demo: $(READY) ## start two aggregator shards, run the bench, density and train workers, stop everything
+	@$(BIN)/python examples/demo.py
+
+test: $(READY) ## run the tests
+	@echo "running the tests"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## ruff: lint and format
+	@echo "checking lint and format"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy --strict
+	@echo "checking types"
+	@$(BIN)/mypy
+
+check: lint types test ## lint, types and tests: what CI runs
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml tools/venv.sh
+	@tools/venv.sh $(VENV) mpi,dev
+	@touch $@

@@ -1,0 +1,338 @@
+"""The tree keeps its shape: import direction, purity, lengths and a few habits.
+
+A check takes a module's name or a file's path and its text, and returns one message per violation. Two tables
+at the end prove that each check can fail, and that it lets pass what is allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("omnireduce", "aggregator", "worker")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml"}
+TEXT_NAMES = {"Makefile", "Vagrantfile", "run"}
+TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant")
+
+# A module may import from its own layer and all lower levels. Layers on one level do not know each other.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("base",),
+    ("kernels",),
+    ("protocol", "transport"),
+    ("runtime",),
+    ("integrations", "bench"),
+    ("aggregator", "worker"),
+)
+BASE = {"cli", "config", "dtypes", "errors", "layout", "wire"}
+IMPURE = {
+    *("asyncio", "concurrent", "datetime", "mmap", "multiprocessing", "os", "random", "select", "selectors"),
+    *("signal", "socket", "subprocess", "threading", "time"),
+}
+JIT = "omnireduce.kernels.jit"
+HEAVY = ("mpi4py", "pyverbs", "torch")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MARKERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
+MACHINE_PATHS = re.compile(r"(?<![\w.~<>{}-])/(?:home|root|Users|work)/\w|\b[A-Z]:\\Users")
+
+
+def layer_of(name: str) -> str | None:
+    """Return the layer of a dotted module or object name; None if it is not ours.
+
+    The package `omnireduce` itself, the face that users import, and what it exports are of the runtime layer.
+    """
+    package, _, rest = name.partition(".")
+    if package != "omnireduce":
+        return package if package in PACKAGES else None
+    part = rest.partition(".")[0]
+    if part in BASE or part.startswith("config"):
+        return "base"
+    return part if any(part in level for level in LEVELS[:-1]) else "runtime"
+
+
+def level_of(layer: str) -> int:
+    return next(level for level, layers in enumerate(LEVELS) if layer in layers)
+
+
+def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and absolute dotted name of all that a module imports, those inside functions included.
+
+    `from a.b import c` yields `a.b.c`, whether `c` is a module or an object. A package is `a.__init__`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: -node.level] if node.level else []
+            prefix = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+
+
+def check_placed(module: str, source: str) -> list[str]:
+    if layer_of(module) != "runtime" or module.split(".")[1] in ("runtime", "__init__"):
+        return []
+    return [f"{module}: belongs to no layer; put it into one, or name it in BASE here"]
+
+
+def check_direction(module: str, source: str) -> list[str]:
+    layer = layer_of(module)
+    assert layer is not None
+    found = []
+    for line, name in imports(module, source):
+        target = layer_of(name)
+        if target not in (None, layer) and level_of(target) >= level_of(layer):
+            found.append(f"{module}:{line}: {layer} may not import {name} ({target}); imports only go down")
+    return found
+
+
+def check_kernels(module: str, source: str) -> list[str]:
+    """Numba's cache of a function does not see an edit of a jitted function that it calls in another file."""
+    if layer_of(module) != "kernels" or module == JIT:
+        return []
+    names = list(imports(module, source))
+    if not any(name == JIT or name.startswith(JIT + ".") for _, name in names):
+        return []  # defines no jitted function itself
+    return [
+        f"{module}:{line}: a file of jitted functions imports {JIT} and base only, not {name}"
+        for line, name in names
+        if layer_of(name) == "kernels" and not f"{name}.".startswith(JIT + ".")
+    ]
+
+
+def check_one_compiler(module: str, source: str) -> list[str]:
+    return [
+        f"{module}:{line}: import {name} only in {JIT}, where the JIT can be turned off"
+        for line, name in imports(module, source)
+        if name.partition(".")[0] == "numba" and module != JIT
+    ]
+
+
+def check_pure(module: str, source: str) -> list[str]:
+    if layer_of(module) != "protocol":
+        return []
+    return [
+        f"{module}:{line}: a protocol machine does no I/O and reads no clock, so it may not import {name}"
+        for line, name in imports(module, source)
+        if name.partition(".")[0] in IMPURE
+    ]
+
+
+def check_lengths(module: str, source: str) -> list[str]:
+    lines = len(source.splitlines())
+    found = [f"{module}: {lines} lines, at most {MAX_FILE_LINES}: split it"] if lines > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                limit = f"at most {MAX_FUNCTION_LINES}: split it"
+                found.append(f"{module}:{node.lineno}: {node.name} has {length} lines, {limit}")
+    return found
+
+
+def check_no_print(module: str, source: str) -> list[str]:
+    if not module.startswith("omnireduce."):
+        return []
+    return [
+        f"{module}:{node.lineno}: a library does not print; return the text or log it"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def check_no_sleep(path: str, source: str) -> list[str]:
+    if not path.startswith("tests/"):
+        return []
+    nodes = ast.walk(ast.parse(source))
+    uses = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr == "sleep"]
+    uses += [line for line, name in imports("tests", source) if name.endswith(".sleep")]
+    return [f"{path}:{line}: wait for what you need, with a bound; a test never sleeps" for line in uses]
+
+
+def check_no_marker(path: str, text: str) -> list[str]:
+    return [f"{path}:{line}: do it, or open an issue: {found}" for line, found in matches(MARKERS, text)]
+
+
+def check_no_machine_path(path: str, text: str) -> list[str]:
+    why = "this path exists on one machine only"
+    return [f"{path}:{line}: {why}: {found}" for line, found in matches(MACHINE_PATHS, text)]
+
+
+def matches(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if pattern.search(line):
+            yield number, line.strip()
+
+
+def loaded_by(statement: str, names: tuple[str, ...]) -> list[str]:
+    """Return which of `names` a fresh interpreter has imported after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*(name for name in {names!r} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def undocumented(pyproject: str, page: str) -> list[str]:
+    """Return the dependencies, extras included, that `page` does not name in backquotes."""
+    project = tomllib.loads(pyproject)["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    wanted = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
+    return [name for name in names if f"`{name}`" not in page]
+
+
+Check = Callable[[str, str], list[str]]
+MODULE_CHECKS: tuple[Check, ...] = (
+    check_placed,
+    check_direction,
+    check_kernels,
+    check_one_compiler,
+    check_pure,
+    check_lengths,
+    check_no_print,
+)
+FILE_CHECKS: tuple[Check, ...] = (check_no_marker, check_no_machine_path)
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text("utf-8")
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    paths = [ROOT / ".ci" / "run", *ROOT.glob("*")]
+    for folder in TEXT_FOLDERS:
+        paths += [path for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    for path in sorted(paths):
+        if path.is_file() and (path.suffix in TEXT_SUFFIXES or path.name in TEXT_NAMES):
+            yield path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("check", MODULE_CHECKS, ids=lambda check: check.__name__)
+def test_modules(check: Check) -> None:
+    found = [message for module, source in modules() for message in check(module, source)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("check", FILE_CHECKS, ids=lambda check: check.__name__)
+def test_files(check: Check) -> None:
+    found = [message for path, text in text_files() for message in check(path, text)]
+    assert not found, "\n".join(found)
+
+
+def test_no_test_sleeps() -> None:
+    sources = [(path, text) for path, text in text_files() if path.endswith(".py")]
+    found = [message for path, source in sources for message in check_no_sleep(path, source)]
+    assert not found, "\n".join(found)
+
+
+def test_the_walk_sees_the_tree() -> None:
+    names = {name for name, _ in modules()}
+    assert {"omnireduce.errors", "aggregator.cli", "worker.cli"} <= names
+    paths = {path for path, _ in text_files()}
+    assert {"Makefile", ".ci/run", "pyproject.toml", "tests/test_tidy.py", "CONTRIBUTING.md"} <= paths
+
+
+def test_importing_the_library_stays_light() -> None:
+    assert loaded_by("import omnireduce", HEAVY) == []
+
+
+def test_the_light_import_check_sees_an_import() -> None:
+    assert loaded_by("import colorsys", ("colorsys", "torch")) == ["colorsys"]
+
+
+def test_every_dependency_has_its_reason() -> None:
+    page = (ROOT / "docs" / "dependencies.md").read_text("utf-8")
+    missing = undocumented((ROOT / "pyproject.toml").read_text("utf-8"), page)
+    assert not missing, f"docs/dependencies.md gives no reason for {missing}"
+
+
+def test_the_dependency_check_sees_a_gap() -> None:
+    pyproject = '[project]\ndependencies = ["a>=1", "b-c"]\n[project.optional-dependencies]\nx = ["d[e]>2"]\n'
+    assert undocumented(pyproject, "`a` because. b-c is not marked.") == ["b-c", "d"]
+
+
+LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
+LONG_METHOD = "class A:\n    async def f():\n" + "        pass\n" * MAX_FUNCTION_LINES
+LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "text"),
+    [
+        (check_placed, "omnireduce.misc", ""),
+        (check_placed, "omnireduce.status.table", ""),
+        (check_direction, "omnireduce.errors", "from omnireduce.kernels import merge"),
+        (check_direction, "omnireduce.config_load", "import omnireduce"),
+        (check_direction, "omnireduce.kernels.pack", "from omnireduce.protocol.worker import Worker"),
+        (check_direction, "omnireduce.protocol.worker", "from omnireduce.transport import base"),
+        (check_direction, "omnireduce.transport.tcp", "from omnireduce import protocol"),
+        (check_direction, "omnireduce.transport.tcp", "from ..protocol import worker"),
+        (check_direction, "omnireduce.transport.__init__", "from ..runtime import driver"),
+        (check_direction, "omnireduce.runtime.driver", "def f():\n    from omnireduce.bench import data"),
+        (check_direction, "omnireduce.bench.data", "import omnireduce.integrations.torch"),
+        (check_direction, "omnireduce.__init__", "import worker.cli"),
+        (check_direction, "worker.cli", "from aggregator.daemon import Daemon"),
+        (check_direction, "aggregator.cli", "if TYPE_CHECKING:\n    import worker"),
+        (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .density import scan"),
+        (check_kernels, "omnireduce.kernels.pack", "from .jit import jit\nimport omnireduce.kernels.merge"),
+        (check_one_compiler, "omnireduce.kernels.pack", "from numba import njit"),
+        (check_one_compiler, "worker.train", "import numba.typed"),
+        (check_pure, "omnireduce.protocol.worker", "import time"),
+        (check_pure, "omnireduce.protocol.worker", "from os.path import join"),
+        (check_pure, "omnireduce.protocol.aggregator", "def f():\n    from socket import socket"),
+        (check_lengths, "worker.cli", LONG_FUNCTION),
+        (check_lengths, "worker.cli", LONG_METHOD),
+        (check_lengths, "worker.cli", LONG_FILE),
+        (check_no_print, "omnireduce.bench.report", "def f(x):\n    print(x)"),
+        (check_no_sleep, "tests/test_x.py", "import time\ntime.sleep(1)"),
+        (check_no_sleep, "tests/test_x.py", "from time import sleep"),
+        (check_no_marker, "docs/x.md", "text\nTO" + "DO: more"),
+        (check_no_marker, "x.py", "# FIX" + "ME(me)"),
+        (check_no_machine_path, "docs/x.md", "see /" + "home/ann/x"),
+        (check_no_machine_path, "x.py", "open('/" + "root/x')"),
+        (check_no_machine_path, "x.py", "open('C" + ":\\Users')"),
+    ],
+)
+def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
+    assert len(check(name, text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "text"),
+    [
+        (check_placed, "omnireduce.__init__", ""),
+        (check_placed, "omnireduce.runtime.clock", ""),
+        (check_direction, "omnireduce.__init__", "from omnireduce.runtime.communicator import init"),
+        (
+            check_direction,
+            "omnireduce.runtime.driver",
+            "from ..transport import shm, tcp\nfrom ..wire import x",
+        ),
+        (check_direction, "omnireduce.wire", "from omnireduce.errors import ProtocolError\nimport struct"),
+        (check_direction, "worker.bench", "import omnireduce as omni\nfrom omnireduce.bench import data"),
+        (check_direction, "worker.bench", "from worker import cli"),
+        (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .. import dtypes"),
+        (check_kernels, "omnireduce.kernels.warm", "from . import merge, pack"),
+        (check_one_compiler, JIT, "import numba"),
+        (check_pure, "omnireduce.protocol.worker", "import struct\nfrom omnireduce.kernels import merge"),
+        (check_pure, "omnireduce.runtime.clock", "import time"),
+        (check_lengths, "worker.cli", LONG_FUNCTION.removesuffix("    pass\n")),
+        (check_no_print, "worker.cli", "print(1)"),
+        (check_no_sleep, "benchmarks/x.py", "time.sleep(1)"),
+        (check_no_marker, "x.py", "todo = XXXL = 1"),
+        (check_no_machine_path, "x.md", "GET https://example.org/home/x, team/work/x, /tmp/x, ~/work/x"),
+    ],
+)
+def test_what_is_allowed_passes(check: Check, name: str, text: str) -> None:
+    assert check(name, text) == []
