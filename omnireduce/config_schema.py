@@ -151,12 +151,12 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     steps: Annotated[int, _meta("training steps", "steps", ge=1, le=10_000_000)] = 200
     batch: Annotated[int, _meta("skip-gram pairs per rank and step", "pairs", ge=1, le=2**20)] = 256
-    dim: Annotated[int, _meta("length of a word's vector", "elements", ge=1, le=4096)] = 64
+    dim: Annotated[int, _meta("length of a word's vector", "elements", ge=1, le=4096)] = 256
     vocabulary: Annotated[int, _meta("most frequent words that are kept", "words", ge=2, le=10_000_000)] = 20_000
     negatives: Annotated[int, _meta("negative samples per pair", "words", ge=1, le=100)] = 5
     window: Annotated[int, _meta("context on each side of a word", "words", ge=1, le=100)] = 4
-    learning_rate: Annotated[float, _meta("step size of the descent", ge=1e-6, le=1000)] = 0.5
-    max_files: Annotated[int, _meta("most source files that are read", "files", ge=1, le=1_000_000)] = 200
+    learning_rate: Annotated[float, _meta("step size of the descent", ge=1e-6, le=1000)] = 0.05
+    max_files: Annotated[int, _meta("most source files that are read", "files", ge=1, le=1_000_000)] = 1000
     seed: Annotated[int, _meta("seed of the weights and samples", ge=0, le=_SEED)] = 1
 
 

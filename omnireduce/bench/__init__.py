@@ -1,0 +1,1 @@
+"""Benchmarks that are correctness tests first: sparse data with exact results, timed runs, their report."""

@@ -1,0 +1,234 @@
+"""Sparse test tensors whose all-reduce has one exact result, and the oracle that knows it.
+
+Every rank's tensor is cut into blocks; some are chosen, the others are zero. A chosen block is a window into
+one table of random values, at a start that hashes the seed, the rank, the round and the block's number:
+values vary by rank, round and position, yet any block of any rank can be made again without the tensor.
+About one value in eight is zero (fewer for prod), but no window starts at one, so that a chosen block, a
+short last one too, is never a zero block.
+
+The oracle reduces in rank order what all ranks filled, by the service's own rules: an absent block takes part
+as zeros, 16-bit floats accumulate in float32 and are rounded once, integers wrap, a mean is the sum divided
+once. Integers take their whole range. Floats are such that every other order gives the same result, and so
+any correct all-reduce passes:
+
+| op        | float values                               | exact because                                  |
+|-----------|--------------------------------------------|------------------------------------------------|
+| sum, mean | whole, at most 2**significand / world size | every partial sum is a whole number that fits  |
+| min, max  | the same                                   | nothing is rounded                             |
+| prod      | 0, ±1/2, ±1, ±2                            | powers of two, in range for up to 120 ranks    |
+
+A mean is not always exact (its divisor may be 3). There the rule itself is checked: one division, in the type
+that accumulates. Comparison is by value: -0 equals 0, and NaN, which is never data here, equals nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from omnireduce.dtypes import ELEMENT_TYPES, Array, ElementType
+from omnireduce.errors import UsageError
+from omnireduce.layout import Layout
+
+_WINDOWS = 1 << 16  # windows in the table
+_CHUNK_ELEMENTS = 1 << 17  # of the tensor that are worked on at once: temporaries stay small and in the cache
+_OVERLAPS = ("random", "full", "none")
+_REDUCE: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "prod": np.multiply,
+}
+
+
+class Dataset:
+    """The tensors of `world_size` ranks: `elements` of `dtype`, a fraction `density` of the blocks not zero.
+
+    Exactly `round(density * blocks)` blocks of each rank are chosen: independently ("random"), the same on
+    all ranks ("full"), or disjoint ("none", there at most `blocks // world_size` each). Equal arguments give
+    equal tensors in every process. Raises UsageError for disjoint blocks that cannot fit, for a mean of
+    integers and for an unknown dtype, op or overlap.
+    """
+
+    def __init__(
+        self,
+        elements: int,
+        dtype: str,
+        block_size: int,
+        density: float,
+        overlap: str,
+        op: str,
+        world_size: int,
+        seed: int,
+    ) -> None:
+        self._type = check_data(dtype, op, density, overlap, world_size)
+        self._layout = Layout(elements, block_size)
+        self._op, self._world_size, self._seed = op, world_size, seed
+        rng = np.random.default_rng([seed, 0])
+        table = _values(self._type, op, world_size, _WINDOWS + block_size - 1, rng)
+        self._starts = np.flatnonzero(table[:_WINDOWS])
+        self._windows = np.lib.stride_tricks.sliding_window_view(_bits(table), block_size)
+        self._masks = _masks(self._layout.blocks, density, overlap, world_size, seed)
+        self._union = np.logical_or.reduce(self._masks)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._type.dtype
+
+    @property
+    def density(self) -> float:
+        """Chosen blocks / blocks of each rank, as it came out; 0 for an empty tensor."""
+        return _fraction(self._masks[0])
+
+    @property
+    def union_density(self) -> float:
+        """Blocks chosen on at least one rank / blocks; 0 for an empty tensor."""
+        return _fraction(self._union)
+
+    def fill(self, rank: int, round_number: int, out: Array) -> None:
+        """Write the tensor of `rank` in one round to `out`, a contiguous array of any shape."""
+        for first, rows in self._chunks(out):
+            mask = self._masks[rank][first : first + len(rows)]
+            bits = _bits(rows)
+            if not mask.all():
+                bits[...] = 0
+            blocks = first + np.flatnonzero(mask)
+            bits[mask] = self._blocks(rank, round_number, blocks, rows.shape[1])
+
+    def wrong(self, round_number: int, result: Array) -> int:
+        """How many elements of `result` are not what the all-reduce of that round's tensors gives."""
+        count = 0
+        for first, rows in self._chunks(result):
+            union = self._union[first : first + len(rows)]
+            # Outside the union every element must be zero, inside it what the oracle expects.
+            got, blocks = rows[union], first + np.flatnonzero(union)
+            count += self._count_nonzero(rows) - self._count_nonzero(got)
+            count += int(np.count_nonzero(got != self._expected(round_number, blocks, rows.shape[1])))
+        return count
+
+    def _chunks(self, tensor: Array) -> Iterator[tuple[int, Array]]:
+        """Yield (first block, view (blocks, elements per block) of `tensor`); a short last block alone."""
+        layout = self._layout
+        if tensor.dtype != self.dtype or tensor.size != layout.elements or not tensor.flags.c_contiguous:
+            raise UsageError(f"got {tensor.dtype}[{tensor.size}], expected {self.dtype}[{layout.elements}], contiguous")
+        flat = tensor.reshape(-1)
+        full, size = layout.full_blocks, layout.block_size
+        rows = flat[: full * size].reshape(full, size)
+        step = max(1, _CHUNK_ELEMENTS // size)
+        for first in range(0, full, step):
+            yield first, rows[first : first + step]
+        if layout.tail_elements:
+            yield full, flat[full * size :].reshape(1, -1)
+
+    def _blocks(self, rank: int, round_number: int, blocks: Array, width: int) -> Array:
+        """The first `width` elements of chosen `blocks` (int64) of one rank, as bits: (blocks, width)."""
+        key = np.random.SeedSequence([self._seed, rank, round_number]).generate_state(1, np.uint64)
+        picks = _hash(blocks.astype(np.uint64) + key) >> np.uint64(32)
+        picks = picks * np.uint64(self._starts.size) >> np.uint64(32)  # scales 32 random bits to [0, size)
+        taken: Array = self._windows[self._starts[picks], :width]
+        return taken
+
+    def _expected(self, round_number: int, blocks: Array, width: int) -> Array:
+        """The oracle: the reduction in rank order, of `blocks` (int64) that are in the union."""
+        total = self._operand(0, round_number, blocks, width)
+        with np.errstate(over="ignore"):  # a product may leave the range of float16
+            for rank in range(1, self._world_size):
+                _REDUCE[self._op](total, self._operand(rank, round_number, blocks, width), out=total)
+            if self._op == "mean":
+                total /= total.dtype.type(self._world_size)
+            return total.astype(self.dtype, copy=False)
+
+    def _operand(self, rank: int, round_number: int, blocks: Array, width: int) -> Array:
+        """One rank's part in the type that the reduction accumulates in, absent blocks as zeros."""
+        mask = self._masks[rank][blocks]
+        accumulator = np.dtype(np.float32) if self._type.is_half else self.dtype
+        part = np.zeros((blocks.size, width), accumulator)
+        part[mask] = self._blocks(rank, round_number, blocks[mask], width).view(self.dtype)
+        return part
+
+    def _count_nonzero(self, rows: Array) -> int:
+        if self._type.is_half:  # on the bits, without the sign: much faster than by value
+            return int(np.count_nonzero(_bits(rows) & np.uint16(0x7FFF)))
+        return int(np.count_nonzero(rows))
+
+
+def check_data(dtype: str, op: str, density: float, overlap: str, world_size: int) -> ElementType:
+    """The element type of such data. Raises UsageError if there is no such data."""
+    if dtype not in ELEMENT_TYPES:
+        raise UsageError(f"got dtype {dtype!r}, expected one of {', '.join(ELEMENT_TYPES)}")
+    if op not in _REDUCE:
+        raise UsageError(f"got op {op!r}, expected one of {', '.join(_REDUCE)}")
+    if overlap not in _OVERLAPS:
+        raise UsageError(f"got overlap {overlap!r}, expected one of {', '.join(_OVERLAPS)}")
+    if op == "mean" and not ELEMENT_TYPES[dtype].is_float:
+        raise UsageError(f"the mean of {dtype} is not defined, expected a float dtype or another op")
+    if overlap == "none" and density * world_size > 1:
+        raise UsageError(
+            f"{world_size} workers cannot have disjoint blocks at density {density:g}, "
+            f"expected a density of at most {1 / world_size:g} or an overlap other than 'none'"
+        )
+    return ELEMENT_TYPES[dtype]
+
+
+def _values(kind: ElementType, op: str, world_size: int, count: int, rng: np.random.Generator) -> Array:
+    """The table: `count` random values, see the module's text."""
+    if not kind.is_float:
+        limits = np.iinfo(kind.dtype)
+        values = rng.integers(limits.min, limits.max, count, kind.dtype, endpoint=True)
+    elif op == "prod":
+        values = rng.choice([-1.0, 1.0], count) * rng.choice([0.5, 1.0, 2.0], count)
+    else:
+        significand_bits = int(ml_dtypes.finfo(kind.dtype).nmant) + 1  # type: ignore[no-untyped-call]
+        limit = max(1, 2**significand_bits // world_size)
+        values = rng.integers(-limit, limit, count, endpoint=True)
+    one_in = 8 * world_size if op == "prod" else 8  # or with many ranks every product would be zero
+    values[rng.integers(one_in, size=count) == 0] = 0
+    return values.astype(kind.dtype)
+
+
+def _masks(blocks: int, density: float, overlap: str, world_size: int, seed: int) -> list[Array]:
+    """Each rank's chosen blocks: bool (blocks,)."""
+    count = round(density * blocks)
+    if overlap == "full":
+        return [_choose(blocks, count, np.random.default_rng([seed, 1]))] * world_size
+    masks = []
+    free = np.ones(blocks, np.bool_)
+    if overlap == "none":
+        count = min(count, blocks // world_size)
+    for rank in range(world_size):
+        mask = np.zeros(blocks, np.bool_)
+        mask[free] = _choose(int(np.count_nonzero(free)), count, np.random.default_rng([seed, 1, rank]))
+        masks.append(mask)
+        if overlap == "none":
+            free &= ~mask
+    return masks
+
+
+def _choose(among: int, count: int, rng: np.random.Generator) -> Array:
+    """Choose exactly `count` of `among` at random: bool (among,)."""
+    mask = np.arange(among) < count
+    rng.shuffle(mask)
+    return mask
+
+
+def _hash(x: Array) -> Array:
+    """Scramble uint64 (splitmix64, Steele, Lea and Flood 2014); arithmetic wraps."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    scrambled: Array = x ^ (x >> np.uint64(31))
+    return scrambled
+
+
+def _bits(values: Array) -> Array:
+    """The same memory as unsigned integers: NumPy copies those fast, and bfloat16 not."""
+    bits: Array = values.view(f"u{values.dtype.itemsize}")
+    return bits
+
+
+def _fraction(mask: Array) -> float:
+    return int(np.count_nonzero(mask)) / mask.size if mask.size else 0.0

@@ -1,0 +1,136 @@
+"""Would the service help? How dense arrays are in blocks, and what that means for an all-reduce of them.
+
+The estimate for world size N, link bandwidth B in each direction, tensor bytes S, block density D:
+
+    up bytes = D S, down bytes = Du S, time = max(D, Du) S / B      with  Du = 1 - (1 - D)**N
+    dense ring all-reduce: time = 2 (N - 1) / N S / B               (Patarasu and Yuan 2009)
+
+Du assumes that the workers' non-zero blocks are where they are independently of each other (random overlap);
+overlap that is greater makes Du smaller and the service faster. Each block also carries its index and each
+direction one header, which these numbers include. They leave out latency, computation, and shards that share
+a link with workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from omnireduce.dtypes import Array, element_type
+from omnireduce.errors import UsageError
+from omnireduce.kernels.density import nonzero_blocks
+from omnireduce.wire import HEADER_BYTES
+
+INDEX_BYTES = 8  # that travel with each block
+_CHUNK_ELEMENTS = 1 << 20
+HELPS = 1.1  # least speed-up that is worth a service of one's own
+
+
+class Density(msgspec.Struct, frozen=True):
+    """What is not zero in one array: elements, and for each block size blocks, a short last one included.
+
+    Zeros are +0 and -0, decided on the bits: NaN is data.
+    """
+
+    elements: int
+    itemsize: int
+    nonzero_elements: int
+    nonzero_blocks: dict[int, int]
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    def blocks(self, block_size: int) -> int:
+        return -(-self.elements // block_size)
+
+    @property
+    def of_elements(self) -> float:
+        return self.nonzero_elements / self.elements if self.elements else 0.0
+
+    def of_blocks(self, block_size: int) -> float:
+        return self.nonzero_blocks[block_size] / self.blocks(block_size) if self.elements else 0.0
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """One all-reduce as the module's formulas have it; bytes are per worker."""
+
+    block_size: int
+    density: float
+    union_density: float
+    wire_up_bytes: int
+    wire_down_bytes: int
+    time_ms: float
+    dense_time_ms: float
+    speedup: float
+
+    @property
+    def helps(self) -> bool:
+        return self.speedup >= HELPS
+
+
+def measure(values: Array, block_sizes: Sequence[int]) -> Density:
+    """Count in one pass over `values`, (elements,), of any dtype that the service reduces, any byte order.
+
+    `block_sizes`: elements, multiples of 8. Raises UsageError for another dtype.
+    """
+    kind = element_type(values.dtype.newbyteorder("="))
+    unit = math.gcd(*block_sizes)
+    units = np.zeros(-(-values.size // unit), np.bool_)
+    bits = np.dtype(f"u{kind.itemsize}")
+    mask = bits.type(int(kind.zero_mask) & int(np.iinfo(bits).max))
+    step = _CHUNK_ELEMENTS // unit * unit
+    nonzero = 0
+    for first in range(0, values.size, step):
+        chunk = np.require(values[first : first + step], kind.dtype, ["C", "A"])
+        nonzero += int(np.count_nonzero(chunk.view(bits) & mask))
+        words = _words(chunk, unit)
+        nonzero_blocks(words, kind.zero_mask, units[first // unit :][: len(words)])
+    counts = {size: _count_groups(units, size // unit) for size in block_sizes}
+    return Density(values.size, kind.itemsize, nonzero, counts)
+
+
+def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link_gbps: float) -> Estimate:
+    """The all-reduce of all `parts`, one after another, over links of `link_gbps` Gbit/s each way."""
+    if world_size < 2 or not link_gbps > 0:
+        given = f"world size {world_size} and {link_gbps:g} Gbit/s"
+        raise UsageError(f"got {given}, expected at least 2 workers and more than 0 Gbit/s")
+    sent = received = up = down = 0.0
+    for part in parts:
+        density = part.of_blocks(block_size)
+        union = 1 - (1 - density) ** world_size
+        blocks, block_bytes = part.blocks(block_size), block_size * part.itemsize + INDEX_BYTES
+        sent, received = sent + density * blocks, received + union * blocks
+        up += HEADER_BYTES + density * blocks * block_bytes
+        down += HEADER_BYTES + union * blocks * block_bytes
+    bytes_per_ms = link_gbps * 1e6 / 8
+    blocks = sum(part.blocks(block_size) for part in parts)
+    time_ms = max(up, down) / bytes_per_ms
+    dense_ms = 2 * (world_size - 1) / world_size * sum(part.bytes for part in parts) / bytes_per_ms
+    return Estimate(
+        block_size=block_size,
+        density=sent / blocks if blocks else 0.0,
+        union_density=received / blocks if blocks else 0.0,
+        wire_up_bytes=round(up),
+        wire_down_bytes=round(down),
+        time_ms=time_ms,
+        dense_time_ms=dense_ms,
+        speedup=dense_ms / time_ms if time_ms else 0.0,
+    )
+
+
+def _words(chunk: Array, unit: int) -> Array:
+    """`chunk`, (elements,), as uint64 (units, words per unit), a short last one filled up with zeros."""
+    if chunk.size % unit:
+        chunk = np.concatenate([chunk, np.zeros(-chunk.size % unit, chunk.dtype)])
+    words: Array = chunk.view(np.uint64).reshape(-1, unit * chunk.itemsize // 8)
+    return words
+
+
+def _count_groups(flags: Array, size: int) -> int:
+    """How many groups of `size` flags have one set."""
+    padded = np.concatenate([flags, np.zeros(-flags.size % size, np.bool_)])
+    return int(np.count_nonzero(padded.reshape(-1, size).any(axis=1)))

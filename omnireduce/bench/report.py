@@ -1,0 +1,164 @@
+"""The benchmark's rows: what one holds, the table that people read, the JSON that programs read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from omnireduce.errors import UsageError
+
+TABLE_WIDTH = 100  # characters, where no terminal says otherwise
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One case of a benchmark. Times are those of the slowest rank, over the timed rounds.
+
+    `bytes` is the size of one rank's tensor. `algbw_gbps`, the algorithm bandwidth, is `bytes` / median time
+    in GB/s (1e9 bytes per second). `wire_up_bytes` and `wire_down_bytes` are what one worker sends to and
+    receives from all shards for one collective, framing included, mean over workers and timed rounds. `wrong`
+    counts the wrong elements of all ranks in all rounds, warm-up included. `mpi_time_ms` is the median of
+    MPI's all-reduce, in place or out of place, whichever is faster, and `speedup` how many times `time_ms`
+    that is; both are None, and not in the JSON, where MPI was not measured.
+    """
+
+    transport: str
+    world_size: int
+    shards: int
+    op: str
+    dtype: str
+    elements: int
+    bytes: int
+    block_size: int
+    density: float
+    union_density: float
+    time_ms: float
+    time_ms_p90: float
+    time_ms_min: float
+    algbw_gbps: float
+    wire_up_bytes: int
+    wire_down_bytes: int
+    wrong: int
+    mpi_time_ms: float | None = None
+    speedup: float | None = None
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """A console on standard output that is wide enough for the tables, on a terminal or not."""
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    console.width = max(TABLE_WIDTH, console.width if console.is_terminal else 0)
+    return console
+
+
+class RowTable:
+    """Prints rows as they come, one line each, with a line above for what the following rows share."""
+
+    def __init__(self, console: Console, *, against_mpi: bool = False) -> None:
+        self._console, self._against_mpi = console, against_mpi
+        self._heading = ""
+
+    def add(self, row: Row, overlap: str) -> None:
+        """Print `row`, whose data had this `overlap` of the ranks' non-zero blocks."""
+        heading = _heading(row, overlap)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=not self._heading)
+        cells = _cells(row, against_mpi=self._against_mpi)
+        for title, width, _ in cells:
+            table.add_column(title, min_width=width, justify="right", no_wrap=True, vertical="bottom")
+        table.add_row(*(text for _, _, text in cells), style="bold red" if row.wrong else None)
+        if heading != self._heading:
+            self._console.print(Text(heading, style="bold"))
+            self._heading = heading
+        self._console.print(table)
+
+
+def write_json(rows: list[Row], path: str | Path) -> None:
+    """Write the rows as a JSON array, all or nothing. Raises UsageError where that is not possible."""
+    write_json_bytes(msgspec.json.encode(rows), path)
+
+
+def write_json_bytes(encoded: bytes, path: str | Path) -> None:
+    """Write encoded JSON, indented, through a temporary file beside it. Raises UsageError."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            partial.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise UsageError now if `path` could not be written later. Leaves the file as it is."""
+    path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"{path}: is a directory, expected a file name")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path}: no permission to write to {path.parent}")
+
+
+def short_count(value: float) -> str:
+    """A count or number of bytes in at most six characters: 950, 1.20k, 104.9M."""
+    if value < 1000:
+        return f"{value:.0f}"
+    for suffix in ("k", "M", "G", "T"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.4g}{suffix}"
+    return f"{value / 1000:.4g}P"
+
+
+def short_time(milliseconds: float) -> str:
+    """Milliseconds in about six characters: 0.0123, 6.712, 1234."""
+    return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.{max(0, 4 - _digits(milliseconds))}f}"
+
+
+def density_text(density: float) -> str:
+    """A density in six characters: 1, 0.0199, 4.2e-05."""
+    return f"{density:g}" if density in (0, 1) else f"{density:.4f}" if density >= 0.001 else f"{density:.0e}"
+
+
+def times_text(factor: float) -> str:
+    """How many times as fast, in at most six characters: 0.95x, 12.3x, >1000x."""
+    return f"{factor:.2f}x" if factor < 9.995 else f"{factor:.1f}x" if factor < 999.5 else ">1000x"
+
+
+def _digits(value: float) -> int:
+    return len(str(int(value)))
+
+
+def _heading(row: Row, overlap: str) -> str:
+    workers = f"{row.world_size} worker{'s' if row.world_size > 1 else ''}"
+    shards = f"{row.shards} shard{'s' if row.shards > 1 else ''}"
+    return f"{workers}, {shards}, {row.transport}; {row.op}, blocks of {row.block_size}, {overlap} overlap"
+
+
+def _cells(row: Row, *, against_mpi: bool) -> list[tuple[str, int, str]]:
+    """Title, least width and text of each cell of the row."""
+    elements = str(row.elements)
+    cells = [
+        ("bytes", 6, short_count(row.bytes)),
+        ("elements", 8, elements if len(elements) <= 8 else short_count(row.elements)),
+        ("dtype", 8, row.dtype),
+        ("density", 7, density_text(row.density)),
+        ("union", 6, density_text(row.union_density)),
+        ("median\nms", 6, short_time(row.time_ms)),
+        ("p90\nms", 6, short_time(row.time_ms_p90)),
+        ("min\nms", 6, short_time(row.time_ms_min)),
+        ("GB/s", 5, f"{row.algbw_gbps:.4g}"[:5]),
+        ("up\nbytes", 6, short_count(row.wire_up_bytes)),
+        ("down\nbytes", 6, short_count(row.wire_down_bytes)),
+        ("wrong", 5, str(row.wrong)),
+    ]
+    if against_mpi:
+        cells.append(("MPI\nms", 6, "" if row.mpi_time_ms is None else short_time(row.mpi_time_ms)))
+        cells.append(("speed\nup", 6, "" if row.speedup is None else times_text(row.speedup)))
+    return cells

@@ -1,0 +1,174 @@
+"""Timed all-reduces of sparse tensors, every element of every round checked.
+
+One round: fill the tensor, barrier, all-reduce in place (this is timed), compare with the oracle; then,
+against MPI, fill again and time MPI's all-reduce of the same data, out of place and in place. The rounds of
+both alternate, so that whatever else the machine does meets both. A round takes as long as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from omnireduce.bench.data import Dataset, check_data
+from omnireduce.bench.mpi import MpiAllreduce
+from omnireduce.bench.report import Row
+from omnireduce.config import Config
+from omnireduce.dtypes import Array
+from omnireduce.errors import OmniReduceError
+from omnireduce.runtime.communicator import Communicator
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of a benchmark: a tensor of `elements`, and which reduction of it."""
+
+    elements: int
+    dtype: str
+    op: str
+    block_size: int
+    overlap: str
+    density: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.dtype}[{self.elements}], density {self.density:g}"
+
+    def check(self, world_size: int) -> None:
+        """Raise UsageError if `dataset` would, without making the data."""
+        check_data(self.dtype, self.op, self.density, self.overlap, world_size)
+
+    def dataset(self, world_size: int) -> Dataset:
+        """Its data. Raises UsageError if there is no such data."""
+        return Dataset(
+            self.elements,
+            self.dtype,
+            self.block_size,
+            self.density,
+            self.overlap,
+            self.op,
+            world_size,
+            self.seed,
+        )
+
+
+def cases(config: Config) -> list[Case]:
+    """The sweep: every combination of the values that [bench] lists, the density varying fastest."""
+    bench = config.bench
+    return [
+        Case(elements, dtype, op, block_size or config.protocol.block_size, overlap, density, bench.seed)
+        for elements in _listed(bench.elements)
+        for dtype in _listed(bench.dtype)
+        for op in _listed(bench.op)
+        for block_size in _listed(bench.block_size)
+        for overlap in _listed(bench.overlap)
+        for density in _listed(bench.density)
+    ]
+
+
+def _listed(value: T | tuple[T, ...]) -> tuple[T, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def run_case(
+    comm: Communicator,
+    case: Case,
+    rounds: int,
+    warmup: int,
+    against_mpi: MpiAllreduce | None = None,
+    *,
+    on_round: Callable[[int], None] = lambda number: None,
+) -> Row:
+    """Run one case and return its row, equal on all ranks; all ranks of `comm` must call this.
+
+    `rounds` are timed, after `warmup` rounds that are only checked. `on_round` is told the number of each
+    round before it starts. Raises UsageError if there is no such data, AbortedError when the job failed.
+    """
+    run = _Run(comm, case, rounds, against_mpi)
+    for number in range(warmup + rounds):
+        on_round(number)
+        run.service_round(number, number - warmup)
+        run.mpi_round(number, number - warmup)
+    return run.row()
+
+
+class _Run:
+    """One case under way on one rank. A negative `timed` marks a round that is not timed."""
+
+    def __init__(self, comm: Communicator, case: Case, rounds: int, mpi: MpiAllreduce | None) -> None:
+        self._comm, self._case, self._rounds = comm, case, rounds
+        self._data = case.dataset(comm.size)
+        self._tensor = np.ones(case.elements, self._data.dtype)
+        self._mpi = mpi if mpi is not None and mpi.supports(self._tensor) else None
+        self._result = np.ones_like(self._tensor) if self._mpi else None  # written, so that all its pages exist
+        self._seconds = np.zeros((3, rounds))  # the service, MPI out of place, MPI in place
+        self._totals = np.zeros(3)  # bytes sent, bytes received, wrong elements
+
+    def service_round(self, number: int, timed: int) -> None:
+        comm, case, tensor = self._comm, self._case, self._tensor
+        self._data.fill(comm.rank, number, tensor)
+        comm.barrier()
+        before = comm.statistics()
+        start = time.perf_counter()
+        comm.allreduce(tensor, op=case.op, name="bench", block_size=case.block_size)
+        seconds = time.perf_counter() - start
+        after = comm.statistics()
+        if timed >= 0:
+            self._seconds[0, timed] = seconds
+            self._totals[0] += after.sent_bytes - before.sent_bytes
+            self._totals[1] += after.received_bytes - before.received_bytes
+        self._totals[2] += self._data.wrong(number, tensor)
+
+    def mpi_round(self, number: int, timed: int) -> None:
+        if self._mpi is None or self._result is None:
+            return
+        self._data.fill(self._comm.rank, number, self._tensor)
+        out_of_place = self._mpi.out_of_place(self._tensor, self._result, self._case.op)
+        in_place = self._mpi.in_place(self._tensor, self._case.op)
+        if timed >= 0:
+            self._seconds[1:, timed] = out_of_place, in_place
+        if number == 0:
+            self._check_mpi(number, self._result)
+            self._check_mpi(number, self._tensor)
+
+    def _check_mpi(self, number: int, result: Array) -> None:
+        """A baseline that does something else is no baseline."""
+        wrong = self._data.wrong(number, result)
+        if wrong:
+            raise OmniReduceError(f"MPI's all-reduce and the oracle differ in {wrong} elements, nothing to compare")
+
+    def row(self) -> Row:
+        comm, case = self._comm, self._case
+        milliseconds = comm.allreduce(self._seconds, op="max", name="bench times") * 1e3
+        sent, received, wrong = comm.allreduce(self._totals, name="bench totals")
+        service = milliseconds[0]
+        median = float(np.median(service))
+        mpi = float(np.median(milliseconds[1:], axis=1).min()) if self._mpi else None
+        nbytes = self._tensor.nbytes
+        return Row(
+            transport=comm.transport,
+            world_size=comm.size,
+            shards=comm.shards,
+            op=case.op,
+            dtype=case.dtype,
+            elements=case.elements,
+            bytes=nbytes,
+            block_size=case.block_size,
+            density=self._data.density,
+            union_density=self._data.union_density,
+            time_ms=median,
+            time_ms_p90=float(np.percentile(service, 90)),
+            time_ms_min=float(service.min()),
+            algbw_gbps=nbytes / (median * 1e6),
+            wire_up_bytes=round(sent / comm.size / self._rounds),
+            wire_down_bytes=round(received / comm.size / self._rounds),
+            wrong=int(wrong),
+            mpi_time_ms=mpi,
+            speedup=None if mpi is None else mpi / median,
+        )

@@ -1,0 +1,179 @@
+"""Whole training runs: ranks as threads on a real daemon, and the program under mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_cluster import ROOT, Daemon, Ranks, configured, run_job, start_job, unique_job
+
+from omnireduce.config import Config
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.communicator import Communicator
+from worker.train import run_train
+from worker.train.run import load_shared_corpus
+
+SMALL = {
+    "steps": 12,
+    "batch": 32,
+    "dim": 16,
+    "vocabulary": 400,
+    "max_files": 40,
+    "learning_rate": 0.1,
+}
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+needs_mpi = pytest.mark.skipif(
+    not MPIRUN or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and its mpirun"
+)
+LIMIT_S = 120
+
+
+def overrides(**values: object) -> list[str]:
+    return [f"train.{key}={value}" for key, value in (SMALL | values).items()]
+
+
+def small(daemon: Daemon, *others: str, **values: object) -> Config:
+    return configured(daemon.addresses, *overrides(**values), *others)
+
+
+def train(config: Config, size: int, json_path: Path | None = None) -> list[int]:
+    path = None if json_path is None else str(json_path)
+    return run_job(config, size, lambda comm: run_train(comm, config, json_path=path, against_mpi=False))
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_all_ranks_end_like_one_process(
+    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    config = small(daemon, f"transport.kind={kind}", steps=40)
+    assert train(config, 2, tmp_path / "result.json") == [0, 0]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["verdict"] == {"ranks_identical": True, "reference_identical": True, "reference_difference": 0}
+    assert (result["transport"], result["world_size"], result["shards"]) == (kind, 2, 3)
+    assert result["train"]["steps"] == 40
+    assert result["words"] == 400
+    assert result["mpi"] is None
+    assert result["loss_after"] < result["loss_before"] - 0.2
+    assert 0 < result["timing"]["exchange_ms"] < result["timing"]["step_ms"]
+    output = capsys.readouterr().out
+    assert "bit-identical on all workers, equal to a one-process run's" in output
+    assert output.count("held-out loss") == 1  # only rank 0 prints
+
+
+def test_the_bytes_are_those_of_the_non_zero_blocks(daemon: Daemon, tmp_path: Path) -> None:
+    assert train(small(daemon, dim=64), 2, tmp_path / "result.json") == [0, 0]
+    found = json.loads((tmp_path / "result.json").read_text())["gradients"]
+    assert found["block_size"] == 64
+    assert found["bytes"] == 2 * 400 * 64 * 4
+    assert 0 < found["density"] < found["union_density"] < 2 * found["density"]
+    framing = 3 * 1024 + 16 / (64 * 4) * found["bytes"]
+    for density, wire in (("density", "wire_up_bytes"), ("union_density", "wire_down_bytes")):
+        payload = found[density] * found["bytes"]
+        assert payload <= found[wire] <= payload + framing
+
+
+@pytest.mark.parametrize(("size", "dim"), [(1, 16), (3, 16), (3, 20), (4, 7)])
+def test_any_number_of_ranks_and_rows_that_are_no_blocks(daemon: Daemon, size: int, dim: int) -> None:
+    assert train(small(daemon, dim=dim, steps=5), size) == [0] * size
+
+
+class WrongSum(Communicator):
+    """A communicator whose sums are wrong on the ranks in `wrong`."""
+
+    wrong: tuple[int, ...] = ()
+
+    def allreduce(self, x: Array, **options: Any) -> Array:
+        result = super().allreduce(x, **options)
+        if self.rank in self.wrong:
+            result[0, 0] += 1
+        return result
+
+
+@pytest.mark.parametrize(("wrong", "message"), [((1,), "DIFFERENT between workers"), ((0, 1), "NOT those of a one")])
+def test_a_wrong_sum_is_noticed(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str], wrong: tuple[int, ...], message: str
+) -> None:
+    config, job = small(daemon), unique_job()
+
+    def run(rank: int) -> int:
+        with WrongSum(config, rank=rank, size=2, job=job) as comm:
+            comm.wrong = wrong
+            return run_train(comm, config, against_mpi=False)
+
+    assert Ranks(2, run).results() == [1, 1]
+    assert message in " ".join(capsys.readouterr().out.split())
+
+
+def test_ranks_with_other_values_are_told_so(daemon: Daemon) -> None:
+    configs = [small(daemon), small(daemon, seed=2)]
+    outcomes = start_job(configs, 2, lambda comm: run_train(comm, comm.config, against_mpi=False)).outcomes()
+    assert all(isinstance(outcome, UsageError) for outcome in outcomes)
+    assert all("rank 1 has other values in [train]" in str(outcome) for outcome in outcomes)
+
+
+def test_ranks_with_other_files_are_told_so(daemon: Daemon, tmp_path: Path) -> None:
+    config = small(daemon)
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        for i in range(10):
+            size = "short" if rank == 2 and i == 4 else "long"
+            (tmp_path / str(rank) / f"m{i}.py").write_text(f"some words of a file that is {size} enough " * 100)
+
+    def run(comm: Communicator) -> int:
+        return load_shared_corpus(comm, config, tmp_path / str(comm.rank)).files
+
+    assert run_job(config, 2, run) == [10, 10]
+    outcomes = start_job(config, 3, run).outcomes()
+    assert all("rank 2 has other source files" in str(outcome) for outcome in outcomes), outcomes
+
+
+def test_a_result_file_that_cannot_be_written_is_told_before_the_training(daemon: Daemon, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no folder"):
+        train(small(daemon), 1, tmp_path / "missing" / "result.json")
+
+
+def program(daemon: Daemon, *arguments: str) -> list[str]:
+    settings = [f"cluster.aggregators={json.dumps(daemon.addresses)}", f"cluster.job={unique_job()}", *overrides()]
+    return [
+        sys.executable,
+        "-m",
+        "worker",
+        "train",
+        *arguments,
+        *(word for each in settings for word in ("--set", each)),
+    ]
+
+
+def finished(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@needs_mpi
+def test_the_program_under_mpirun_compares_with_mpi(daemon: Daemon, tmp_path: Path) -> None:
+    assert MPIRUN is not None
+    done = finished([MPIRUN, "-n", "2", *program(daemon, "--json", str(tmp_path / "result.json"))])
+    assert done.returncode == 0, done.stderr
+    assert "MPI all-reduce" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr  # no progress display without a terminal
+    mpi = json.loads((tmp_path / "result.json").read_text())["mpi"]
+    assert mpi["weights_difference"] == 0  # two summands: the order does not matter
+    assert 0 < mpi["timing"]["exchange_ms"] < mpi["timing"]["step_ms"]
+
+
+def test_without_mpirun_the_program_says_why_there_is_no_comparison(daemon: Daemon, tmp_path: Path) -> None:
+    command = program(daemon, "--json", str(tmp_path / "result.json"), "--size", "2", "--rank")
+    i = command.index("--rank") + 1
+    outputs = Ranks(2, lambda rank: finished([*command[:i], str(rank), *command[i:]])).results(LIMIT_S)
+    assert [done.returncode for done in outputs] == [0, 0], [done.stderr for done in outputs]
+    assert "no comparison with MPI" in outputs[0].stdout
+    assert outputs[1].stdout == ""
+    assert json.loads((tmp_path / "result.json").read_text())["mpi"]["missing"]

@@ -1,0 +1,65 @@
+"""`worker bench`: the sweep that [bench] describes, a row printed for each case as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.status import Status
+
+import omnireduce as omni
+from omnireduce.bench.mpi import MpiAllreduce
+from omnireduce.bench.report import Row, RowTable, check_writable, make_console, write_json
+from omnireduce.bench.runs import Case, cases, run_case
+from omnireduce.config import Config
+from omnireduce.errors import UsageError
+from omnireduce.runtime.communicator import Communicator
+from omnireduce.runtime.launcher import Launch
+
+_AGAINST_MPI = "mpirun -n {} python -m worker bench --against mpi"
+
+
+def run_bench(config: Config, launch: Launch, *, json_path: str | None, against_mpi: bool) -> int:
+    """Run every case on all ranks; return how many elements were wrong, the same number on all of them.
+
+    Rank 0 prints the rows and writes them to `json_path`. Raises UsageError, before anything runs, if a case
+    is impossible, if that file cannot be written or if there is no MPI to compare with.
+    """
+    todo = cases(config)
+    for case in todo:
+        case.check(launch.size)
+    baseline = _baseline(launch) if against_mpi else None
+    console = make_console(quiet=launch.rank != 0)
+    with omni.connect(config, rank=launch.rank, size=launch.size) as comm:
+        if json_path is not None and comm.rank == 0:
+            check_writable(json_path)  # here, where the other ranks learn at once that this one gives up
+        rows = _run_cases(comm, config, todo, baseline, console)
+    if json_path is not None and launch.rank == 0:
+        write_json(rows, json_path)
+    return sum(row.wrong for row in rows)
+
+
+def _baseline(launch: Launch) -> MpiAllreduce:
+    if launch.launcher == "none":
+        command = _AGAINST_MPI.format(2)
+        raise UsageError(f"the comparison with MPI needs workers that mpirun started: {command}")
+    return MpiAllreduce(launch.rank, launch.size, command=_AGAINST_MPI.format(launch.size))
+
+
+def _run_cases(
+    comm: Communicator, config: Config, todo: list[Case], baseline: MpiAllreduce | None, console: Console
+) -> list[Row]:
+    table = RowTable(console, against_mpi=baseline is not None)
+    rounds, warmup = config.bench.rounds, config.bench.warmup
+    rows = []
+    for number, case in enumerate(todo, 1):
+        title = f"case {number} of {len(todo)}: {case}, round {{}} of {warmup + rounds}"
+        with console.status(title.format(1), refresh_per_second=2) as status:  # shown on a terminal only
+            row = run_case(comm, case, rounds, warmup, baseline, on_round=_shown_on(status, title))
+        table.add(row, case.overlap)
+        rows.append(row)
+    return rows
+
+
+def _shown_on(status: Status, title: str) -> Callable[[int], None]:
+    return lambda number: status.update(title.format(number + 1))

@@ -1,0 +1,154 @@
+"""The command line of the worker. Only rank 0 prints results; every rank ends with the same status."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from omnireduce.cli import Group, config_options
+from omnireduce.config import Config, dump_config, load_config, reference_toml
+from omnireduce.errors import OmniReduceError
+
+# The commands import what they run when they run: --help need not wait for it.
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_LARGEST_BLOCK = 65536
+
+
+def launch_options(command: _F) -> _F:
+    """Add `--rank R` and `--size N`, for workers that no launcher started."""
+    rank = click.option("--rank", type=int, help="This worker's rank. [default: from mpirun, Slurm or torchrun]")
+    size = click.option("--size", type=int, help="How many workers there are; goes with --rank.")
+    return rank(size(command))
+
+
+json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")
+
+
+@click.group(cls=Group, name="omnireduce-worker")
+def main() -> None:
+    """Workers of the sparse all-reduce service: benchmark, training, density report.
+
+    Start N of them with: mpirun -n N python -m worker COMMAND
+    """
+
+
+@main.command()
+@config_options
+@launch_options
+@json_option
+@click.option("--against", type=click.Choice(["mpi"]), help="Time mpi4py's Allreduce on the same data as well.")
+def bench(
+    config_file: str | None,
+    overrides: tuple[str, ...],
+    rank: int | None,
+    size: int | None,
+    json_path: str | None,
+    against: str | None,
+) -> None:
+    """Time the all-reduce and check every element of it, as [bench] says; a list of values there is a sweep.
+
+    Times are those of the slowest rank; GB/s is tensor bytes / median time; up and down are bytes on the
+    wire per worker. The exit status is 1 if any element was wrong.
+    """
+    config = _load(config_file, overrides)
+    from omnireduce.runtime.launcher import detect_launch
+    from worker.bench import run_bench
+
+    launch = detect_launch(rank=rank, size=size)
+    wrong = run_bench(config, launch, json_path=json_path, against_mpi=against == "mpi")
+    if wrong and launch.rank == 0:
+        raise OmniReduceError(f"{wrong} elements were wrong")
+    sys.exit(1 if wrong else 0)
+
+
+@main.command()
+@config_options
+@launch_options
+@json_option
+@click.option(
+    "--against",
+    type=click.Choice(["mpi", "none"]),
+    default="mpi",
+    show_default=True,
+    help="Train once more with mpi4py's Allreduce, where that is possible.",
+)
+def train(
+    config_file: str | None,
+    overrides: tuple[str, ...],
+    rank: int | None,
+    size: int | None,
+    json_path: str | None,
+    against: str,
+) -> None:
+    """Train word embeddings on the source files of Python's standard library, and verify the result.
+
+    The exit status is 1 if the ranks' weights differ from each other or from a training in one process.
+    """
+    config = _load(config_file, overrides)
+    import omnireduce as omni
+    from worker.train import run_train
+
+    with omni.connect(config, rank=rank, size=size) as comm:
+        status = run_train(comm, config, json_path=json_path, against_mpi=against == "mpi")
+    sys.exit(status)
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--block-sizes", default="32,64,128,256,512,1024", show_default=True, help="Elements, comma-separated.")
+@click.option("--world-size", type=click.IntRange(min=2), default=2, show_default=True, help="Workers.")
+@click.option(
+    "--link-gbps",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Bandwidth of a worker's link in each direction, Gbit/s.",
+)
+@json_option
+def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps: float, json_path: str | None) -> None:
+    """Say how sparse the arrays in files are, and whether the service would help.
+
+    Files are .npy, .npz or .safetensors, best a saved gradient. The density of blocks is what counts: the
+    service moves a block unless all of it is zero.
+
+    The prediction compares with a dense ring all-reduce and assumes that every worker has such an array, its
+    non-zero blocks at independent places.
+    """
+    from worker.density import report_files
+
+    complete = report_files(
+        files,
+        block_sizes=_parse_block_sizes(block_sizes),
+        world_size=world_size,
+        link_gbps=link_gbps,
+        json_path=json_path,
+    )
+    sys.exit(0 if complete else 1)
+
+
+@main.command("config")
+@config_options
+@click.option("--reference", is_flag=True, help="Print every key with its meaning, default and range instead.")
+def show_config(config_file: str | None, overrides: tuple[str, ...], reference: bool) -> None:
+    """Print the effective configuration as TOML."""
+    config = load_config(config_file, overrides=overrides)
+    click.echo(reference_toml() if reference else dump_config(config), nl=False)
+
+
+def _load(config_file: str | None, overrides: tuple[str, ...]) -> Config:
+    config = load_config(config_file, overrides=overrides)
+    logging.basicConfig(level=config.log.level.upper(), stream=sys.stderr, format="%(levelname)s: %(message)s")
+    return config
+
+
+def _parse_block_sizes(text: str) -> list[int]:
+    sizes = [int(part) if part.strip().isascii() and part.strip().isdigit() else 0 for part in text.split(",")]
+    if not all(8 <= size <= _LARGEST_BLOCK and size % 8 == 0 for size in sizes):
+        expected = f"multiples of 8 from 8 to {_LARGEST_BLOCK}, comma-separated"
+        raise click.BadParameter(f"got {text!r}, expected {expected}", param_hint="--block-sizes")
+    return sorted(set(sizes))

@@ -1,0 +1,185 @@
+"""`worker density`: how block-sparse the arrays in files are, and whether the service would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from omnireduce.bench.estimate import Density, Estimate, estimate, measure
+from omnireduce.bench.report import (
+    check_writable,
+    density_text,
+    make_console,
+    short_count,
+    short_time,
+    times_text,
+    write_json_bytes,
+)
+from omnireduce.bench.tensor_files import FileError, Tensor, read_tensors
+from omnireduce.errors import UsageError
+
+
+class ArrayReport(msgspec.Struct, frozen=True):
+    """One array. `density` is that of its elements; the estimates hold those of its blocks."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    bytes: int
+    density: float
+    estimates: list[Estimate]
+
+
+class FileReport(msgspec.Struct, frozen=True):
+    """One file: its arrays, the estimates for all of them together, and what could not be read."""
+
+    file: str
+    world_size: int
+    link_gbps: float
+    arrays: list[ArrayReport]
+    estimates: list[Estimate]
+    best_block_size: int | None
+    helps: bool
+    errors: list[str]
+
+
+def report_files(
+    files: Sequence[str],
+    *,
+    block_sizes: Sequence[int],
+    world_size: int,
+    link_gbps: float,
+    json_path: str | None,
+) -> bool:
+    """Print a report of each file; return whether all of all files could be read. Errors go to stderr."""
+    if json_path:
+        check_writable(json_path)
+    console = make_console()
+    reports = []
+    for file in files:
+        report = _report(file, block_sizes, world_size, link_gbps)
+        if report.arrays:
+            _print(console, report)
+        for error in report.errors:
+            click.echo(f"Error: {error}", err=True)
+        reports.append(report)
+    if json_path:
+        write_json_bytes(msgspec.json.encode(reports), json_path)
+    return not any(report.errors for report in reports)
+
+
+def _report(file: str, block_sizes: Sequence[int], world_size: int, link_gbps: float) -> FileReport:
+    arrays: list[ArrayReport] = []
+    parts: list[Density] = []
+    errors: list[str] = []
+
+    def estimates(densities: Sequence[Density]) -> list[Estimate]:
+        return [estimate(densities, size, world_size=world_size, link_gbps=link_gbps) for size in block_sizes]
+
+    try:
+        for tensor in read_tensors(file):
+            try:
+                part = measure(tensor.values, block_sizes)
+            except UsageError as error:
+                errors.append(f"{file}: {tensor.name}: {error}")
+                continue
+            parts.append(part)
+            arrays.append(_array_report(tensor, part, estimates([part])))
+    except FileError as error:
+        errors.append(str(error))
+    totals = estimates(parts)
+    best = _best(totals)
+    return FileReport(
+        file=file,
+        world_size=world_size,
+        link_gbps=link_gbps,
+        arrays=arrays,
+        estimates=totals,
+        best_block_size=best.block_size if best.speedup else None,
+        helps=best.helps,
+        errors=errors,
+    )
+
+
+def _array_report(tensor: Tensor, part: Density, estimates: list[Estimate]) -> ArrayReport:
+    return ArrayReport(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=str(tensor.values.dtype.newbyteorder("=")),
+        elements=part.elements,
+        bytes=part.bytes,
+        density=part.of_elements,
+        estimates=estimates,
+    )
+
+
+def _print(console: Console, report: FileReport) -> None:
+    console.print(Text(report.file, style="bold"))
+    console.print(_arrays_table(report))
+    console.print(
+        Text(
+            f"\nPredicted all-reduce of this among {report.world_size} workers, {report.link_gbps:g} Gbit/s "
+            "each way (bandwidth only), non-zero\n"
+            "blocks at independent places on each worker; up and down are bytes per worker"
+        )
+    )
+    console.print(_estimates_table(report))
+    console.print(Text(f"{_verdict(report)}\n", style="bold"))
+
+
+def _arrays_table(report: FileReport) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("array", overflow="fold", vertical="bottom")
+    table.add_column("shape", overflow="fold", vertical="bottom", min_width=12)
+    for title in ("dtype", "bytes", "density of\nelements"):
+        table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
+    for index, each in enumerate(report.estimates):
+        head = "of blocks of\n" if index == 0 else "\n"
+        table.add_column(f"{head}{each.block_size}", justify="right", no_wrap=True, vertical="bottom")
+    for array in report.arrays:
+        densities = [array.density, *(each.density for each in array.estimates)]
+        shape = "x".join(map(str, array.shape)) or "scalar"
+        names = (Text(array.name), Text(shape), array.dtype, short_count(array.bytes))
+        table.add_row(*names, *map(density_text, densities))
+    return table
+
+
+def _estimates_table(report: FileReport) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    titles = ("block", "density", "union", "up", "down", "time ms", "dense ring ms", "speed-up")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in report.estimates:
+        table.add_row(
+            str(each.block_size),
+            density_text(each.density),
+            density_text(each.union_density),
+            short_count(each.wire_up_bytes),
+            short_count(each.wire_down_bytes),
+            short_time(each.time_ms),
+            short_time(each.dense_time_ms),
+            times_text(each.speedup),
+            style="bold" if each.helps and each.block_size == report.best_block_size else None,
+        )
+    return table
+
+
+def _verdict(report: FileReport) -> str:
+    best = _best(report.estimates)
+    if not best.speedup:
+        return "There is nothing to reduce in this file"
+    compared = f"{times_text(best.speedup)} as fast as a dense ring all-reduce"
+    if not report.helps:
+        return f"The service would not help: at best {compared}"
+    return f"The service would help: {compared}, with protocol.block_size={best.block_size}"
+
+
+def _best(estimates: Sequence[Estimate]) -> Estimate:
+    """The fastest; of equal ones the one with the largest blocks, which cost least to handle."""
+    return max(estimates, key=lambda each: (each.speedup, each.block_size))

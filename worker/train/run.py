@@ -1,0 +1,204 @@
+"""A training run: the same training over the service, over MPI, and in one process to verify the first.
+
+Every rank loads the corpus itself, so equal data is checked, not assumed. The steps over the service and over MPI
+alternate, so that whatever else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from omnireduce.bench.mpi import MpiAllreduce
+from omnireduce.bench.report import check_writable, make_console, write_json_bytes
+from omnireduce.config import Config
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.communicator import Communicator
+from worker.train.corpus import Corpus, load_corpus, source_files
+from worker.train.report import Baseline, Gradients, Result, Timing, Verdict, print_result
+from worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
+
+_COMMAND = "mpirun -n {} python -m worker train"
+
+
+def run_train(comm: Communicator, config: Config, *, json_path: str | None = None, against_mpi: bool = True) -> int:
+    """Train and verify; on rank 0 print the result and write it to `json_path`. Return all ranks' exit status.
+
+    It is 1 if ranks ended with different weights, or with others than a one-process run on the same shards, else 0. All
+    ranks of `comm` call this with equal arguments. `against_mpi` compares with MPI where that is possible.
+
+    Raises ConfigError when there is too little text, UsageError when the ranks' texts or [train] differ or `json_path`
+    cannot be written, and AbortedError when the job failed.
+    """
+    if json_path is not None and comm.rank == 0:
+        check_writable(json_path)
+    corpus = load_shared_corpus(comm, config)
+    held_out = held_out_pairs(corpus, config)
+    ours = _trainer(comm, config, corpus, exchange_over(comm, block_size(config)))
+    over_mpi, missing = _mpi_trainer(comm, config, corpus) if against_mpi else (None, None)
+    loss_before = mean_loss(ours.model, held_out)
+    gradients = _train(comm, config, ours, over_mpi)
+    loss_after = mean_loss(ours.model, held_out)
+    timing = _timing(comm, ours)
+    mpi = _baseline(comm, ours, over_mpi, missing) if against_mpi else None
+    verdict = _verify(comm, config, corpus, ours)
+    if comm.rank == 0:
+        result = Result(
+            transport=comm.transport,
+            world_size=comm.size,
+            shards=comm.shards,
+            train=config.train,
+            files=corpus.files,
+            words=len(corpus.words),
+            loss_before=loss_before,
+            loss_after=loss_after,
+            gradients=gradients,
+            timing=timing,
+            mpi=mpi,
+            verdict=verdict,
+        )
+        print_result(make_console(), result)
+        if json_path is not None:
+            write_json_bytes(msgspec.json.encode(result), json_path)
+    return 0 if verdict.passed else 1
+
+
+def load_shared_corpus(comm: Communicator, config: Config, root: Path | None = None) -> Corpus:
+    """Load the corpus below `root` (default: the standard library), which must be the same on all ranks.
+
+    Raises UsageError on every rank if a rank has another one or other values in [train].
+    """
+    train = config.train
+    values = hashlib.sha256(msgspec.json.encode((train, config.protocol.block_size))).digest()
+    _expect_same(comm, values, "values in [train] or protocol.block_size")
+    files = source_files(train.max_files, root)
+    corpus = load_corpus(files, vocabulary=train.vocabulary, window=train.window, seed=train.seed)
+    _expect_same(comm, corpus.digest(), "source files in its Python's standard library")
+    return corpus
+
+
+def exchange_over(comm: Communicator, block_size: int) -> Exchange:
+    """The service's all-reduce, in place, in blocks of `block_size` elements."""
+
+    def exchange(gradient: Array) -> None:
+        comm.allreduce(gradient, op="sum", name="gradient", block_size=block_size)
+
+    return exchange
+
+
+def _trainer(comm: Communicator, config: Config, corpus: Corpus, exchange: Exchange) -> Trainer:
+    """The trainer of this rank's shard."""
+    return Trainer(corpus, config, ranks=(comm.rank,), size=comm.size, exchange=exchange)
+
+
+def _mpi_trainer(comm: Communicator, config: Config, corpus: Corpus) -> tuple[Trainer | None, str | None]:
+    """The same training over MPI's all-reduce, in place, or the reason why some rank cannot do that."""
+    missing = None
+    try:
+        mpi = MpiAllreduce(comm.rank, comm.size, command=_COMMAND.format(comm.size))
+    except UsageError as error:
+        missing = str(error)
+    without = np.flatnonzero(comm.allgather(np.array([missing is not None])))
+    if without.size:
+        return None, missing or f"rank {without[0]} has none"
+
+    def exchange(gradient: Array) -> None:
+        mpi.in_place(gradient, "sum")
+
+    return _trainer(comm, config, corpus, exchange), None
+
+
+def _train(comm: Communicator, config: Config, ours: Trainer, over_mpi: Trainer | None) -> Gradients:
+    """Take all steps of both; return the gradients' sizes and the bytes they took, mean over ranks and steps."""
+    before = comm.statistics()
+    for number in _progress(comm, config, "training"):
+        ours.step(number)
+        if over_mpi:
+            over_mpi.step(number)
+    after = comm.statistics()
+    moved = np.array([after.sent_bytes - before.sent_bytes, after.received_bytes - before.received_bytes])
+    up, down = comm.allgather(moved).mean(axis=0) / config.train.steps
+    blocks = np.array([(record.own_blocks, record.union_blocks) for record in ours.records])
+    own, union = comm.allgather(blocks).mean(axis=(0, 1)) / ours.gradient.blocks
+    return Gradients(
+        bytes=ours.gradient.rows.nbytes,
+        block_size=ours.gradient.block_size,
+        density=float(own),
+        union_density=float(union),
+        wire_up_bytes=round(up),
+        wire_down_bytes=round(down),
+    )
+
+
+def _progress(comm: Communicator, config: Config, what: str) -> Iterable[int]:
+    """The numbers of all steps; rank 0 shows how far they are if it has a terminal."""
+    console = Console(stderr=True)
+    hidden = comm.rank != 0 or not console.is_terminal
+    return track(range(config.train.steps), what, console=console, transient=True, disable=hidden)
+
+
+def _baseline(comm: Communicator, ours: Trainer, over_mpi: Trainer | None, missing: str | None) -> Baseline:
+    if over_mpi is None:
+        return Baseline(missing=missing)
+    difference = np.abs(over_mpi.model.weights - ours.model.weights).max()
+    return Baseline(timing=_timing(comm, over_mpi), weights_difference=float(difference))
+
+
+def _verify(comm: Communicator, config: Config, corpus: Corpus, trainer: Trainer) -> Verdict:
+    """Compare all ranks' weights bit by bit, and on rank 0 with those of a run of all shards in one process.
+
+    The other ranks follow with a barrier per step, so that no collective waits for longer than a step.
+    """
+    ranks_identical = not _ranks_unlike_first(comm, trainer.weights_digest()).size
+    outcome = np.zeros(2)
+    if comm.rank == 0:
+        reference = Trainer(corpus, config, ranks=range(comm.size), size=comm.size, exchange=no_exchange)
+        for number in _progress(comm, config, "verifying"):
+            reference.step(number)
+            comm.barrier()
+        outcome[0] = reference.weights_digest() == trainer.weights_digest()
+        outcome[1] = np.abs(reference.model.weights - trainer.model.weights).max()
+    else:
+        for _ in range(config.train.steps):
+            comm.barrier()
+    reference_identical, difference = comm.broadcast(outcome).tolist()
+    return Verdict(
+        ranks_identical=ranks_identical,
+        reference_identical=bool(reference_identical),
+        reference_difference=difference,
+    )
+
+
+def _timing(comm: Communicator, trainer: Trainer) -> Timing:
+    """Medians over the steps. A step takes as long as its slowest rank; what that one does not compute is exchange."""
+    compute = np.array([record.compute_s for record in trainer.records])
+    step = compute + np.array([record.exchange_s for record in trainer.records])
+    step, compute = comm.allgather(np.stack((step, compute)) * 1e3).max(axis=0)
+    return Timing(
+        step_ms=float(np.median(step)),
+        compute_ms=float(np.median(compute)),
+        exchange_ms=float(np.median(step - compute)),
+    )
+
+
+def _expect_same(comm: Communicator, digest: bytes, what: str) -> None:
+    different = _ranks_unlike_first(comm, digest)
+    if different.size:
+        comm.shutdown()  # every rank finds this out; leaving cleanly lets each say it
+        raise UsageError(
+            f"rank {different[0]} has other {what} than rank 0; training needs the same configuration"
+            " and the same version of Python on every worker"
+        )
+
+
+def _ranks_unlike_first(comm: Communicator, digest: bytes) -> Array:
+    """The ranks whose digest is not that of rank 0."""
+    digests = comm.allgather(np.frombuffer(digest, np.uint8))
+    return np.flatnonzero((digests != digests[0]).any(axis=1))
