@@ -12,7 +12,7 @@ type.
 from __future__ import annotations
 
 import struct
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
 CONTROL_BYTES = 65536  # no control message may be longer
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what bytes from a peer can make msgspec raise
 
 _HEADER = struct.Struct("<QqIII")
 
@@ -76,7 +77,7 @@ def decode_descriptor(data: bytes) -> Descriptor:
     """Decode and check a peer's descriptor. Raises ProtocolError."""
     try:
         found = _descriptor_decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"malformed descriptor: {error}") from None
     if found.dtype not in ELEMENT_TYPES:
         raise ProtocolError(f"descriptor names the unknown dtype {found.dtype[:40]!r}")
@@ -137,11 +138,14 @@ def message_extra(slot: Array, header: Header) -> bytes:
     return slot[start : start + header.extra_bytes].tobytes()
 
 
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
+
+
 class Cause(msgspec.Struct, frozen=True):
     """Why a collective or job ended: who, and what happened. `timeout` tells a time-out from a fault."""
 
-    culprit: str
-    reason: str
+    culprit: _Text
+    reason: _Text
     timeout: bool = False
 
 
@@ -158,6 +162,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     slot_bytes: int
     host: str
     pid: int
+    timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -171,7 +176,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start."""
 
     generation: int
-    members: list[str]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -218,5 +222,5 @@ def decode_control(body: bytes) -> ControlMessage:
     try:
         message: ControlMessage = _control_decoder.decode(body)
         return message
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"malformed control message: {error}") from None

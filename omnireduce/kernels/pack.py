@@ -8,6 +8,9 @@ from omnireduce.dtypes import Array
 from omnireduce.kernels.jit import kernel
 
 
+CHUNK = 64  # blocks that are scanned before the non-zero ones among them are copied, still in a near cache
+
+
 @kernel
 def _pack_run(
     source: Array,
@@ -16,26 +19,38 @@ def _pack_run(
     mask: np.uint64,
     start: int,
     stop: int,
+    seen: Array,
     rows: Array,
     indices: Array,
     count: int,
 ) -> tuple[int, int]:
-    """Pack blocks start..stop-1 until `rows` is full; return (blocks in `rows`, first block not looked at)."""
-    for block in range(start, stop):
-        row = source[block]
-        seen = np.uint64(0)
-        for i in range(row.size):  # to the end even if a first word decides: this loop vectorises, and a copy follows
-            seen |= row[i]
-        if seen & mask != 0:
-            if count == rows.shape[0]:
-                return count, block
-            out = rows[count]
-            for i in range(row.size):
-                out[i] = row[i]
-            indices[count] = block
-            count += 1
-        elif seen != 0 or not in_place:  # a zero block: -0 becomes +0, and a separate target starts as zero
-            target[block, :] = np.uint64(0)
+    """Pack blocks start…stop-1 until `rows` is full; return (blocks in `rows`, first block not dealt with).
+
+    Chunk by chunk in two loops: the scan runs at the speed of memory only when nothing stands between its reads.
+    """
+    while start < stop:
+        end = min(start + seen.size, stop)
+        for block in range(start, end):
+            row = source[block]
+            bits = np.uint64(0)
+            for i in range(row.size):  # to the end even if a first word decides: so it vectorises
+                bits |= row[i]
+            seen[block - start] = bits
+        for block in range(start, end):
+            bits = seen[block - start]
+            if bits & mask != 0:
+                if count == rows.shape[0]:
+                    return count, block
+                row, out = source[block], rows[count]
+                for i in range(row.size):
+                    out[i] = row[i]
+                indices[count] = block
+                count += 1
+            elif bits != 0 or not in_place:  # a zero block: -0 becomes +0, and a separate target starts as zero
+                out = target[block]
+                for i in range(out.size):
+                    out[i] = 0
+        start = end
     return count, stop
 
 
@@ -59,14 +74,15 @@ def pack_blocks(
     `target`. Returns (blocks packed, next cursor); every block of the shard below the next cursor is dealt with.
     """
     blocks, count = source.shape[0], 0
+    seen = np.empty(CHUNK, np.uint64)
     while cursor < blocks and span > 0:
-        run_stop = (
-            min((cursor // stripe + 1) * stripe, blocks, cursor + span) if shards > 1 else min(cursor + span, blocks)
-        )
-        count, reached = _pack_run(source, target, in_place, mask, cursor, run_stop, rows, indices, count)
+        stop = min(cursor + span, blocks)
+        if shards > 1:
+            stop = min(stop, (cursor // stripe + 1) * stripe)
+        count, reached = _pack_run(source, target, in_place, mask, cursor, stop, seen, rows, indices, count)
         span -= reached - cursor
         cursor = reached
-        if reached < run_stop:
+        if reached < stop:
             break
         if shards > 1 and cursor % stripe == 0:
             cursor += (shards - 1) * stripe

@@ -51,7 +51,7 @@ def _accumulate(op: int, total: Array, item: Array) -> None:
 
 @kernel
 def _finish(op: int, total: Array, present: int, ranks: int) -> None:
-    """Let absent blocks take part as zeros, and divide a mean once."""
+    """Let absent blocks take part in min and max as zeros, and divide a mean once."""
     if op == MEAN:
         for i in range(total.size):
             total[i] /= ranks
@@ -61,9 +61,15 @@ def _finish(op: int, total: Array, present: int, ranks: int) -> None:
     elif present < ranks and op == MAX:
         for i in range(total.size):
             total[i] = 0 if total[i] < 0 else total[i]
-    elif present < ranks and op == PROD:
+
+
+@kernel
+def _product(total: Array, arena: Array, part: Array) -> None:
+    """The product with absent blocks as zeros, each in its place: factors that overflow after a zero give 0."""
+    total[:] = 1
+    for at in part:
         for i in range(total.size):
-            total[i] *= 0
+            total[i] *= arena[at + i] if at >= 0 else 0
 
 
 @kernel
@@ -90,7 +96,9 @@ def reduce_blocks(op: int, arena: Array, parts: Array, first: int, out: Array) -
             row = arena[begin : begin + size]
             for i in range(size):
                 total[i] = row[i]
-        if op != SUM:
+        if op == PROD and present < ranks:
+            _product(total, arena, parts[k])
+        elif op != SUM:
             _finish(op, total, present, ranks)
 
 
@@ -148,11 +156,13 @@ def reduce_half_blocks(
     for k in range(first, parts.shape[0]):
         present = 0
         for r in range(ranks):
-            at = parts[k, r]
-            if at < 0:
+            at, row = parts[k, r], min(present, 1)
+            if at >= 0:
+                _decode_half(brain, arena[at : at + size], scratch[row], bits[row])
+            elif op == PROD:
+                scratch[row, :] = 0
+            else:
                 continue
-            row = min(present, 1)
-            _decode_half(brain, arena[at : at + size], scratch[row], bits[row])
             if present > 0:
                 _accumulate(op, scratch[0], scratch[1])
             present += 1

@@ -44,7 +44,7 @@ class AggregatorMachine:
 
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
     r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. When nothing moves for
-    `warn_after_s`, all ranks are told whom they wait for.
+    `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait has doubled.
     """
 
     def __init__(self, members: Sequence[str], arena: Array, results: Array, *, warn_after_s: float = 1.0) -> None:
@@ -74,7 +74,7 @@ class AggregatorMachine:
         """When `timer` must be called, if nothing happens before."""
         if self._current is None or self.ended is not None:
             return None
-        return max(self._quiet_since, self._warned_at) + self._warn_after_s
+        return self._quiet_since + max(self._warn_after_s, 2 * (self._warned_at - self._quiet_since))
 
     def has_left(self, rank: int) -> bool:
         """The rank said that it goes, cleanly."""
@@ -118,7 +118,7 @@ class AggregatorMachine:
             return
         self._warned_at = now
         names = [self._ranks[rank].name for rank in self._waited_for(self._current)]
-        who = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        who = _listed(names)
         seconds = now - self._quiet_since
         yield Warn(f"collective {self._number} ({self._descriptor}) waits for {who} since {seconds:.0f} s")
         yield Tell(ALL, Waiting(self._number, f"collective {self._number} ({self._descriptor})", who, seconds))
@@ -265,13 +265,17 @@ class AggregatorMachine:
 
     def _ranks_gone_cause(self) -> Cause:
         return Cause(
-            ", ".join(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began"
+            _listed(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began"
         )
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, _MismatchError):
             return self.abort(Cause(f"ranks {self._first[0]} and {rank}", f"submitted different collectives: {error}"))
         return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class _MismatchError(ProtocolError):

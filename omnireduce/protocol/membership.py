@@ -15,6 +15,7 @@ from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
 
 LISTED = 16  # how many missing ranks a Pending names
 MAX_SLOTS = 64
+MIN_TIMEOUT_S = 0.1
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
 
@@ -189,4 +190,6 @@ def _malformed(hello: Hello) -> str:
     if not MIN_SLOT_BYTES <= hello.slot_bytes <= MAX_SLOT_BYTES or hello.slot_bytes % PAGE:
         expected = f"a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
         return f"slots of {hello.slot_bytes} bytes; expected {expected}"
+    if not hello.timeout_s >= MIN_TIMEOUT_S:
+        return f"a time-out of {hello.timeout_s:g} s; expected at least {MIN_TIMEOUT_S:g}"
     return ""

@@ -57,6 +57,10 @@ class _Blocks:
         self.tail = np.zeros((1 if self.short.size else 0, block_bytes // WORD.itemsize), WORD)
         self.tail.view(np.uint8).reshape(-1)[: self.short.size] = self.short
 
+    def clear(self) -> None:
+        self.full[:] = 0
+        self.tail[:] = 0
+
     def store_tail(self) -> None:
         self.short[:] = self.tail.view(np.uint8).reshape(-1)[: self.short.size]
 
@@ -78,13 +82,16 @@ class DenseTensor:
         self._target = _Blocks(target, self.block_bytes)
         self._in_place = source is target
         self._silent = source is None
-        if source is None:
-            target.view(np.uint8)[:] = 0
-            self._target.tail[:] = 0
+        self._cleared = False
         self._source = self._target if source is None or self._in_place else _Blocks(source, self.block_bytes)
 
     def start(self, shard: int) -> int:
-        return self.layout.blocks if self._silent else self.layout.first_block(shard)
+        if not self._silent:
+            return self.layout.first_block(shard)
+        if not self._cleared:  # not earlier: the target is ours only once the collective is under way
+            self._target.clear()
+            self._cleared = True
+        return self.layout.blocks
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         layout, full, count = self.layout, self.layout.full_blocks, 0

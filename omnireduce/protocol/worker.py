@@ -83,7 +83,7 @@ class _Stream:
         self._sent_frontier = frontier
         if frontier == operand.layout.blocks:
             self._outgoing.popleft()
-            self._cursor = -1
+            self._cursor, self._sent_frontier = -1, 0
         return Send(self.shard, slot, nbytes)
 
     def received(self, slot: int, nbytes: int) -> Collective | None:
@@ -136,13 +136,19 @@ class WorkerMachine:
         self._under_way: deque[Collective] = deque()
         self._oldest_since = 0.0
         self._next = 0
-        self._waiting_for: str = ""
-        self._goodbyes = 0
+        self._waiting_for = ""
+        self._warned_at_s = 0.0
+        self._goodbyes: set[int] = set()
         self.ended: End | None = None
 
     def fits(self, block_bytes: int) -> bool:
         """Whether at least one block of this size fits in a slot."""
         return capacity(self._slot_bytes, block_bytes) > 0
+
+    @property
+    def submitted(self) -> int:
+        """How many collectives there were so far."""
+        return self._next
 
     @property
     def under_way(self) -> int:
@@ -152,12 +158,12 @@ class WorkerMachine:
     @property
     def deadline(self) -> float | None:
         """When `timer` must be called, if nothing happens before."""
-        return self._oldest_since + self._timeout_s if self._under_way else None
+        return self._oldest_since + self._timeout_s if self._under_way and self.ended is None else None
 
     @property
     def said_goodbye(self) -> bool:
         """Every shard has confirmed that this worker left."""
-        return self._goodbyes == len(self._streams)
+        return len(self._goodbyes) == len(self._streams)
 
     def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
         """Queue a collective and return its number."""
@@ -208,14 +214,17 @@ class WorkerMachine:
     def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         """A control message arrived from `shard`."""
         if isinstance(message, Goodbye):
-            self._goodbyes += 1
+            self._goodbyes.add(shard)
         elif self.ended is not None:
             return
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
+            news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who
-            yield Warn(f"{message.what}: waiting for {message.who} since {message.seconds:.0f} s")
+            if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
+                self._warned_at_s = message.seconds
+                yield Warn(f"{message.what}: waiting for {message.who} since {message.seconds:.1f} s")
         else:
             unexpected = f"protocol error: unexpected {type(message).__name__}"
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))
@@ -230,9 +239,10 @@ class WorkerMachine:
         deadline = self.deadline
         if self.ended is None and deadline is not None and now >= deadline:
             what = self._under_way[0].descriptor
-            culprit = self._waiting_for or "unknown rank"
             reason = f"collective {self._under_way[0].number} ({what}) not complete after {self._timeout_s:g} s"
-            yield from self._end(Cause(culprit, reason, timeout=True))
+            if not self._waiting_for:
+                reason += ", though it moves on; raise cluster.timeout_s"
+            yield from self._end(Cause(self._waiting_for or self._me, reason, timeout=True))
 
     def leave(self, reason: str = "") -> Iterator[Effect]:
         """Go, because of `reason` or, without one, because the work is done."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import socket
 import weakref
+import zlib
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -77,15 +79,14 @@ class Communicator:
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
         me = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-        machine = WorkerMachine(
+        self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in self._links],
             [link.peer for link in self._links],
             me,
             scan_span=config.protocol.scan_span,
             timeout_s=config.cluster.timeout_s,
         )
-        self._engine = Engine(machine, self._links, config.transport.spin_us / 1e6)
-        self._collectives = 0
+        self._engine = Engine(self._machine, self._links, config.transport.spin_us / 1e6)
         _open_communicators.add(self)
 
     def __enter__(self) -> Self:
@@ -108,7 +109,9 @@ class Communicator:
         """What this worker has moved so far."""
         counters = [link.counters for link in self._links]
         return Statistics(
-            sum(each.sent_bytes for each in counters), sum(each.received_bytes for each in counters), self._collectives
+            sum(each.sent_bytes for each in counters),
+            sum(each.received_bytes for each in counters),
+            self._machine.submitted,
         )
 
     def allreduce(
@@ -141,7 +144,7 @@ class Communicator:
             raise UsageError(f"root {root}: expected 0 to {self.size - 1}")
         flat = _flat(x, "x", writable=True)
         source = flat if self.rank == root else None
-        self._move_bytes("broadcast", source, flat, name, x.dtype, f"of {x.dtype} from rank {root}")
+        self._move_bytes("broadcast", source, flat, name, x.dtype, f"of {_shown(x.dtype)} from rank {root}")
         return x
 
     def allgather(self, x: Array, *, name: str = "") -> Array:
@@ -150,7 +153,7 @@ class Communicator:
         result = np.zeros((self.size, *x.shape), x.dtype)
         result[self.rank] = x
         target = _flat(result, "result", writable=True)
-        self._move_bytes("allgather", target, target, name, x.dtype, f"of {x.dtype}[{flat.size}] per rank")
+        self._move_bytes("allgather", target, target, name, x.dtype, f"of {_shown(x.dtype)}[{flat.size}] per rank")
         return result
 
     def reduce_scatter(self, x: Array, *, op: str = "sum", name: str = "") -> Array:
@@ -158,7 +161,7 @@ class Communicator:
 
         Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce.
         """
-        if x.ndim == 0:
+        if _array(x, "x").ndim == 0:
             raise UsageError("reduce_scatter needs an array of at least one dimension")
         result = self.allreduce(x, out=np.empty_like(x), op=op, name=name)
         return np.array_split(result, self.size)[self.rank].copy()
@@ -180,35 +183,38 @@ class Communicator:
 
         Raises UsageError for unsuitable arrays and AbortedError when the job failed.
         """
-        element = element_type(values.dtype)
+        _array(indices, "indices")
+        element = element_type(_array(values, "values").dtype)
         if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
             raise UsageError(
                 f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}"
             )
         if not np.issubdtype(indices.dtype, np.integer):
             raise UsageError(f"expected integer indices, got {indices.dtype}")
+        n_rows = operator.index(n_rows)
+        if n_rows < 0:
+            raise UsageError(f"n_rows {n_rows}: expected 0 or more")
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
             raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
         numbers, rows = _combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
         length = values.shape[1]
         operand = RowSet(numbers, rows, self._layout(n_rows * length, length))
         descriptor = Descriptor("rows", _name(name), "sum", element.name, n_rows * length, length)
-        self._collectives += 1
         return cast(tuple[Array, Array], self._engine.submit(descriptor, operand, lambda: operand.result).wait())
 
     def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> _Handle:
-        element = element_type(x.dtype)
+        element = element_type(_array(x, "x").dtype)
         if op not in OPS:
             raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
         if op == "mean" and not element.is_float:
             raise UsageError(f"the mean of {element.name} is not an {element.name}; convert to a float type first")
-        block_size = self.config.protocol.block_size if block_size is None else block_size
+        block_size = self.config.protocol.block_size if block_size is None else operator.index(block_size)
         if block_size < 8 or block_size % 8:
             raise UsageError(f"block_size {block_size}: expected a multiple of 8 elements")
         source = _flat(x, "x", writable=out is None)
         target = source
         if out is not None:
-            if out.shape != x.shape or out.dtype != x.dtype:
+            if _array(out, "out").shape != x.shape or out.dtype != x.dtype:
                 raise UsageError(
                     f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same"
                 )
@@ -242,24 +248,34 @@ class Communicator:
         reads: tuple[Array, ...] = (),
         writes: tuple[Array, ...] = (),
     ) -> _Handle:
-        self._collectives += 1
         return self._engine.submit(descriptor, operand, lambda: result, reads=reads, writes=writes)
 
     def _layout(self, elements: int, block_size: int) -> Layout:
         return Layout(elements, block_size, self.shards, self.config.protocol.stripe_blocks)
 
 
-def _flat(x: Array, what: str, *, writable: bool) -> Array:
-    """`x` as a flat view. Raises UsageError when that would need a copy, or when the array cannot take the result."""
+def _array(x: Array, what: str) -> Array:
+    """`x` itself. Raises UsageError when it is no array."""
     if not isinstance(x, np.ndarray):
         raise UsageError(f"{what} is a {type(x).__name__}; expected a numpy.ndarray")
-    if not x.flags.c_contiguous:
+    return x
+
+
+def _flat(x: Array, what: str, *, writable: bool) -> Array:
+    """`x` as a flat view. Raises UsageError when that would need a copy, or when the array cannot take the result."""
+    if not _array(x, what).flags.c_contiguous:
         raise UsageError(f"{what} is not C-contiguous; pass numpy.ascontiguousarray({what}) or work on its base array")
     if writable and not x.flags.writeable:
         raise UsageError(f"{what} is read-only and cannot take the result; pass out=")
     if x.dtype.hasobject:
         raise UsageError(f"{what} holds Python objects, which cannot be sent")
-    return x.reshape(-1)
+    return np.asarray(x).reshape(-1)
+
+
+def _shown(dtype: np.dtype[Any]) -> str:
+    """A dtype for a descriptor, which has little room: structured ones with many fields show a checksum."""
+    text = str(dtype)
+    return text if len(text) <= 60 and text.isascii() else f"{dtype.str} {zlib.crc32(text.encode()):08x}"
 
 
 def _name(name: str) -> str:

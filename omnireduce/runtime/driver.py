@@ -50,7 +50,10 @@ class Driver:
 
     def feed(self, peer: int) -> None:
         """Give the machine everything that has arrived from `peer`."""
-        events = self.links[peer].poll()
+        self.take(peer, self.links[peer].poll())
+
+    def take(self, peer: int, events: Sequence[Event]) -> None:
+        """Give the machine these events of `peer`."""
         if events:
             now = self._clock()
             for event in events:

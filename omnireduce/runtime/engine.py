@@ -218,6 +218,7 @@ class Engine:
             handle.finished, handle.error, handle.reads, handle.writes = True, error, (), ()
         self._handles.clear()
         self._changed.notify_all()
+        os.eventfd_write(self._wake, 1)  # closing a link does not wake a thread that polls it
         if end.cause is not None:
             self._close_links()
 
@@ -229,10 +230,9 @@ class Engine:
     def shutdown(self) -> None:
         """Leave the job cleanly: the aggregators confirm, so that this rank may join again at once."""
         with self._changed:
-            os.eventfd_write(self._wake, 1)
+            self._driver.perform(self._machine.leave())
             while self._driving:
                 self._changed.wait()
-            self._driver.perform(self._machine.leave())
             deadline = time.monotonic() + GOODBYE_S
             while not self._machine.said_goodbye and not all(link.over for link in self._links):
                 if time.monotonic() >= deadline:

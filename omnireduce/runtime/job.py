@@ -15,6 +15,7 @@ from omnireduce.transport.shm import ShmLink
 from omnireduce.wire import Hello, Welcome, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
+WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
 
 
 class Job:
@@ -34,7 +35,8 @@ class Job:
         self._arena = Region(ranks * slots, slot_bytes)
         self._results = Region(slots, slot_bytes)
         members = [member_name(hello) for hello in hellos]
-        self.machine = AggregatorMachine(members, self._arena.slots, self._results.slots)
+        warn_after_s = min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)])
+        self.machine = AggregatorMachine(members, self._arena.slots, self._results.slots, warn_after_s=warn_after_s)
         self.driver = Driver(
             self.machine,
             links,
@@ -42,7 +44,7 @@ class Job:
             on_end=lambda end: on_end(self, end),
             on_warn=lambda text: log.warning("%s: %s", self, text),
         )
-        welcome = encode_control(Welcome(generation, members))
+        welcome = encode_control(Welcome(generation))
         for rank, link in enumerate(links):
             link.attach(self._results.slots, self._arena.slots[rank * slots : (rank + 1) * slots])
             if isinstance(link, ShmLink):

@@ -11,11 +11,22 @@ from collections.abc import Sequence
 
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import ProtocolError, RefusedError, TransportError
+from omnireduce.runtime.engine import error_of
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm
 from omnireduce.transport.tcp import connect_tcp
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused, Welcome, decode_control, encode_control
+from omnireduce.wire import (
+    PROTOCOL_VERSION,
+    Aborted,
+    Hello,
+    Pending,
+    Refused,
+    Waiting,
+    Welcome,
+    decode_control,
+    encode_control,
+)
 
 log = logging.getLogger("omnireduce")
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet
@@ -26,7 +37,7 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     """Join `job` on every configured aggregator; return one attached link per shard, in order.
 
     Raises TransportError when an aggregator cannot be reached, RefusedError when it does not admit this worker or when
-    ranks are missing after `cluster.join_timeout_s`.
+    ranks are missing after `cluster.join_timeout_s`, AbortedError when another rank failed meanwhile.
     """
     deadline = time.monotonic() + config.cluster.join_timeout_s
     addresses = config.cluster.aggregators
@@ -52,7 +63,8 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int) -> Hello:
     shards = len(config.cluster.aggregators)
     host = socket.gethostname()
     return Hello(
-        PROTOCOL_VERSION, job, rank, size, shard, shards, protocol.slots, protocol.slot_bytes, host, os.getpid()
+        PROTOCOL_VERSION, job, rank, size, shard, shards, protocol.slots, protocol.slot_bytes, host, os.getpid(),
+        config.cluster.timeout_s,
     )  # fmt: skip
 
 
@@ -91,7 +103,7 @@ def _connect_once(host: str, port: int, kind: str, dead_peer_s: float, deadline:
 
 
 def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Config) -> None:
-    """Wait until every aggregator has said Welcome. Raises RefusedError or TransportError."""
+    """Wait until every aggregator has said Welcome. Raises RefusedError, TransportError or AbortedError."""
     missing: dict[Link, Pending] = {}
     waiting = set(links)
     with selectors.DefaultSelector() as selector:
@@ -107,12 +119,16 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
                     answer = read_answer(asked, event)
                     if isinstance(answer, Pending):
                         missing[asked] = answer
-                    else:
+                    elif isinstance(answer, Welcome):
                         waiting.discard(asked)
 
 
-def read_answer(link: Link, event: Event) -> Pending | Welcome:
-    """Read one answer of an aggregator to a Hello. Raises RefusedError or TransportError."""
+def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
+    """Read one answer of an aggregator to a Hello. Raises RefusedError, TransportError or AbortedError.
+
+    One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the first
+    shard can say Waiting, or Aborted, to a rank that waits for the second.
+    """
     if isinstance(event, Lost):
         raise TransportError(f"aggregator {link.peer}: {event.reason} before this worker was admitted")
     try:
@@ -121,7 +137,9 @@ def read_answer(link: Link, event: Event) -> Pending | Welcome:
         raise TransportError(f"aggregator {link.peer}: {error}") from error
     if isinstance(message, Refused):
         raise RefusedError(f"aggregator {link.peer} refused: {message.reason}")
-    if not isinstance(message, Pending | Welcome):
+    if isinstance(message, Aborted):
+        raise error_of(message.cause)
+    if not isinstance(message, Pending | Welcome | Waiting):
         raise TransportError(f"aggregator {link.peer} answered the hello with {type(message).__name__}")
     return message
 

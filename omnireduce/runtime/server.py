@@ -19,7 +19,7 @@ from omnireduce.protocol.effects import End
 from omnireduce.protocol.membership import Admit, Limits, Membership, MembershipEffect
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
-from omnireduce.transport.base import Control, Link, Lost
+from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire import Cause, Hello, Leave, Refused, decode_control, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
@@ -100,10 +100,10 @@ class ShardServer:
         """Wait for events, at most `longest_s`, and deal with them."""
         touched: set[Job] = set()
         for key, mask in self._selector.select(self._patience(longest_s)):
-            if isinstance(key.data, _Connection):
-                touched |= self._connection_ready(key.data, mask)
-            else:
+            if not isinstance(key.data, _Connection):
                 self._accept(key.fileobj, key.data)
+            elif key.data in self._connections:  # an earlier event of this turn may have ended it
+                touched |= self._connection_ready(key.data, mask)
         now = self._clock()
         for job in list(self._jobs.values()):
             deadline = job.machine.deadline
@@ -118,19 +118,21 @@ class ShardServer:
         if mask & selectors.EVENT_WRITE:
             connection.link.flush()
             self._update_interest(connection)
+        events = connection.link.poll()
+        if not connection.leaving and connection.job is None:
+            events = self._newcomer(connection, events)
         if connection.leaving:
-            self._listen_to_leaver(connection)
-        elif connection.job is None:
-            self._newcomer(connection)
-        else:
-            self._feed(connection, connection.job)
+            if connection.link.over:
+                self._drop(connection)
+        elif connection.job is not None:
+            self._feed(connection, connection.job, events)
             return {connection.job}
         return set()
 
     def _patience(self, longest_s: float) -> float:
         now = self._clock()
         deadlines = [job.machine.deadline for job in self._jobs.values()]
-        deadlines += [self._membership.deadline, self._drain_deadline]
+        deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
         deadlines += [_time_limit(connection) for connection in self._timed]
         return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
 
@@ -159,15 +161,16 @@ class ShardServer:
         self._timed.add(connection)
         self._selector.register(link, selectors.EVENT_READ, connection)
 
-    def _newcomer(self, connection: _Connection) -> None:
-        for event in connection.link.poll():
+    def _newcomer(self, connection: _Connection, events: Sequence[Event]) -> Sequence[Event]:
+        """Deal with a newcomer's events; return those that came after its admission to a job."""
+        for number, event in enumerate(events):
             if isinstance(event, Lost):
                 if event.violation:
                     log.warning("dropped %s: %s", connection.link.peer, event.reason)
                 self._forget(connection)
-                return
-            if not isinstance(event, Control) or not self._read_hello(connection, event.body):
-                return
+            elif not isinstance(event, Control) or not self._read_hello(connection, event.body):
+                return events[number + 1 :]
+        return ()
 
     def _read_hello(self, connection: _Connection, body: bytes) -> bool:
         """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
@@ -180,6 +183,7 @@ class ShardServer:
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
         except ProtocolError as error:
             self._refuse(connection, str(error))
+            self._answer(self._membership.gone(connection))
             return False
         connection.said_hello = True
         self._timed.discard(connection)
@@ -224,9 +228,10 @@ class ShardServer:
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
 
-    def _feed(self, connection: _Connection, job: Job) -> None:
-        job.driver.feed(connection.rank)
-        if job.machine.has_left(connection.rank):
+    def _feed(self, connection: _Connection, job: Job, events: Sequence[Event]) -> None:
+        machine = job.machine  # the events may end the job, and close it
+        job.driver.take(connection.rank, events)
+        if machine.has_left(connection.rank):
             self._membership.departed(job.generation, connection.rank)
             self._leave(connection)
 
@@ -250,11 +255,6 @@ class ShardServer:
             connection.leaving, connection.since = True, self._clock()
             self._timed.add(connection)
             self._update_interest(connection)
-
-    def _listen_to_leaver(self, connection: _Connection) -> None:
-        connection.link.poll()
-        if connection.link.over:
-            self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
         if connection not in self._connections:

@@ -20,7 +20,7 @@ class InprocLink(Link):
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
         self._arrived: deque[Event] = deque()
-        self._lost = False
+        self._lost = self._closed = False
 
     @property
     def over(self) -> bool:
@@ -63,8 +63,8 @@ class InprocLink(Link):
         return -1
 
     def close(self) -> None:
-        if not self._lost:
-            self._lost = True
+        if not self._closed:
+            self._lost = self._closed = True
             self.other.deliver(Lost("connection closed"))
 
 

@@ -1,0 +1,136 @@
+"""Links of a simulated network, in virtual time: messages travel, pipes fill up, connections break.
+
+The two ends of a link share a `Network`, which says what time it is and runs what happens later. Like a stream link, an
+end gathers its credits until `flush`, keeps the output that a full pipe does not take, and still delivers what was sent
+before a close. When which process polls is the simulation's business: `on_ready` tells it that an end has news.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from omnireduce.transport.base import Credited, Event, Lost, Received
+from omnireduce.transport.inproc import FRAME_BYTES, InprocLink, wire_bytes
+
+POISON = 0xEE  # what a receive slot holds once its credit is returned, so that a late reader shows
+
+
+class Network(Protocol):
+    """Virtual time: what it is, in seconds, and how to make something happen at a later one."""
+
+    def now(self) -> float: ...
+    def at(self, time: float, action: Callable[[], None]) -> None: ...
+
+
+class SimLink(InprocLink):
+    """One end. `delay_s()` is asked for each message; `pipe_bytes` may be sent before the peer has read."""
+
+    kind = "sim"
+    other: SimLink
+
+    def __init__(self, peer: str, network: Network, delay_s: Callable[[], float], pipe_bytes: int) -> None:
+        super().__init__(peer)
+        self.on_ready: Callable[[], None] = lambda: None
+        self._network, self._delay_s, self._pipe_bytes = network, delay_s, pipe_bytes
+        self._mapped = False  # this end uses the peer's slots as its own, as with shared memory
+        self._output: deque[Event] = deque()
+        self._in_pipe = 0
+        self._last_arrival = 0.0
+        self._severed = False
+
+    def map_slots(self) -> None:
+        """Use the slots that the other end has attached, instead of `attach` with slots of our own."""
+        self._mapped = True
+        self.attach(self.other.receive_slots, self.other.send_slots)
+
+    @property
+    def readable(self) -> bool:
+        """What a selector would say."""
+        return self._lost or bool(self._arrived)
+
+    @property
+    def writable(self) -> bool:
+        """What a selector would say."""
+        return self._has_room(wire_bytes(self._output[0]) if self._output else FRAME_BYTES)
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._output) and not self._lost
+
+    # output
+
+    def _return_credit(self, slot: int) -> None:
+        if not self._mapped:  # a mapped slot may still be read by others
+            self.receive_slots[slot] = POISON
+        super()._return_credit(slot)
+
+    def _put(self, event: Event) -> None:
+        self.counters.sent_bytes += wire_bytes(event)
+        self._output.append(event)
+        if not isinstance(event, Credited):
+            self.flush()
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._in_pipe == 0 or self._in_pipe + nbytes <= self._pipe_bytes
+
+    def flush(self) -> None:
+        if self._lost or self._severed:
+            self._output.clear()
+        while self._output and self._has_room(wire_bytes(self._output[0])):
+            event = self._output.popleft()
+            self._in_pipe += wire_bytes(event)
+            self._travel(event)
+
+    def _travel(self, event: Event) -> None:
+        """Let `event` arrive behind everything that was sent before."""
+        self._last_arrival = max(self._network.now() + self._delay_s(), self._last_arrival)
+        self._network.at(self._last_arrival, lambda: None if self._severed else self.other.deliver(event))
+
+    # input
+
+    def deliver(self, event: Event) -> None:
+        if not self._lost:
+            super().deliver(event)
+            self.on_ready()
+
+    def poll(self) -> Sequence[Event]:
+        events = super().poll()
+        for event in events:
+            if isinstance(event, Received) and not (self._mapped or self.other._mapped):
+                sent = self.other.send_slots[event.slot]
+                self.receive_slots[event.slot, : event.nbytes] = sent[: event.nbytes]
+            self.other._read_by_peer(wire_bytes(event))
+        return events
+
+    def _read_by_peer(self, nbytes: int) -> None:
+        self._in_pipe -= nbytes
+        if self.wants_write:
+            self.on_ready()
+
+    # ends
+
+    def close(self) -> None:
+        if not self._closed:
+            self._lost = self._closed = True
+            self._output.clear()
+            self._travel(Lost("connection closed"))
+
+    def sever(self, notice_s: float, peer_notice_s: float) -> None:
+        """The network between the ends is gone; each end hears of it after its notice, in seconds."""
+        self._cut(notice_s)
+        self.other._cut(peer_notice_s)
+
+    def _cut(self, notice_s: float) -> None:
+        self._severed = True
+        self._network.at(self._network.now() + notice_s, lambda: self.deliver(Lost("connection broken")))
+
+
+def sim_pair(
+    left: str, right: str, network: Network, delay_s: Callable[[], float], pipe_bytes: int = 1 << 20
+) -> tuple[SimLink, SimLink]:
+    """Two joined ends; `left` is the name under which the first end knows its peer."""
+    one, two = (SimLink(peer, network, delay_s, pipe_bytes) for peer in (left, right))
+    one.other, two.other = two, one
+    return one, two
