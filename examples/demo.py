@@ -1,14 +1,13 @@
-"""Two aggregator shards and two workers on this machine: synthetic tensors, then a short real training.
+"""Two aggregator shards and two workers on this machine: a short real training, then what the service makes of it.
 
-`make demo` runs this. It starts what it needs on free ports and stops it again, also after a failure or
-Ctrl-C. The worker commands that it prints work by hand too, beside
-`python -m aggregator --config configs/local.toml`.
+`make demo` runs this. It starts what it needs on free ports and stops it again, also after a failure or Ctrl-C. The
+worker commands that it prints work by hand too, beside `python -m aggregator --config configs/local.toml`.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -19,38 +18,35 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARDS = 2
-READY_S = 180  # the first start compiles the kernels
 STEP_S = 300
 STOP_S = 20
-PYTHON = sys.executable
-MPIRUN = shutil.which("mpirun", path=f"{Path(PYTHON).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+SEARCH_PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+OWN = {"python": sys.executable, "mpirun": shutil.which("mpirun", path=SEARCH_PATH) or "mpirun"}
 
 AGGREGATOR = "python -m aggregator --config configs/local.toml --listen 127.0.0.1:0"
-BENCH = (
-    "mpirun -n 2 python -m worker bench --config configs/local.toml --against mpi"
-    " --set bench.elements=[4_194_304,26_214_400] --set bench.rounds=10"
-)
 TRAIN = "mpirun -n 2 python -m worker train --config configs/local.toml"
+BENCH = "mpirun -n 2 python -m worker bench --config configs/local.toml --against mpi"
 
 
 class DemoError(Exception):
     """A part of the demo failed."""
 
 
-def start(command: str, **options: object) -> subprocess.Popen[str]:
+def start(command: str, **options: Any) -> subprocess.Popen[str]:
     """Start a command line in the project's folder, with this interpreter and the mpirun beside it."""
-    own = {"python": PYTHON, "mpirun": MPIRUN or "mpirun"}
-    arguments = [own.get(word, word) for word in shlex.split(command)]
-    return subprocess.Popen(arguments, cwd=ROOT, text=True, **options)  # type: ignore[call-overload,no-any-return]
+    arguments = [OWN.get(word, word) for word in shlex.split(command)]
+    try:
+        return subprocess.Popen(arguments, cwd=ROOT, text=True, **options)
+    except OSError as error:
+        raise DemoError(f"{arguments[0]}: {error.strerror}") from None
 
 
 def stop(process: subprocess.Popen[str]) -> None:
     """Ask the process to end and wait; kill it if it does not."""
-    if process.poll() is None:
-        process.terminate()
+    process.terminate()
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
@@ -58,41 +54,25 @@ def stop(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def addresses(daemon: subprocess.Popen[str], log: Path) -> list[str]:
-    """Wait for the daemon's line `ready` in its log; return the addresses of its shards."""
-    deadline = time.monotonic() + READY_S
-    while daemon.poll() is None and time.monotonic() < deadline:
-        ready = re.search(r"^ready\b(.*)\n", log.read_text(), re.MULTILINE)
-        if ready:
-            return re.findall(r"127\.0\.0\.1:\d+", ready[1])
-        time.sleep(0.05)
-    raise DemoError("the aggregator did not get ready")
-
-
 @contextmanager
 def aggregator(log: Path) -> Iterator[list[str]]:
     """Run the aggregator shards; yield their addresses; stop them in the end."""
-    print(
-        f"Starting {SHARDS} aggregator shards (the first start compiles the kernels)\n$ {AGGREGATOR}",
-        flush=True,
-    )
-    with log.open(
-        "w"
-    ) as out:  # in a session of its own: Ctrl-C ends the workers first, then we stop the daemon
-        daemon = start(AGGREGATOR, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    print(f"Two aggregator shards (the first start compiles the kernels)\n$ {AGGREGATOR}", flush=True)
+    with log.open("w") as errors:  # in a session of its own: Ctrl-C ends the workers first, then we stop the daemon
+        daemon = start(AGGREGATOR, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
     try:
-        found = addresses(daemon, log)
-        print(f"ready: {', '.join(found)}", flush=True)
-        yield found
-        stop(daemon)
-        if daemon.returncode:
-            raise DemoError(f"the aggregator ended with status {daemon.returncode}")
-        print("\nAggregator stopped", flush=True)
+        line = daemon.stdout.readline() if daemon.stdout else ""  # empty if it ends before it is ready
+        if not line.startswith("ready "):
+            raise DemoError("the aggregator did not get ready")
+        print(line, end="", flush=True)
+        yield line.split()[1:]
     except DemoError as error:
-        stop(daemon)
         raise DemoError(f"{error}\nThe aggregator's log:\n{log.read_text()}") from None
     finally:
         stop(daemon)
+    if daemon.returncode:
+        raise DemoError(f"the aggregator ended with status {daemon.returncode}:\n{log.read_text()}")
+    print("\nAggregator stopped", flush=True)
 
 
 def step(title: str, command: str, environ: Mapping[str, str]) -> None:
@@ -111,14 +91,14 @@ def step(title: str, command: str, environ: Mapping[str, str]) -> None:
 
 def demo(folder: Path) -> None:
     """Run every part."""
-    with aggregator(folder / "aggregator.log") as found:
-        environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": str(found).replace("'", '"')}
-        step("Synthetic tensors of 17 and 105 MB, every element checked, against MPI", BENCH, environ)
-        step(
-            "Real gradients: word embeddings trained on Python's own source files, against MPI",
-            TRAIN,
-            environ,
-        )
+    gradients = shlex.quote(str(folder))
+    with aggregator(folder / "aggregator.log") as addresses:
+        environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(addresses)}
+        title = "A real training: word embeddings of Python's own source files; each worker saves its last gradient"
+        step(title, f"{TRAIN} --save-gradients {gradients}", environ)
+        step("Is such a gradient sparse?", f"python -m worker density {gradients}/gradient-0.npy", environ)
+        step("These gradients, every element checked", f"{BENCH} --input {gradients}/gradient-{{rank}}.npy", environ)
+        step("Synthetic tensors of 105 MB, every element checked", BENCH, environ)
 
 
 def main() -> int:
@@ -126,7 +106,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
     begin = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(prefix="omnireduce-demo-") as folder:
+        with tempfile.TemporaryDirectory(prefix="omnireduce-") as folder:
             demo(Path(folder))
     except DemoError as error:
         print(f"demo failed: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@
 |-------------------------------------------------|----------------------|-------------|
 | the configuration is wrong (`ConfigError`)      | one line             | 2           |
 | any other error of the library                  | one line             | 1           |
+| an array that does not fit into memory          | one line             | 1           |
 | Ctrl-C                                          | one line             | 130         |
 | a bug                                           | its traceback        | 1           |
 """
@@ -52,6 +53,9 @@ def reporting_errors() -> Iterator[None]:
         message = " ".join(str(error).split()) or type(error).__name__
         click.echo(f"Error: {message}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except MemoryError as error:
+        click.echo(f"Error: too little memory: {error}".rstrip(": "), err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         click.echo("Interrupted", err=True)
         sys.exit(130)

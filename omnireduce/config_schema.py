@@ -92,7 +92,7 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scan_span: Annotated[
         int,
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),
-    ] = 8192
+    ] = 65_536
     stripe_blocks: Annotated[int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)] = 64
 
 
@@ -156,7 +156,9 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     negatives: Annotated[int, _meta("negative samples per pair", "words", ge=1, le=100)] = 5
     window: Annotated[int, _meta("context on each side of a word", "words", ge=1, le=100)] = 4
     learning_rate: Annotated[float, _meta("step size of the descent", ge=1e-6, le=1000)] = 0.05
-    max_files: Annotated[int, _meta("most source files that are read", "files", ge=1, le=1_000_000)] = 1000
+    max_files: Annotated[
+        int, _meta("most source files that are read; every tenth is held out", "files", ge=10, le=1_000_000)
+    ] = 1000
     seed: Annotated[int, _meta("seed of the weights and samples", ge=0, le=_SEED)] = 1
 
 

@@ -35,6 +35,7 @@ def fail(name: str) -> None:
         "usage": UsageError("two\nlines"),
         "aborted": AbortedError("rank 1 (host a, pid 7)", "died"),
         "empty": UsageError(),
+        "memory": MemoryError("Unable to allocate 4.00 TiB"),
         "interrupt": KeyboardInterrupt(),
         "bug": ZeroDivisionError(),
     }[name]
@@ -68,6 +69,7 @@ def test_missing_file_is_one_line_and_status_2() -> None:
         ("usage", 1, "Error: two lines"),
         ("aborted", 1, "Error: rank 1 (host a, pid 7): died"),
         ("empty", 1, "Error: UsageError"),
+        ("memory", 1, "Error: too little memory: Unable to allocate 4.00 TiB"),
         ("interrupt", 130, "Interrupted"),
     ],
 )

@@ -1,16 +1,20 @@
-"""`worker bench`: the sweep that [bench] describes, a row printed for each case as it comes."""
+"""`worker bench`: the cases that [bench] or files describe, a row printed for each case as it comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 import omnireduce as omni
-from omnireduce.bench.mpi import MpiAllreduce
-from omnireduce.bench.report import Row, RowTable, check_writable, make_console, write_json
-from omnireduce.bench.runs import Case, cases, run_case
+from omnireduce.bench.cases import Case, recorded_cases, synthetic_cases
+from omnireduce.bench.mpi import MpiAllreduce, finalize
+from omnireduce.bench.output import check_writable, write_json
+from omnireduce.bench.report import Row, RowTable, make_console
+from omnireduce.bench.runs import run_case
 from omnireduce.config import Config
 from omnireduce.errors import UsageError
 from omnireduce.runtime.communicator import Communicator
@@ -19,13 +23,14 @@ from omnireduce.runtime.launcher import Launch
 _AGAINST_MPI = "mpirun -n {} python -m worker bench --against mpi"
 
 
-def run_bench(config: Config, launch: Launch, *, json_path: str | None, against_mpi: bool) -> int:
+def run_bench(config: Config, launch: Launch, *, pattern: str | None, json_path: str | None, against_mpi: bool) -> int:
     """Run every case on all ranks; return how many elements were wrong, the same number on all of them.
 
-    Rank 0 prints the rows and writes them to `json_path`. Raises UsageError, before anything runs, if a case
-    is impossible, if that file cannot be written or if there is no MPI to compare with.
+    The tensors are synthetic, as [bench] says, or those in the files that `pattern` names. Rank 0 prints the rows and
+    writes them to `json_path`. Raises UsageError or FileError, before anything runs, if a case is impossible, if a file
+    cannot be read or written or if there is no MPI to compare with.
     """
-    todo = cases(config)
+    todo: Sequence[Case] = synthetic_cases(config) if pattern is None else recorded_cases(config, pattern, launch.size)
     for case in todo:
         case.check(launch.size)
     baseline = _baseline(launch) if against_mpi else None
@@ -35,7 +40,8 @@ def run_bench(config: Config, launch: Launch, *, json_path: str | None, against_
             check_writable(json_path)  # here, where the other ranks learn at once that this one gives up
         rows = _run_cases(comm, config, todo, baseline, console)
     if json_path is not None and launch.rank == 0:
-        write_json(rows, json_path)
+        write_json(msgspec.json.encode(rows), json_path)
+    finalize()
     return sum(row.wrong for row in rows)
 
 
@@ -47,19 +53,20 @@ def _baseline(launch: Launch) -> MpiAllreduce:
 
 
 def _run_cases(
-    comm: Communicator, config: Config, todo: list[Case], baseline: MpiAllreduce | None, console: Console
+    comm: Communicator, config: Config, todo: Sequence[Case], baseline: MpiAllreduce | None, console: Console
 ) -> list[Row]:
     table = RowTable(console, against_mpi=baseline is not None)
     rounds, warmup = config.bench.rounds, config.bench.warmup
     rows = []
     for number, case in enumerate(todo, 1):
-        title = f"case {number} of {len(todo)}: {case}, round {{}} of {warmup + rounds}"
-        with console.status(title.format(1), refresh_per_second=2) as status:  # shown on a terminal only
-            row = run_case(comm, case, rounds, warmup, baseline, on_round=_shown_on(status, title))
-        table.add(row, case.overlap)
+        title = f"case {number} of {len(todo)}: {case}, round"
+        with console.status(Text(title), refresh_per_second=2) as status:  # shown on a terminal only
+            on_round = _shown_on(status, title, warmup + rounds)
+            row = run_case(comm, case, rounds, warmup, baseline, on_round=on_round)
+        table.add(row, case.data)
         rows.append(row)
     return rows
 
 
-def _shown_on(status: Status, title: str) -> Callable[[int], None]:
-    return lambda number: status.update(title.format(number + 1))
+def _shown_on(status: Status, title: str, rounds: int) -> Callable[[int], None]:
+    return lambda number: status.update(Text(f"{title} {number + 1} of {rounds}"))

@@ -37,10 +37,17 @@ def main() -> None:
     """
 
 
-@main.command()
+@main.command(short_help="Time the all-reduce, check every element.")
 @config_options
 @launch_options
 @json_option
+@click.option(
+    "--input",
+    "pattern",
+    metavar="PATTERN",
+    help="Reduce saved arrays: PATTERN, such as gradients/gradient-{rank}.npy, is the file of every rank. Each rank "
+    "reads all files.",
+)
 @click.option("--against", type=click.Choice(["mpi"]), help="Time mpi4py's Allreduce on the same data as well.")
 def bench(
     config_file: str | None,
@@ -48,9 +55,13 @@ def bench(
     rank: int | None,
     size: int | None,
     json_path: str | None,
+    pattern: str | None,
     against: str | None,
 ) -> None:
     """Time the all-reduce and check every element of it, as [bench] says; a list of values there is a sweep.
+
+    With --input the tensors are real ones from .npy, .npz or .safetensors files, such as those of train
+    --save-gradients: a row for each array, and of [bench] only op, block_size, rounds and warmup count.
 
     Times are those of the slowest rank; GB/s is tensor bytes / median time; up and down are bytes on the
     wire per worker. The exit status is 1 if any element was wrong.
@@ -60,13 +71,13 @@ def bench(
     from worker.bench import run_bench
 
     launch = detect_launch(rank=rank, size=size)
-    wrong = run_bench(config, launch, json_path=json_path, against_mpi=against == "mpi")
+    wrong = run_bench(config, launch, pattern=pattern, json_path=json_path, against_mpi=against == "mpi")
     if wrong and launch.rank == 0:
         raise OmniReduceError(f"{wrong} elements were wrong")
     sys.exit(1 if wrong else 0)
 
 
-@main.command()
+@main.command(short_help="Train on real text, verify the weights.")
 @config_options
 @launch_options
 @json_option
@@ -77,6 +88,12 @@ def bench(
     show_default=True,
     help="Train once more with mpi4py's Allreduce, where that is possible.",
 )
+@click.option(
+    "--save-gradients",
+    "folder",
+    metavar="DIR",
+    help="Save each worker's gradient of the last step as DIR/gradient-RANK.npy, for bench --input and density.",
+)
 def train(
     config_file: str | None,
     overrides: tuple[str, ...],
@@ -84,6 +101,7 @@ def train(
     size: int | None,
     json_path: str | None,
     against: str,
+    folder: str | None,
 ) -> None:
     """Train word embeddings on the source files of Python's standard library, and verify the result.
 
@@ -91,20 +109,22 @@ def train(
     """
     config = _load(config_file, overrides)
     import omnireduce as omni
+    from omnireduce.bench.mpi import finalize
     from worker.train import run_train
 
     with omni.connect(config, rank=rank, size=size) as comm:
-        status = run_train(comm, config, json_path=json_path, against_mpi=against == "mpi")
+        status = run_train(comm, config, json_path=json_path, against_mpi=against == "mpi", gradients_folder=folder)
+    finalize()
     sys.exit(status)
 
 
-@main.command()
+@main.command(short_help="Say whether arrays are sparse enough.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--block-sizes", default="32,64,128,256,512,1024", show_default=True, help="Elements, comma-separated.")
 @click.option("--world-size", type=click.IntRange(min=2), default=2, show_default=True, help="Workers.")
 @click.option(
     "--link-gbps",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(0, 1e6, min_open=True),
     default=10.0,
     show_default=True,
     help="Bandwidth of a worker's link in each direction, Gbit/s.",
@@ -131,7 +151,7 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
     sys.exit(0 if complete else 1)
 
 
-@main.command("config")
+@main.command("config", short_help="Print the effective configuration.")
 @config_options
 @click.option("--reference", is_flag=True, help="Print every key with its meaning, default and range instead.")
 def show_config(config_file: str | None, overrides: tuple[str, ...], reference: bool) -> None:

@@ -11,15 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from omnireduce.bench.estimate import Density, Estimate, estimate, measure
-from omnireduce.bench.report import (
-    check_writable,
-    density_text,
-    make_console,
-    short_count,
-    short_time,
-    times_text,
-    write_json_bytes,
-)
+from omnireduce.bench.output import check_writable, write_json
+from omnireduce.bench.report import density_text, make_console, short_count, short_time, times_text
 from omnireduce.bench.tensor_files import FileError, Tensor, read_tensors
 from omnireduce.errors import UsageError
 
@@ -61,16 +54,18 @@ def report_files(
     if json_path:
         check_writable(json_path)
     console = make_console()
-    reports = []
+    reports: list[FileReport] = []
     for file in files:
         report = _report(file, block_sizes, world_size, link_gbps)
         if report.arrays:
+            if reports:
+                console.print()
             _print(console, report)
         for error in report.errors:
             click.echo(f"Error: {error}", err=True)
         reports.append(report)
     if json_path:
-        write_json_bytes(msgspec.json.encode(reports), json_path)
+        write_json(msgspec.json.encode(reports), json_path)
     return not any(report.errors for report in reports)
 
 
@@ -93,6 +88,8 @@ def _report(file: str, block_sizes: Sequence[int], world_size: int, link_gbps: f
             arrays.append(_array_report(tensor, part, estimates([part])))
     except FileError as error:
         errors.append(str(error))
+    if not arrays and not errors:
+        errors.append(f"{file}: holds no arrays")
     totals = estimates(parts)
     best = _best(totals)
     return FileReport(
@@ -130,7 +127,7 @@ def _print(console: Console, report: FileReport) -> None:
         )
     )
     console.print(_estimates_table(report))
-    console.print(Text(f"{_verdict(report)}\n", style="bold"))
+    console.print(Text(_verdict(report), style="bold"))
 
 
 def _arrays_table(report: FileReport) -> Table:

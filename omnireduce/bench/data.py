@@ -23,8 +23,8 @@ that accumulates. Comparison is by value: -0 equals 0, and NaN, which is never d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -45,6 +45,31 @@ _REDUCE: dict[str, np.ufunc] = {
 }
 
 
+class TensorSource(Protocol):
+    """The tensors of all ranks for a benchmark, and the oracle that knows what their all-reduce gives."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def density(self) -> float:
+        """Non-zero blocks / blocks, mean over ranks; 0 for an empty tensor."""
+
+    @property
+    def union_density(self) -> float:
+        """Blocks that are non-zero on at least one rank / blocks; 0 for an empty tensor."""
+
+    @property
+    def any_order(self) -> bool:
+        """Whether a correct all-reduce gives the same in any order, not only in that of the ranks."""
+
+    def fill(self, rank: int, round_number: int, out: Array) -> None:
+        """Write the tensor of `rank` in one round to `out`, a contiguous array of any shape."""
+
+    def wrong(self, round_number: int, result: Array) -> int:
+        """How many elements of `result` are not what the all-reduce of that round's tensors gives."""
+
+
 class Dataset:
     """The tensors of `world_size` ranks: `elements` of `dtype`, a fraction `density` of the blocks not zero.
 
@@ -53,6 +78,8 @@ class Dataset:
     equal tensors in every process. Raises UsageError for disjoint blocks that cannot fit, for a mean of
     integers and for an unknown dtype, op or overlap.
     """
+
+    any_order = True
 
     def __init__(
         self,
@@ -134,20 +161,14 @@ class Dataset:
 
     def _expected(self, round_number: int, blocks: Array, width: int) -> Array:
         """The oracle: the reduction in rank order, of `blocks` (int64) that are in the union."""
-        total = self._operand(0, round_number, blocks, width)
-        with np.errstate(over="ignore"):  # a product may leave the range of float16
-            for rank in range(1, self._world_size):
-                _REDUCE[self._op](total, self._operand(rank, round_number, blocks, width), out=total)
-            if self._op == "mean":
-                total /= total.dtype.type(self._world_size)
-            return total.astype(self.dtype, copy=False)
+        parts = (self._operand(rank, round_number, blocks, width) for rank in range(self._world_size))
+        return reduce_in_rank_order(parts, self._type, self._op)
 
     def _operand(self, rank: int, round_number: int, blocks: Array, width: int) -> Array:
-        """One rank's part in the type that the reduction accumulates in, absent blocks as zeros."""
+        """One rank's part, absent blocks as zeros."""
         mask = self._masks[rank][blocks]
-        accumulator = np.dtype(np.float32) if self._type.is_half else self.dtype
-        part = np.zeros((blocks.size, width), accumulator)
-        part[mask] = self._blocks(rank, round_number, blocks[mask], width).view(self.dtype)
+        part = np.zeros((blocks.size, width), self.dtype)
+        _bits(part)[mask] = self._blocks(rank, round_number, blocks[mask], width)
         return part
 
     def _count_nonzero(self, rows: Array) -> int:
@@ -156,22 +177,46 @@ class Dataset:
         return int(np.count_nonzero(rows))
 
 
-def check_data(dtype: str, op: str, density: float, overlap: str, world_size: int) -> ElementType:
-    """The element type of such data. Raises UsageError if there is no such data."""
+def reduce_in_rank_order(parts: Iterable[Array], kind: ElementType, op: str) -> Array:
+    """What the service promises for `parts`, one of each rank, of one shape and of elements of `kind`: a new array.
+
+    Their byte order may be any. Besides the result it needs the memory of one accumulator.
+    """
+    accumulator = np.dtype(np.float32) if kind.is_half else kind.dtype
+    total, world_size = np.empty(0), 0
+    with np.errstate(all="ignore"):  # as in the service: overflow gives an infinity, NaN is data
+        for world_size, part in enumerate(parts, 1):
+            if world_size == 1:
+                total = part.astype(accumulator)
+            else:
+                _REDUCE[op](total, part, out=total, dtype=accumulator)
+        if op == "mean":
+            total /= accumulator.type(world_size)
+        return total.astype(kind.dtype, copy=False)
+
+
+def check_reduction(dtype: str, op: str) -> ElementType:
+    """The element type. Raises UsageError if the service has no such type or reduction of it."""
     if dtype not in ELEMENT_TYPES:
         raise UsageError(f"got dtype {dtype!r}, expected one of {', '.join(ELEMENT_TYPES)}")
     if op not in _REDUCE:
         raise UsageError(f"got op {op!r}, expected one of {', '.join(_REDUCE)}")
-    if overlap not in _OVERLAPS:
-        raise UsageError(f"got overlap {overlap!r}, expected one of {', '.join(_OVERLAPS)}")
     if op == "mean" and not ELEMENT_TYPES[dtype].is_float:
         raise UsageError(f"the mean of {dtype} is not defined, expected a float dtype or another op")
+    return ELEMENT_TYPES[dtype]
+
+
+def check_data(dtype: str, op: str, density: float, overlap: str, world_size: int) -> ElementType:
+    """The element type of such data. Raises UsageError if there is no such data."""
+    kind = check_reduction(dtype, op)
+    if overlap not in _OVERLAPS:
+        raise UsageError(f"got overlap {overlap!r}, expected one of {', '.join(_OVERLAPS)}")
     if overlap == "none" and density * world_size > 1:
         raise UsageError(
             f"{world_size} workers cannot have disjoint blocks at density {density:g}, "
             f"expected a density of at most {1 / world_size:g} or an overlap other than 'none'"
         )
-    return ELEMENT_TYPES[dtype]
+    return kind
 
 
 def _values(kind: ElementType, op: str, world_size: int, count: int, rng: np.random.Generator) -> Array:

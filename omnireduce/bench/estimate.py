@@ -14,12 +14,12 @@ a link with workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import Array, element_type
+from omnireduce.dtypes import Array, ElementType, element_type
 from omnireduce.errors import UsageError
 from omnireduce.kernels.density import nonzero_blocks
 from omnireduce.wire import HEADER_BYTES
@@ -82,15 +82,21 @@ def measure(values: Array, block_sizes: Sequence[int]) -> Density:
     units = np.zeros(-(-values.size // unit), np.bool_)
     bits = np.dtype(f"u{kind.itemsize}")
     mask = bits.type(int(kind.zero_mask) & int(np.iinfo(bits).max))
-    step = _CHUNK_ELEMENTS // unit * unit
     nonzero = 0
-    for first in range(0, values.size, step):
-        chunk = np.require(values[first : first + step], kind.dtype, ["C", "A"])
+    for first, chunk in _chunks(values, kind, unit):
         nonzero += int(np.count_nonzero(chunk.view(bits) & mask))
-        words = _words(chunk, unit)
-        nonzero_blocks(words, kind.zero_mask, units[first // unit :][: len(words)])
+        _find(chunk, kind, unit, units[first:])
     counts = {size: _count_groups(units, size // unit) for size in block_sizes}
     return Density(values.size, kind.itemsize, nonzero, counts)
+
+
+def find_blocks(values: Array, block_size: int) -> Array:
+    """Which blocks of `values`, (elements,), are not zero: bool (blocks,). Takes and raises what `measure` does."""
+    kind = element_type(values.dtype.newbyteorder("="))
+    found = np.zeros(-(-values.size // block_size), np.bool_)
+    for first, chunk in _chunks(values, kind, block_size):
+        _find(chunk, kind, block_size, found[first:])
+    return found
 
 
 def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link_gbps: float) -> Estimate:
@@ -122,12 +128,19 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
     )
 
 
-def _words(chunk: Array, unit: int) -> Array:
-    """`chunk`, (elements,), as uint64 (units, words per unit), a short last one filled up with zeros."""
+def _chunks(values: Array, kind: ElementType, unit: int) -> Iterator[tuple[int, Array]]:
+    """Yield (first unit, elements of it and some more units) in native byte order and aligned."""
+    step = max(1, _CHUNK_ELEMENTS // unit)
+    for first in range(0, -(-values.size // unit), step):
+        yield first, np.require(values[first * unit : (first + step) * unit], kind.dtype, ["C", "A"])
+
+
+def _find(chunk: Array, kind: ElementType, unit: int, found: Array) -> None:
+    """Set `found[i]` for each unit i of `chunk`, (elements,); a short last one is filled up with zeros."""
     if chunk.size % unit:
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % unit, chunk.dtype)])
-    words: Array = chunk.view(np.uint64).reshape(-1, unit * chunk.itemsize // 8)
-    return words
+    words = chunk.view(np.uint64).reshape(-1, unit * chunk.itemsize // 8)
+    nonzero_blocks(words, kind.zero_mask, found[: len(words)])
 
 
 def _count_groups(flags: Array, size: int) -> int:

@@ -1,7 +1,12 @@
-"""The baseline: mpi4py's `Allreduce`. MPI is imported here only, and only when a baseline is made."""
+"""The baseline: mpi4py's `Allreduce`. MPI is imported here only, and only when a baseline is made.
+
+A program calls `finalize` when all went well, and not when it failed: mpi4py would end MPI at any exit, and that waits
+for the other ranks, which may wait for this one. A process that exits without it makes mpirun end the others.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -20,6 +25,9 @@ class MpiAllreduce:
 
     def __init__(self, rank: int, size: int, *, command: str) -> None:
         try:
+            import mpi4py
+
+            mpi4py.rc.finalize = False
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
             reason = " ".join(str(error).split())
@@ -54,3 +62,10 @@ class MpiAllreduce:
         if op == "mean":
             result /= self._world.size
         return time.perf_counter() - start
+
+
+def finalize() -> None:
+    """End MPI if it was started; all ranks of it call this, as it waits for them."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and not mpi.Is_finalized():
+        mpi.Finalize()

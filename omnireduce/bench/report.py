@@ -1,29 +1,24 @@
-"""The benchmark's rows: what one holds, the table that people read, the JSON that programs read."""
+"""The benchmark's rows: what one holds, and the table that people read."""
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.errors import UsageError
-
 TABLE_WIDTH = 100  # characters, where no terminal says otherwise
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One case of a benchmark. Times are those of the slowest rank, over the timed rounds.
+    """One case of a benchmark, as its JSON has it. Times are those of the slowest rank, over the timed rounds.
 
-    `bytes` is the size of one rank's tensor. `algbw_gbps`, the algorithm bandwidth, is `bytes` / median time
-    in GB/s (1e9 bytes per second). `wire_up_bytes` and `wire_down_bytes` are what one worker sends to and
-    receives from all shards for one collective, framing included, mean over workers and timed rounds. `wrong`
-    counts the wrong elements of all ranks in all rounds, warm-up included. `mpi_time_ms` is the median of
-    MPI's all-reduce, in place or out of place, whichever is faster, and `speedup` how many times `time_ms`
-    that is; both are None, and not in the JSON, where MPI was not measured.
+    `bytes` is the size of one rank's tensor, `density` the mean over ranks. `algbw_gbps`, the algorithm bandwidth, is
+    `bytes` / median time in GB/s (1e9 bytes per second). `wire_up_bytes` and `wire_down_bytes` are what one worker
+    sends to and receives from all shards for one collective, framing included, mean over workers and timed rounds.
+    `wrong` counts the wrong elements of all ranks in all rounds, warm-up included. `mpi_time_ms` is the median of MPI's
+    all-reduce, in place or out of place, whichever is faster, and `speedup` how many times `time_ms` that is; both are
+    None, and not in the JSON, where MPI was not measured.
     """
 
     transport: str
@@ -61,9 +56,9 @@ class RowTable:
         self._console, self._against_mpi = console, against_mpi
         self._heading = ""
 
-    def add(self, row: Row, overlap: str) -> None:
-        """Print `row`, whose data had this `overlap` of the ranks' non-zero blocks."""
-        heading = _heading(row, overlap)
+    def add(self, row: Row, data: str) -> None:
+        """Print `row`; `data` says what was reduced ("random overlap")."""
+        heading = _heading(row, data)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=not self._heading)
         cells = _cells(row, against_mpi=self._against_mpi)
         for title, width, _ in cells:
@@ -73,36 +68,6 @@ class RowTable:
             self._console.print(Text(heading, style="bold"))
             self._heading = heading
         self._console.print(table)
-
-
-def write_json(rows: list[Row], path: str | Path) -> None:
-    """Write the rows as a JSON array, all or nothing. Raises UsageError where that is not possible."""
-    write_json_bytes(msgspec.json.encode(rows), path)
-
-
-def write_json_bytes(encoded: bytes, path: str | Path) -> None:
-    """Write encoded JSON, indented, through a temporary file beside it. Raises UsageError."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        try:
-            partial.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def check_writable(path: str | Path) -> None:
-    """Raise UsageError now if `path` could not be written later. Leaves the file as it is."""
-    path = Path(path)
-    if path.is_dir():
-        raise UsageError(f"{path}: is a directory, expected a file name")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{path}: no permission to write to {path.parent}")
 
 
 def short_count(value: float) -> str:
@@ -135,10 +100,10 @@ def _digits(value: float) -> int:
     return len(str(int(value)))
 
 
-def _heading(row: Row, overlap: str) -> str:
+def _heading(row: Row, data: str) -> str:
     workers = f"{row.world_size} worker{'s' if row.world_size > 1 else ''}"
     shards = f"{row.shards} shard{'s' if row.shards > 1 else ''}"
-    return f"{workers}, {shards}, {row.transport}; {row.op}, blocks of {row.block_size}, {overlap} overlap"
+    return f"{workers}, {shards}, {row.transport}; {row.op}, blocks of {row.block_size}, {data}"
 
 
 def _cells(row: Row, *, against_mpi: bool) -> list[tuple[str, int, str]]:

@@ -54,8 +54,11 @@ class Tensor(NamedTuple):
     values: Array
 
 
-def read_tensors(path: str | Path) -> Iterator[Tensor]:
-    """Yield the arrays of a file one by one, in its order. Raises FileError, possibly after some arrays."""
+def read_tensors(path: str | Path, name: str | None = None) -> Iterator[Tensor]:
+    """Yield the arrays of a file one by one, in its order, or only the one of that `name`.
+
+    Raises FileError, possibly after some arrays.
+    """
     path = Path(path)
     readers = {".npy": _read_npy, ".npz": _read_npz, ".safetensors": _read_safetensors}
     reader = readers.get(path.suffix.lower())
@@ -64,7 +67,7 @@ def read_tensors(path: str | Path) -> Iterator[Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd but readable headers
-            yield from reader(path)
+            yield from reader(path, name)
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from None
     except MemoryError:
@@ -76,25 +79,27 @@ def read_tensors(path: str | Path) -> Iterator[Tensor]:
         raise FileError(f"{path}: cannot be read: {reason or type(error).__name__}") from None
 
 
-def _read_npy(path: Path) -> Iterator[Tensor]:
+def _read_npy(path: Path, name: str | None) -> Iterator[Tensor]:
     with path.open("rb") as file:
         if file.read(6) != b"\x93NUMPY":
             raise FileError(f"{path}: is not an .npy file, whatever its name says")
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    yield _tensor(path.stem, array)
+    if name in (None, path.stem):
+        yield _tensor(path.stem, np.load(path, mmap_mode="r", allow_pickle=False))
 
 
-def _read_npz(path: Path) -> Iterator[Tensor]:
+def _read_npz(path: Path, name: str | None) -> Iterator[Tensor]:
     with path.open("rb") as file:
         if not zipfile.is_zipfile(file):
             raise FileError(f"{path}: is not an .npz file, whatever its name says")
         file.seek(0)
         with np.load(file, allow_pickle=False) as archive:
-            for name in archive.files:
-                array = archive[name]
+            for member in archive.files:
+                if name not in (None, member):
+                    continue
+                array = archive[member]
                 if not isinstance(array, np.ndarray):
-                    raise FileError(f"{path}: its member {name!r} is not an array")
-                yield _tensor(name, array)
+                    raise FileError(f"{path}: its member {member!r} is not an array")
+                yield _tensor(member, array)
 
 
 def _tensor(name: str, array: Array) -> Tensor:
@@ -109,22 +114,23 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
 
 
-def _read_safetensors(path: Path) -> Iterator[Tensor]:
+def _read_safetensors(path: Path, name: str | None) -> Iterator[Tensor]:
     entries, start = _safetensors_header(path)
     data = np.memmap(path, np.uint8, mode="r", offset=0)[start:]
     at = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
         if begin != at or end < begin or end > data.size:
-            raise FileError(f"{path}: tensor {name!r} is at bytes {begin} to {end} of {data.size}, expected it at {at}")
+            raise FileError(f"{path}: tensor {key!r} is at bytes {begin} to {end} of {data.size}, expected it at {at}")
         dtype = _SAFETENSORS_DTYPES.get(entry.dtype)
         if dtype is None:
-            raise FileError(f"{path}: tensor {name!r} is of the unknown dtype {entry.dtype[:40]!r}")
+            raise FileError(f"{path}: tensor {key!r} is of the unknown dtype {entry.dtype[:40]!r}")
         nbytes = math.prod(entry.shape) * np.dtype(dtype).itemsize
         if nbytes != end - begin:
             shape = f"{entry.dtype}{entry.shape}"[:80]
-            raise FileError(f"{path}: tensor {name!r} has {end - begin} bytes, expected {nbytes} for {shape}")
-        yield Tensor(name, tuple(entry.shape), data[begin:end].view(dtype))
+            raise FileError(f"{path}: tensor {key!r} has {end - begin} bytes, expected {nbytes} for {shape}")
+        if name in (None, key):
+            yield Tensor(key, tuple(entry.shape), data[begin:end].view(dtype))
         at = end
     if at != data.size:
         raise FileError(f"{path}: {data.size - at} bytes behind the last tensor")

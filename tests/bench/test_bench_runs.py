@@ -7,16 +7,16 @@ import math
 import pytest
 from local_cluster import Daemon, configured, run_job, start_job
 
+from omnireduce.bench.cases import Case, SyntheticCase
 from omnireduce.bench.report import Row
-from omnireduce.bench.runs import Case, cases, run_case
-from omnireduce.config import Config, load_config
+from omnireduce.bench.runs import run_case
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
 from omnireduce.runtime.communicator import Communicator
 
 
-def make_case(elements: int = 100_003, dtype: str = "float32", op: str = "sum", density: float = 0.1) -> Case:
-    return Case(elements, dtype, op, block_size=64, overlap="random", density=density, seed=3)
+def make_case(elements: int = 100_003, dtype: str = "float32", op: str = "sum", density: float = 0.1) -> SyntheticCase:
+    return SyntheticCase(elements, dtype, op, block_size=64, overlap="random", density=density, seed=3)
 
 
 def run(daemon: Daemon, case: Case, size: int, rounds: int = 3, warmup: int = 1) -> Row:
@@ -32,7 +32,7 @@ def run(daemon: Daemon, case: Case, size: int, rounds: int = 3, warmup: int = 1)
 @pytest.mark.parametrize("size", [1, 3])
 def test_row(daemon: Daemon, density: float, size: int) -> None:
     case = make_case(density=density)
-    data = case.dataset(size)
+    data = case.tensors(size)
     row = run(daemon, case, size)
     assert row.wrong == 0
     assert (row.transport, row.world_size, row.shards) == ("shm", size, 3)
@@ -72,7 +72,7 @@ def test_wrong_elements_are_counted_over_ranks_and_rounds(daemon: Daemon) -> Non
     """Ranks that disagree about the seed expect other sums than they get."""
 
     def on_rank(comm: Communicator) -> Row:
-        case = Case(1000, "float32", "sum", 64, "full", 1.0, seed=comm.rank)
+        case = SyntheticCase(1000, "float32", "sum", 64, "full", 1.0, seed=comm.rank)
         return run_case(comm, case, rounds=2, warmup=1)
 
     rows = run_job(configured(daemon.addresses), 2, on_rank)
@@ -81,34 +81,9 @@ def test_wrong_elements_are_counted_over_ranks_and_rounds(daemon: Daemon) -> Non
 
 
 def test_impossible_data_fails_on_every_rank(daemon: Daemon) -> None:
-    case = Case(1000, "float32", "sum", 64, "none", 0.9, seed=1)
+    case = SyntheticCase(1000, "float32", "sum", 64, "none", 0.9, seed=1)
     ranks = start_job(configured(daemon.addresses), 2, lambda comm: run_case(comm, case, 1, 0))
     assert all(isinstance(each, Exception) for each in ranks.outcomes())
     with pytest.raises(UsageError, match="disjoint"):
         case.check(2)
     case.check(1)
-
-
-def configuration(*overrides: str) -> Config:
-    return load_config(overrides=overrides, environ={})
-
-
-def test_one_case_from_single_values() -> None:
-    config = configuration("bench.density=0.5", "protocol.block_size=512", "bench.seed=7")
-    assert cases(config) == [Case(26_214_400, "float32", "sum", 512, "random", 0.5, 7)]
-
-
-def test_a_sweep_is_the_product_of_the_lists() -> None:
-    lists = {
-        "elements": [10, 20],
-        "dtype": ["float32", "int8"],
-        "op": ["sum", "max"],
-        "block_size": [0, 8],
-        "overlap": ["full", "random"],
-        "density": [1.0, 0.5, 0.25],
-    }
-    found = cases(configuration(*(f"bench.{key}={value}" for key, value in lists.items())))
-    assert len(found) == len(set(found)) == 2**5 * 3
-    assert [case.density for case in found[:4]] == [1.0, 0.5, 0.25, 1.0]
-    assert {case.block_size for case in found} == {256, 8}
-    assert found[-1] == Case(20, "int8", "max", 8, "random", 0.25, 1)

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from formats import safetensors, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,23 +24,6 @@ ARRAYS: dict[str, Array] = {
     "empty": np.zeros((0, 3), np.float64),
     "scalar": np.array(7, np.int64),
 }
-SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float64": "F64", "int64": "I64"}
-
-
-def safetensors(arrays: dict[str, Array], *, padding: int = 0) -> bytes:
-    """As the format's README has it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = b""
-    for name, array in arrays.items():
-        begin = len(data)
-        data += array.tobytes()
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[str(array.dtype)],
-            "shape": list(array.shape),
-            "data_offsets": [begin, len(data)],
-        }
-    text = json.dumps(header).encode() + b" " * padding
-    return struct.pack("<Q", len(text)) + text + data
 
 
 def with_header(header: object, data: bytes = b"") -> bytes:
@@ -71,6 +55,15 @@ def test_npy_in_fortran_order_comes_in_c_order(tmp_path: Path) -> None:
     path = tmp_path / "weight.npy"
     np.save(path, np.asfortranarray(ARRAYS["weight"]))
     check_equal(path, {"weight": ARRAYS["weight"]})
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_one_array_by_name(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model{suffix}"
+    save(path, **ARRAYS)
+    (found,) = read_tensors(path, "small")
+    assert found.values.tolist() == [1, -2, 3]
+    assert list(read_tensors(path, "none")) == []
 
 
 def test_npy_is_mapped_not_read(tmp_path: Path) -> None:
@@ -140,8 +133,8 @@ def test_not_what_the_name_says(tmp_path: Path, name: str) -> None:
 
 
 def test_objects_are_not_unpickled(tmp_path: Path) -> None:
-    for name, save in (("objects.npy", np.save), ("objects.npz", np.savez)):
-        save(tmp_path / name, np.array([{}, None], object), allow_pickle=True)  # type: ignore[operator]
+    for name, write in (("objects.npy", np.save), ("objects.npz", np.savez)):
+        write(tmp_path / name, np.array([{}, None], object), allow_pickle=True)  # type: ignore[operator]
         check_refused(tmp_path / name, "bject")
 
 

@@ -98,6 +98,42 @@ def test_bench_against_mpi_under_mpirun(daemon: Daemon, tmp_path: Path) -> None:
     assert all(len(line.rstrip()) <= 100 for line in lines)
 
 
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 3])
+def test_bench_of_real_tensors_against_mpi(daemon: Daemon, tmp_path: Path, size: int) -> None:
+    """Three ranks too, where MPI's order of summation may give another result."""
+    rng, path = np.random.default_rng(3), tmp_path / "rows.json"
+    for rank in range(size):
+        table = rng.standard_normal((500, 64)).astype(np.float32) * (rng.random((500, 1)) < 0.1)
+        np.savez(tmp_path / f"model-{rank}.npz", table=table, bias=np.ones(300, ml_dtypes.bfloat16))
+    pattern = f"{tmp_path}/model-{{rank}}.npz"
+    options = ("--against", "mpi", "--json", str(path), "--set", "bench.block_size=64")
+    result = finished(mpirun(size, "bench", "--input", pattern, *options), environ(daemon))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "blocks of 64, table of model-{rank}.npz\n" in result.stdout
+    table, bias = json.loads(path.read_text())
+    assert (table["dtype"], table["elements"], table["wrong"]) == ("float32", 32_000, 0)
+    assert 0.05 < table["density"] < table["union_density"] < 0.1 * size + 0.1
+    assert table["speedup"] == pytest.approx(table["mpi_time_ms"] / table["time_ms"])
+    assert (bias["dtype"], bias["elements"], bias["wrong"], bias["density"]) == ("bfloat16", 300, 0, 1)
+
+
+@needs_mpi
+def test_a_rank_that_fails_ends_those_that_wait_in_mpi() -> None:
+    code = (
+        "from omnireduce.bench.mpi import MpiAllreduce; import numpy, os\n"
+        "rank = int(os.environ['PMI_RANK'])\n"
+        "mpi = MpiAllreduce(rank, 2, command='')\n"
+        "mpi.in_place(numpy.ones(10), 'sum')\n"
+        "if rank == 1: raise SystemExit('rank 1 gives up')\n"
+        "mpi.in_place(numpy.ones(10), 'sum')\n"
+    )
+    assert MPIRUN is not None
+    result = finished([MPIRUN, "-n", "2", sys.executable, "-c", code], dict(os.environ))  # has a bound
+    assert result.returncode != 0
+    assert "rank 1 gives up" in result.stderr
+
+
 def test_bench_without_a_launcher_prints_on_rank_0_only(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     found = both(daemon, "--set", "bench.elements=1000", "--set", "bench.density=1.0", "--json", str(path))
@@ -138,8 +174,12 @@ def run(*arguments: str) -> Result:
             1,
             "2 workers cannot have disjoint blocks at density 1",
         ),
+        (["bench", "--input", "x.npy"], 1, "got 'x.npy', expected the file of every rank, such as gradients/"),
+        (["bench", "--input", "none-{rank}.npy"], 1, "none-0.npy: No such file or directory"),
+        (["bench", "--input", "{rank}.txt"], 1, "0.txt: expected a file name that ends in .npy, .npz, .safetensors"),
         (["bench", "--set", "bench.elemnts=1"], 2, "--set: bench.elemnts: unknown key"),
         (["train", "--config", "none.toml"], 2, "none.toml: no such file"),
+        (["train", "--set", "train.max_files=9"], 2, "--set: train.max_files: got 9, "),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], status: int, line: str) -> None:
@@ -194,6 +234,7 @@ def test_help_is_quick_because_it_imports_no_runtime() -> None:
     text, _, modules = result.stdout.rpartition("\n")[0].rpartition("\n")
     for command in ("bench", "train", "density", "config"):
         assert f"\n  {command} " in text
+    assert "..." not in text.partition("Commands:")[2]
     assert "worker.cli" in modules.split()
     assert not {"worker.bench", "worker.train", "worker.density", "mpi4py", "rich"} & set(modules.split())
 
@@ -254,6 +295,13 @@ def test_density_reports_the_other_files_beside_a_broken_one(tmp_path: Path) -> 
     assert [len(each["errors"]) for each in reports] == [1, 1, 1, 0]
 
 
+def test_density_of_a_file_without_arrays(tmp_path: Path) -> None:
+    np.savez(tmp_path / "none.npz")
+    result = run("density", str(tmp_path / "none.npz"))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"Error: {tmp_path / 'none.npz'}: holds no arrays\n"
+
+
 @pytest.mark.parametrize(
     "option",
     [
@@ -262,6 +310,7 @@ def test_density_reports_the_other_files_beside_a_broken_one(tmp_path: Path) -> 
         ("--block-sizes", ""),
         ("--world-size", "1"),
         ("--link-gbps", "0"),
+        ("--link-gbps", "inf"),
     ],
 )
 def test_density_refuses_wrong_options(option: tuple[str, str]) -> None:

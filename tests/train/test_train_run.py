@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from local_cluster import ROOT, Daemon, Ranks, configured, run_job, start_job, unique_job
 
+from omnireduce.bench.recorded import find_arrays
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
@@ -83,6 +85,31 @@ def test_the_bytes_are_those_of_the_non_zero_blocks(daemon: Daemon, tmp_path: Pa
 @pytest.mark.parametrize(("size", "dim"), [(1, 16), (3, 16), (3, 20), (4, 7)])
 def test_any_number_of_ranks_and_rows_that_are_no_blocks(daemon: Daemon, size: int, dim: int) -> None:
     assert train(small(daemon, dim=dim, steps=5), size) == [0] * size
+
+
+def test_each_rank_saves_its_own_gradient(daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, folder = small(daemon), tmp_path / "made" / "gradients"
+
+    def on_rank(comm: Communicator) -> int:
+        return run_train(comm, config, against_mpi=False, gradients_folder=str(folder))
+
+    assert run_job(config, 2, on_rank) == [0, 0]
+    assert sorted(path.name for path in folder.iterdir()) == ["gradient-0.npy", "gradient-1.npy"]
+    saved = [np.load(path) for path in sorted(folder.iterdir())]
+    assert [(each.shape, each.dtype) for each in saved] == [((2 * 400, 16), np.float32)] * 2
+    assert all(0 < np.count_nonzero(each) < each.size for each in saved)
+    assert not np.array_equal(*saved), "own gradients, not their sum"
+    (array,) = find_arrays(f"{folder}/gradient-{{rank}}.npy", 2)
+    assert array.shape == (800, 16)
+    report = capsys.readouterr().out
+    assert f"saved each worker's gradient of step 12: {folder}/gradient-{{rank}}.npy\n" in report
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_training(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = small(daemon)
+    with pytest.raises(UsageError, match="file: cannot be made a folder: "):
+        run_job(config, 1, lambda comm: run_train(comm, config, gradients_folder=str(tmp_path / "file")))
 
 
 class WrongSum(Communicator):

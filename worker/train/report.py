@@ -61,7 +61,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `train` is its configuration, `words` the size of its vocabulary; losses are means per pair."""
+    """A whole run. `train` is its configuration, `words` the size of its vocabulary; losses are means per pair.
+
+    `saved_gradients`: the files with each rank's gradient of the last step, "{rank}" for the rank; None if not saved.
+    """
 
     transport: str
     world_size: int
@@ -75,6 +78,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing
     mpi: Baseline | None
     verdict: Verdict
+    saved_gradients: str | None
 
 
 def print_result(console: Console, result: Result) -> None:
@@ -96,6 +100,8 @@ def print_result(console: Console, result: Result) -> None:
         f" elements {gradients.density:.2%} are non-zero on a worker, {gradients.union_density:.2%} on any"
     )
     console.print(_weights(result), style="" if result.verdict.passed else "bold red")
+    if result.saved_gradients:
+        console.print(f"saved each worker's gradient of step {train.steps}: {result.saved_gradients}", markup=False)
 
 
 def _table(result: Result) -> Table:

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.progress import track
 
 from omnireduce.bench.mpi import MpiAllreduce
-from omnireduce.bench.report import check_writable, make_console, write_json_bytes
+from omnireduce.bench.output import check_writable, make_folder, write_json, write_npy
+from omnireduce.bench.recorded import RANK
+from omnireduce.bench.report import make_console
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
@@ -26,25 +28,35 @@ from worker.train.report import Baseline, Gradients, Result, Timing, Verdict, pr
 from worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
 
 _COMMAND = "mpirun -n {} python -m worker train"
+_GRADIENT = "gradient-{}.npy"
 
 
-def run_train(comm: Communicator, config: Config, *, json_path: str | None = None, against_mpi: bool = True) -> int:
+def run_train(
+    comm: Communicator,
+    config: Config,
+    *,
+    json_path: str | None = None,
+    against_mpi: bool = True,
+    gradients_folder: str | None = None,
+) -> int:
     """Train and verify; on rank 0 print the result and write it to `json_path`. Return all ranks' exit status.
 
     It is 1 if ranks ended with different weights, or with others than a one-process run on the same shards, else 0. All
     ranks of `comm` call this with equal arguments. `against_mpi` compares with MPI where that is possible.
+    `gradients_folder`, made if need be, gets each rank's gradient of the last step as gradient-RANK.npy.
 
-    Raises ConfigError when there is too little text, UsageError when the ranks' texts or [train] differ or `json_path`
+    Raises ConfigError when there is too little text, UsageError when the ranks' texts or [train] differ or a file
     cannot be written, and AbortedError when the job failed.
     """
     if json_path is not None and comm.rank == 0:
         check_writable(json_path)
+    folder = None if gradients_folder is None else make_folder(gradients_folder)
     corpus = load_shared_corpus(comm, config)
     held_out = held_out_pairs(corpus, config)
     ours = _trainer(comm, config, corpus, exchange_over(comm, block_size(config)))
     over_mpi, missing = _mpi_trainer(comm, config, corpus) if against_mpi else (None, None)
     loss_before = mean_loss(ours.model, held_out)
-    gradients = _train(comm, config, ours, over_mpi)
+    gradients = _train(comm, config, ours, over_mpi, folder)
     loss_after = mean_loss(ours.model, held_out)
     timing = _timing(comm, ours)
     mpi = _baseline(comm, ours, over_mpi, missing) if against_mpi else None
@@ -63,10 +75,11 @@ def run_train(comm: Communicator, config: Config, *, json_path: str | None = Non
             timing=timing,
             mpi=mpi,
             verdict=verdict,
+            saved_gradients=None if folder is None else str(folder / _GRADIENT.format(RANK)),
         )
         print_result(make_console(), result)
         if json_path is not None:
-            write_json_bytes(msgspec.json.encode(result), json_path)
+            write_json(msgspec.json.encode(result), json_path)
     return 0 if verdict.passed else 1
 
 
@@ -115,11 +128,18 @@ def _mpi_trainer(comm: Communicator, config: Config, corpus: Corpus) -> tuple[Tr
     return _trainer(comm, config, corpus, exchange), None
 
 
-def _train(comm: Communicator, config: Config, ours: Trainer, over_mpi: Trainer | None) -> Gradients:
+def _train(
+    comm: Communicator, config: Config, ours: Trainer, over_mpi: Trainer | None, folder: Path | None
+) -> Gradients:
     """Take all steps of both; return the gradients' sizes and the bytes they took, mean over ranks and steps."""
+
+    def save(gradient: Array) -> None:
+        if folder is not None:
+            write_npy(gradient, folder / _GRADIENT.format(comm.rank))
+
     before = comm.statistics()
     for number in _progress(comm, config, "training"):
-        ours.step(number)
+        ours.step(number, inspect=save if number == config.train.steps - 1 else None)
         if over_mpi:
             over_mpi.step(number)
     after = comm.statistics()

@@ -57,8 +57,11 @@ class Trainer:
         self.gradient = BlockedRows(2 * len(corpus.words), train.dim, block_size(config))
         self.records: list[StepRecord] = []
 
-    def step(self, number: int) -> None:
-        """Draw the shards' batches of step `number`, exchange the gradient, update the model, append to `records`."""
+    def step(self, number: int, inspect: Callable[[Array], None] | None = None) -> None:
+        """Draw the shards' batches of step `number`, exchange the gradient, update the model, append to `records`.
+
+        `inspect` sees the gradient before the exchange; its time is not recorded.
+        """
         gradient = self.gradient
         began = time.perf_counter()
         for rank in self._ranks:
@@ -67,6 +70,8 @@ class Trainer:
             gradient.rows[rows] += values
         computed = time.perf_counter()
         own_blocks = gradient.scan()
+        if inspect:
+            inspect(gradient.rows)
         started = time.perf_counter()
         self._exchange(gradient.rows)
         exchanged = time.perf_counter()

@@ -1,0 +1,66 @@
+"""Result files: written beside their place and moved there when complete, so nobody sees half of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise UsageError now if `path` could not be written later. Leaves the file as it is."""
+    path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"{path}: is a directory, expected a file name")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path}: no permission to write to {path.parent}")
+
+
+def make_folder(path: str | Path) -> Path:
+    """Make the folder and those above it if they are not there; raise UsageError if files cannot be written to it."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be made a folder: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"{path}: no permission to write to this folder")
+    return path
+
+
+def write_json(encoded: bytes, path: str | Path) -> None:
+    """Write encoded JSON, indented, all or nothing. Raises UsageError where that is not possible."""
+    with _replacing(path) as file:
+        file.write(msgspec.json.format(encoded, indent=2) + b"\n")
+
+
+def write_npy(array: Array, path: str | Path) -> None:
+    """Write an .npy file, all or nothing. Raises UsageError where that is not possible."""
+    with _replacing(path) as file:
+        np.save(file, array, allow_pickle=False)
+
+
+@contextmanager
+def _replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """A new file that becomes `path` when the block ends without an exception, and vanishes otherwise."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            with partial.open("wb") as file:
+                yield file
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,54 @@
+"""Which cases a configuration gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnireduce.bench.cases import SyntheticCase, recorded_cases, synthetic_cases
+from omnireduce.config import Config, load_config
+from omnireduce.errors import UsageError
+
+
+def configuration(*overrides: str) -> Config:
+    return load_config(overrides=overrides, environ={})
+
+
+def test_one_case_from_single_values() -> None:
+    config = configuration("bench.density=0.5", "protocol.block_size=512", "bench.seed=7")
+    assert synthetic_cases(config) == [SyntheticCase(26_214_400, "float32", "sum", 512, "random", 0.5, 7)]
+
+
+def test_a_sweep_is_the_product_of_the_lists() -> None:
+    lists = {
+        "elements": [10, 20],
+        "dtype": ["float32", "int8"],
+        "op": ["sum", "max"],
+        "block_size": [0, 8],
+        "overlap": ["full", "random"],
+        "density": [1.0, 0.5, 0.25],
+    }
+    found = synthetic_cases(configuration(*(f"bench.{key}={value}" for key, value in lists.items())))
+    assert len(found) == len(set(found)) == 2**5 * 3
+    assert [case.density for case in found[:4]] == [1.0, 0.5, 0.25, 1.0]
+    assert {case.block_size for case in found} == {256, 8}
+    assert found[-1] == SyntheticCase(20, "int8", "max", 8, "random", 0.25, 1)
+
+
+def test_recorded_cases_are_every_array_with_each_op_and_block_size(tmp_path: Path) -> None:
+    pattern = f"{tmp_path}/arrays-{{rank}}.npz"
+    for rank in range(2):
+        np.savez(pattern.format(rank=rank), weight=np.ones((2, 3), np.float32), count=np.ones(5, np.int8))
+    config = configuration('bench.op=["sum", "mean"]', "bench.block_size=[0, 8]")
+    found = recorded_cases(config, pattern, 2)
+    assert [(case.op, case.block_size, case.array.name) for case in found] == [
+        (op, size, name) for op in ("sum", "mean") for size in (256, 8) for name in ("weight", "count")
+    ]
+    weight, count = found[-2:]
+    assert (weight.elements, weight.dtype, weight.data) == (6, "float32", "weight of arrays-{rank}.npz")
+    assert str(weight) == "mean of weight of arrays-{rank}.npz"
+    weight.check(2)
+    with pytest.raises(UsageError, match="the mean of int8"):
+        count.check(2)
