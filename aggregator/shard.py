@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every job is a descriptor
     settings = config.aggregator
     dead_peer_s = config.transport.dead_peer_s
 

@@ -7,7 +7,6 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.kernels.jit import kernel
 
-
 CHUNK = 64  # blocks that are scanned before the non-zero ones among them are copied, still in a near cache
 
 

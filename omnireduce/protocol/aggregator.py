@@ -196,10 +196,9 @@ class AggregatorMachine:
         extra = message_extra(self._arena[row], header)
         first, expected = self._first
         if extra != expected:
-            other = decode_descriptor(extra)
-            raise _MismatchError(
-                f"collective {self._number}: rank {first} submitted {self._descriptor}, rank {rank} submitted {other}"
-            )
+            sides = sorted([(first, str(self._descriptor)), (rank, str(decode_descriptor(extra)))])
+            what = ", ".join(f"rank {each} submitted {descriptor}" for each, descriptor in sides)
+            raise _MismatchError(f"collective {self._number}: {what}")
 
     def _merge(self, current: Reduction) -> bool:
         if self._filling < 0:
@@ -270,7 +269,8 @@ class AggregatorMachine:
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, _MismatchError):
-            return self.abort(Cause(f"ranks {self._first[0]} and {rank}", f"submitted different collectives: {error}"))
+            low, high = sorted((self._first[0], rank))
+            return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"))
         return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"))
 
 

@@ -96,12 +96,12 @@ class Membership:
     def gone(self, key: Hashable) -> Iterator[MembershipEffect]:
         """A connection that was not yet admitted is over."""
         for job, gathering in list(self._gathering.items()):
-            for rank, (member, _) in list(gathering.members.items()):
-                if member == key:
-                    del gathering.members[rank]
+            ranks = [rank for rank, (member, _) in gathering.members.items() if member == key]
+            for rank in ranks:
+                del gathering.members[rank]
             if not gathering.members:
                 del self._gathering[job]
-            else:
+            elif ranks:
                 yield from self._tell_missing(gathering)
 
     def departed(self, generation: int, rank: int) -> None:
@@ -119,7 +119,8 @@ class Membership:
             if now - gathering.since >= self._limits.join_timeout_s:
                 del self._gathering[job]
                 missing = _missing(gathering)
-                reason = f"job '{job}' was still waiting for ranks {missing} after {self._limits.join_timeout_s:g} s"
+                ranks = ", ".join(map(str, missing[:LISTED])) + (" …" if len(missing) > LISTED else "")
+                reason = f"job '{job}' was still waiting for rank {ranks} after {self._limits.join_timeout_s:g} s"
                 for key, _ in gathering.members.values():
                     yield Answer(key, Refused(reason))
 

@@ -34,7 +34,8 @@ class Reduction:
         self.capacity = capacity(arena.shape[1], self._block_bytes)
         self._indices = np.empty((ranks, self.capacity), np.int64)
         self._position, self._count, self._start = (np.zeros(ranks, np.int64) for _ in range(3))
-        self._frontier = np.full(ranks, NOT_STARTED, np.int64)
+        self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
+        self._frontier = [NOT_STARTED] * ranks
         self._out_indices = np.empty(self.capacity, np.int64)
         self._parts = np.empty((self.capacity, ranks), np.int64)
         self._scratch = np.empty((2, descriptor.block_size if self._half else 0), np.float32)
@@ -45,12 +46,14 @@ class Reduction:
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
         self._position[:] = 0
         self._count[:] = 0
-        self._frontier[:] = NOT_STARTED
+        self._unused = [0] * len(self._unused)
+        self._frontier = [NOT_STARTED] * len(self._frontier)
+        self.watermark = NOT_STARTED  # the lowest frontier: below it nothing can be missing
         self.written = 0
 
     def open(self, rank: int, row: int, header: Header) -> None:
         """Make the message in arena row `row` the one that `rank`'s blocks are taken from. Raises ProtocolError."""
-        low = max(0, int(self._frontier[rank]))
+        low = max(0, self._frontier[rank])
         if header.block_bytes != self._block_bytes or not low <= header.frontier <= self.blocks:
             raise ProtocolError(f"a message that does not fit its collective of {self.blocks} blocks: {header}")
         own = self._indices[rank, : header.block_count]
@@ -58,25 +61,22 @@ class Reduction:
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
         self._position[rank], self._count[rank] = 0, header.block_count
         self._start[rank] = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
+        self._unused[rank] = header.block_count
         self._frontier[rank] = header.frontier
+        self.watermark = min(self._frontier)
 
     def exhausted(self, rank: int) -> bool:
         """All blocks of the rank's open message are used."""
-        return bool(self._position[rank] == self._count[rank])
+        return self._unused[rank] == 0
 
     def ended(self, rank: int) -> bool:
         """The rank has promised that nothing follows."""
-        return bool(self._frontier[rank] == self.blocks)
-
-    @property
-    def watermark(self) -> int:
-        """Below this block nothing can be missing."""
-        return int(self._frontier.min())
+        return self._frontier[rank] == self.blocks
 
     @property
     def laggards(self) -> list[int]:
         """The ranks whose frontier holds the others up."""
-        return [int(rank) for rank in np.flatnonzero(self._frontier == self.watermark)]
+        return [rank for rank, frontier in enumerate(self._frontier) if frontier == self.watermark]
 
     @property
     def full(self) -> bool:
@@ -85,7 +85,7 @@ class Reduction:
     @property
     def complete(self) -> bool:
         """Every block of the union is in this or an earlier result message."""
-        return self.watermark == self.blocks and bool((self._position == self._count).all())
+        return self.watermark == self.blocks and not any(self._unused)
 
     def merge(self, slot: int) -> bool:
         """Reduce what the watermark allows into result slot `slot`; return whether anything was added."""
@@ -96,6 +96,7 @@ class Reduction:
         )  # fmt: skip
         if self.written == first:
             return False
+        self._unused = (self._count - self._position).tolist()
         parts, out = self._parts[: self.written], self._rows[slot]
         if self._half:
             scratch = self._scratch
@@ -107,7 +108,7 @@ class Reduction:
     def seal(self, slot: int, number: int) -> int:
         """Complete the result message in `slot` and start an empty one; return its length in bytes."""
         indices = self._out_indices[: self.written]
-        cut_short = self.full and not bool((self._position == self._count).all())
+        cut_short = self.full and any(self._unused)
         frontier = int(indices[-1]) + 1 if cut_short else self.watermark
         self.written = 0
         return seal(self._results[slot], number, frontier, indices, self._block_bytes)

@@ -79,9 +79,12 @@ class Driver:
         """Carry out effects in order, each as soon as the machine names it."""
         links = self.links
         for effect in effects:
-            if isinstance(effect, Send):
-                for link in links if effect.peer == ALL else (links[effect.peer],):
+            if isinstance(effect, Send) and effect.peer == ALL:
+                for link in links:  # gathered until the end of the turn: waking all ranks for each result costs more
                     link.send(effect.slot, effect.nbytes)
+            elif isinstance(effect, Send):
+                links[effect.peer].send(effect.slot, effect.nbytes)
+                links[effect.peer].flush()  # the peer can merge this while the next one is packed
             elif isinstance(effect, Return):
                 links[effect.peer].return_credit(effect.slot)
             elif isinstance(effect, Tell):

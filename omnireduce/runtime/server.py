@@ -8,6 +8,7 @@ output is still being written.
 from __future__ import annotations
 
 import logging
+import resource
 import selectors
 import socket
 import time
@@ -25,7 +26,7 @@ from omnireduce.wire import Cause, Hello, Leave, Refused, decode_control, encode
 log = logging.getLogger("omnireduce.aggregator")
 HELLO_S = 10.0  # how long a connection may stay without a Hello
 LINGER_S = 1.0  # how long a leaver's last output may take
-MAX_NEWCOMERS = 4096
+MAX_STRANGERS = 4096  # connections that have not said Hello yet; fewer when descriptors are short
 
 
 @dataclass(slots=True, eq=False)
@@ -147,10 +148,19 @@ class ShardServer:
         except OSError as error:
             log.error("cannot accept a connection: %s", error)
             return
-        if len(self._connections) >= MAX_NEWCOMERS:
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(self._timed) >= min(MAX_STRANGERS, descriptors // 2):
+            self._forget(min(self._timed, key=lambda each: each.since))
+        if len(self._connections) >= descriptors * 3 // 4:
+            log.error("turned a connection away: %d are open", len(self._connections))
             sock.close()
             return
-        link = data(sock)
+        try:
+            link = data(sock)
+        except OSError as error:  # the peer has reset the connection already
+            log.info("lost a connection at once: %s", error)
+            sock.close()
+            return
         assert isinstance(link, Link)
         self.adopt(link)
 

@@ -7,6 +7,7 @@ written once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections import deque
@@ -19,18 +20,21 @@ MAX_DESCRIPTORS = 2
 
 
 class ShmLink(StreamLink):
-    """A link over a Unix socket whose block messages stay in shared memory."""
+    """A link over a Unix socket whose block messages stay in shared memory.
+
+    `takes_memory`: the peer may pass descriptors, until `attach_memory`. Only workers take them.
+    """
 
     kind = "shm"
     inline = False
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, *, takes_memory: bool = False) -> None:
         super().__init__(sock, peer)
         self._descriptors: deque[int] = deque()
-        self._attached = False
+        self._takes_memory = takes_memory
 
     def _receive(self, into: memoryview) -> int:
-        if self._attached:
+        if not self._takes_memory:
             return self._sock.recv_into(into)
         data, descriptors, _, _ = socket.recv_fds(self._sock, len(into), MAX_DESCRIPTORS)
         self._descriptors.extend(descriptors)
@@ -38,12 +42,24 @@ class ShmLink(StreamLink):
         return len(data)
 
     def send_control_with_memory(self, body: bytes, up_fd: int, down_fd: int) -> None:
-        """Send a control message together with the descriptors of the upward and downward slots."""
+        """Send a control message together with the descriptors of the upward and downward slots.
+
+        Descriptors cannot wait in a buffer: a peer that has not read what was sent before is hung up on.
+        """
         self.flush()
+        frame = FRAME.pack(CONTROL, 0, len(body)) + body
+        self.counters.sent_bytes += len(frame)
         try:
-            socket.send_fds(self._sock, [FRAME.pack(CONTROL, 0, len(body)) + body], [up_fd, down_fd])
+            if self._output:
+                raise BlockingIOError
+            sent = socket.send_fds(self._sock, [frame], [up_fd, down_fd])
         except OSError:
             self._output_dead = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        else:
+            if sent < len(frame):
+                self._output.append(memoryview(frame)[sent:])
 
     def attach_memory(self, first_up: int, slots: int, slot_bytes: int) -> None:
         """Worker side: map the slots whose descriptors came with the Welcome. Raises TransportError."""
@@ -55,7 +71,7 @@ class ShmLink(StreamLink):
         finally:
             os.close(up)
             os.close(down)
-        self._attached = True
+        self._takes_memory = False
 
     def close(self) -> None:
         super().close()
@@ -94,7 +110,7 @@ def connect_shm(host: str, port: int, timeout_s: float) -> ShmLink:
         except OSError:
             sock.close()
         else:
-            return ShmLink(sock, f"{host}:{port}")
+            return ShmLink(sock, f"{host}:{port}", takes_memory=True)
     raise ConnectionRefusedError(f"no aggregator on this host listens on {host}:{port} for shared memory")
 
 

@@ -1,7 +1,7 @@
 """Links of a simulated network, in virtual time: messages travel, pipes fill up, connections break.
 
 The two ends of a link share a `Network`, which says what time it is and runs what happens later. Like a stream link, an
-end gathers its credits until `flush`, keeps the output that a full pipe does not take, and still delivers what was sent
+end gathers its output until `flush`, keeps the output that a full pipe does not take, and still delivers what was sent
 before a close. When which process polls is the simulation's business: `on_ready` tells it that an end has news.
 """
 
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from omnireduce.transport.base import Credited, Event, Lost, Received
+from omnireduce.transport.base import Control, Event, Lost, Received
 from omnireduce.transport.inproc import FRAME_BYTES, InprocLink, wire_bytes
 
 POISON = 0xEE  # what a receive slot holds once its credit is returned, so that a late reader shows
@@ -69,7 +69,7 @@ class SimLink(InprocLink):
     def _put(self, event: Event) -> None:
         self.counters.sent_bytes += wire_bytes(event)
         self._output.append(event)
-        if not isinstance(event, Credited):
+        if isinstance(event, Control):
             self.flush()
 
     def _has_room(self, nbytes: int) -> bool:

@@ -21,8 +21,9 @@ from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Rece
 
 FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3
-CONTROL_LIMIT = 65536
 READ_BYTES = 65536
+READS_PER_POLL = 16  # then others get their turn, however fast the peer sends; the socket stays readable
+CONTROL_LIMIT = READ_BYTES - FRAME.size  # bytes: a control message and its frame fit the input buffer
 GATHER = 16  # buffers per sendmsg
 
 
@@ -71,7 +72,7 @@ class StreamLink(Link):
     def _send(self, slot: int, nbytes: int) -> None:
         self._small += FRAME.pack(DATA, slot, nbytes)
         self.counters.sent_bytes += FRAME.size + nbytes
-        if self.inline:
+        if self.inline and nbytes:
             self._queue_small()
             self._output.append(self._send_views[slot][:nbytes])
 
@@ -123,7 +124,9 @@ class StreamLink(Link):
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
-        while self._lost is None:
+        for _ in range(READS_PER_POLL):
+            if self._lost is not None:
+                break
             target = self._body if self._body is not None else self._view[self._filled :]
             try:
                 count = self._receive(target)
@@ -163,7 +166,7 @@ class StreamLink(Link):
         while self._filled - at >= FRAME.size and self._body is None and self._lost is None:
             kind, slot, length = FRAME.unpack_from(self._buffer, at)
             body = at + FRAME.size
-            if kind == CONTROL and length <= CONTROL_LIMIT - FRAME.size:
+            if kind == CONTROL and length <= CONTROL_LIMIT:
                 if self._filled - body < length:
                     break
                 events.append(Control(bytes(self._view[body : body + length])))
