@@ -1,0 +1,25 @@
+"""What all tests share: a daemon of three shards, and how hypothesis runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from local_cluster import Daemon
+
+settings.register_profile(
+    "tests",
+    deadline=None,  # machines that run tests are busy
+    print_blob=True,
+    derandomize="CI" in os.environ,
+    max_examples=20 if os.environ.get("NUMBA_DISABLE_JIT") == "1" else 60,  # plain Python kernels are slow
+)
+settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(3) as found:
+        yield found

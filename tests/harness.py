@@ -1,0 +1,275 @@
+"""A whole cluster in one thread: real machines, drivers and links, stepped in a random order from a seed.
+
+Slots lie between guard bytes, so that a write outside of them is seen. A run that cannot go on is known exactly: it is
+a sweep over all drivers in which nothing moves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from samples import Array
+
+from omnireduce.dtypes import element_type
+from omnireduce.layout import Layout
+from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.effects import End
+from omnireduce.protocol.operands import DenseTensor, Operand, RowSet
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.driver import Driver
+from omnireduce.transport.base import Event
+from omnireduce.transport.inproc import InprocLink
+from omnireduce.wire import Descriptor, Header, capacity, message_indices, read_header
+
+GUARD, GUARD_BYTE = 4096, 0xA5
+SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish
+
+
+class Guarded:
+    """An array of zeros between guard bytes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> None:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._memory = np.full(size + 2 * GUARD, GUARD_BYTE, np.uint8)
+        self._size = size
+        self.array = self._memory[GUARD : GUARD + size].view(dtype).reshape(shape)
+        self.array[...] = np.zeros((), dtype)
+
+    def check(self) -> None:
+        outside = np.concatenate([self._memory[:GUARD], self._memory[GUARD + self._size :]])
+        assert (outside == GUARD_BYTE).all(), "bytes outside of an array were written"
+
+
+class Message(NamedTuple):
+    """A block message as it was sent. `down` from the aggregator of `shard` to `rank`, else the other way."""
+
+    shard: int
+    rank: int
+    down: bool
+    header: Header
+    indices: list[int]
+
+
+Tamper = Callable[[int, int, bool, Array, int], int]  # (shard, rank, down, slot, nbytes) -> nbytes
+
+
+class CountedLink(InprocLink):
+    """Counts the events that are put in and taken out, and shows block messages to `record` and `tamper`."""
+
+    def __init__(self, cluster: InprocCluster, shard: int, rank: int, down: bool) -> None:
+        super().__init__(f"aggregator {shard}" if not down else f"rank {rank}")
+        self._cluster, self._ends = cluster, (shard, rank, down)
+
+    def _send(self, slot: int, nbytes: int) -> None:
+        assert len(self._under_way) <= len(self.send_slots)
+        if self._cluster.record is not None:
+            header = read_header(self.send_slots[slot], nbytes)
+            indices = message_indices(self.send_slots[slot], header).tolist()
+            self._cluster.record.append(Message(*self._ends, header, indices))
+        if self._cluster.tamper is not None:
+            nbytes = self._cluster.tamper(*self._ends, self.send_slots[slot], nbytes)
+        super()._send(slot, nbytes)
+
+    def deliver(self, event: Event) -> None:
+        self._cluster.moved += 1
+        super().deliver(event)
+
+    def poll(self) -> Sequence[Event]:
+        events = super().poll()
+        self._cluster.moved += len(events)
+        return events
+
+
+class InprocCluster:
+    """`world_size` workers and `shards` aggregators.
+
+    `record` may be set to a list that collects all block messages, `tamper` to a function that changes them under way.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        shards: int = 1,
+        slots: int = 2,
+        slot_bytes: int = 4096,
+        scan_span: int = 64,
+        stripe_blocks: int = 4,
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.world_size, self.shards, self.slots, self.stripe_blocks = world_size, shards, slots, stripe_blocks
+        self.now, self.moved = 0.0, 0
+        self.record: list[Message] | None = None
+        self.tamper: Tamper | None = None
+        self.random = random.Random(seed)
+        self.guards: list[Guarded] = []
+        self.finished: list[list[int]] = [[] for _ in range(world_size)]
+        self.worker_ends: list[End | None] = [None] * world_size
+        self.aggregator_ends: list[End | None] = [None] * shards
+        self.warnings: list[str] = []
+        self.arenas = [self._guarded(world_size * slots, slot_bytes) for _ in range(shards)]
+        self.results = [self._guarded(slots, slot_bytes) for _ in range(shards)]
+        self.up = [[CountedLink(self, shard, rank, False) for shard in range(shards)] for rank in range(world_size)]
+        self.down = [[CountedLink(self, shard, rank, True) for rank in range(world_size)] for shard in range(shards)]
+        for shard in range(shards):
+            for rank in range(world_size):
+                self._join(shard, rank)
+        members = [f"rank {rank} (host h{rank}, pid {100 + rank})" for rank in range(world_size)]
+        self.aggregators = [
+            AggregatorMachine(members, arena, results) for arena, results in zip(self.arenas, self.results, strict=True)
+        ]
+        self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
+        self.worker_drivers = [self._worker_driver(rank) for rank in range(world_size)]
+        self.aggregator_drivers = [self._aggregator_driver(shard) for shard in range(shards)]
+        self._submitted = [0] * world_size
+
+    def _guarded(self, rows: int, slot_bytes: int) -> Array:
+        self.guards.append(Guarded((rows, slot_bytes)))
+        return self.guards[-1].array
+
+    def _join(self, shard: int, rank: int) -> None:
+        up, down = self.up[rank][shard], self.down[shard][rank]
+        up.other, down.other = down, up
+        own = self.arenas[shard][rank * self.slots : (rank + 1) * self.slots]
+        up.attach(own, self.results[shard])
+        down.attach(self.results[shard], own)
+
+    def _worker(self, rank: int, name: str, scan_span: int, timeout_s: float) -> WorkerMachine:
+        links = self.up[rank]
+        slots = [(link.send_slots, link.receive_slots) for link in links]
+        addresses = [f"127.0.0.1:{7400 + shard}" for shard in range(self.shards)]
+        return WorkerMachine(slots, addresses, name, scan_span=scan_span, timeout_s=timeout_s)
+
+    def _worker_driver(self, rank: int) -> Driver:
+        def on_end(end: End) -> None:
+            self.worker_ends[rank] = end
+
+        return Driver(
+            self.workers[rank],
+            self.up[rank],
+            lambda: self.now,
+            on_finish=self.finished[rank].append,
+            on_end=on_end,
+            on_warn=self.warnings.append,
+        )
+
+    def _aggregator_driver(self, shard: int) -> Driver:
+        def on_end(end: End) -> None:
+            self.aggregator_ends[shard] = end
+
+        return Driver(
+            self.aggregators[shard], self.down[shard], lambda: self.now, on_end=on_end, on_warn=self.warnings.append
+        )
+
+    # collectives
+
+    def submit(self, rank: int, descriptor: Descriptor, operand: Operand) -> None:
+        assert self.workers[rank].fits(operand.block_bytes)
+        self.workers[rank].submit(descriptor, operand, self.now)
+        self._submitted[rank] += 1
+
+    def layout(self, elements: int, block_size: int) -> Layout:
+        return Layout(elements, block_size, self.shards, self.stripe_blocks)
+
+    def allreduce(
+        self,
+        rank: int,
+        x: Array,
+        out: Array | None = None,
+        *,
+        op: Any = "sum",
+        name: str = "",
+        block_size: int = 8,
+    ) -> Array:
+        """Submit what `Communicator.allreduce` would; the result is there when the run is over."""
+        target, element = x if out is None else out, element_type(x.dtype)
+        descriptor = Descriptor("allreduce", name, op, element.name, x.size, block_size)
+        operand = DenseTensor(x, target, self.layout(x.size, block_size), element.zero_mask)
+        self.submit(rank, descriptor, operand)
+        return target
+
+    def rows(self, rank: int, numbers: Array, values: Array, n_rows: int) -> RowSet:
+        length = values.shape[1]
+        operand = RowSet(numbers, values, self.layout(n_rows * length, length))
+        dtype = element_type(values.dtype).name
+        self.submit(rank, Descriptor("rows", "", "sum", dtype, n_rows * length, length), operand)
+        return operand
+
+    def move_bytes(self, rank: int, kind: Any, source: Array | None, target: Array, block_size: int = 8) -> None:
+        """What broadcast, allgather and barrier are made of; `source` None contributes nothing."""
+        same = source is target
+        target = target.view(np.uint8)
+        source = target if same else source if source is None else source.view(np.uint8)
+        operand = DenseTensor(source, target, self.layout(target.size, block_size), element_type(np.uint8).zero_mask)
+        self.submit(rank, Descriptor(kind, "", "sum", "uint8", target.size, block_size), operand)
+
+    # stepping
+
+    def settle(self, idle: Mapping[Driver, float] | None = None, paused: Collection[Driver] = ()) -> None:
+        """Step all drivers in random order until nothing moves any more.
+
+        `idle[driver]` is the probability that a step of that driver is left out as long as others move; without `idle`
+        every driver gets one of its own. Drivers that are `paused` do nothing at all.
+        """
+        drivers = [each for each in (*self.worker_drivers, *self.aggregator_drivers) if each not in paused]
+        if idle is None:
+            idle = {driver: self.random.choice([0.0, 0.0, 0.5, 0.95]) for driver in drivers}
+        steps = [(driver, peer) for driver in drivers for peer in [*range(len(driver.links)), None]]
+        patient = False
+        for _ in range(SWEEPS):
+            before, skipped = self.moved, False
+            self.random.shuffle(steps)
+            for driver, peer in steps:
+                if not patient and self.random.random() < idle.get(driver, 0.0):
+                    skipped = True
+                elif peer is None:
+                    driver.advance()
+                else:
+                    driver.feed(peer)
+            if self.moved == before and not skipped and patient:
+                return
+            patient = self.moved == before
+        raise AssertionError(f"still moving after {SWEEPS} sweeps")
+
+    def run(self, idle: Mapping[Driver, float] | None = None) -> None:
+        """Step until every collective is finished on every rank; then nothing may be left over."""
+        self.settle(idle)
+        for rank, worker in enumerate(self.workers):
+            assert self.worker_ends[rank] is None, self.worker_ends[rank]
+            assert worker.under_way == 0, f"stuck: rank {rank} has finished {self.finished[rank]}"
+            assert self.finished[rank] == list(range(self._submitted[rank]))
+        self.check_slots_are_back()
+        self.check_guards()
+
+    def check_slots_are_back(self) -> None:
+        everything = list(range(self.slots))
+        for rank, worker in enumerate(self.workers):
+            for stream in worker._streams:
+                assert sorted(stream._free) == everything, f"rank {rank} lacks send slots"
+        for shard, machine in enumerate(self.aggregators):
+            assert machine.idle
+            assert sorted(machine._free) == everything, f"aggregator {shard} lacks result slots"
+        for link in [link for links in (*self.up, *self.down) for link in links]:
+            assert not link._under_way
+            assert not link._held
+
+    def check_guards(self) -> None:
+        for guard in self.guards:
+            guard.check()
+
+    def culprits(self) -> set[str]:
+        """Whom the workers' errors name; fails if a worker got none."""
+        assert all(end is not None and end.cause is not None for end in self.worker_ends), self.worker_ends
+        return {end.cause.culprit for end in self.worker_ends if end is not None and end.cause is not None}
+
+
+def slot_bytes_for(blocks: int, block_bytes: int) -> int:
+    """The smallest slot size, a multiple of 8, in which `blocks` blocks fit."""
+    size = 8
+    while capacity(size, block_bytes) < blocks:
+        size += 8
+    return size

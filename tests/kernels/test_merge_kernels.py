@@ -1,0 +1,147 @@
+"""The union of the ranks' indices, the check of a peer's indices, and the placing of rows, against obvious loops."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_values
+from samples import DTYPES, Array, sparse_tensor
+
+from omnireduce.kernels.merge import ABSENT, plan_union
+from omnireduce.kernels.scatter import add_rows, admit_indices, scatter_blocks
+
+SEEDS = st.integers(0, 2**32 - 1)
+LIMITS = np.iinfo(np.int64)
+FAR = 2**40  # beyond what 32 bits can count
+
+
+class Union:
+    """The arguments of `plan_union` for given lists of indices."""
+
+    def __init__(self, lists: list[list[int]], capacity: int, block_size: int = 8) -> None:
+        ranks, longest = len(lists), max(map(len, lists), default=0) + 2
+        self.indices = np.full((ranks, longest), LIMITS.min)  # what is behind a rank's count must not count
+        for rank, each in enumerate(lists):
+            self.indices[rank, : len(each)] = each
+        self.position, self.count = np.zeros(ranks, np.int64), np.array([len(each) for each in lists])
+        self.start = np.arange(ranks) * 1000
+        self.block_size = block_size
+        self.out_indices, self.parts = np.full(capacity, -9), np.full((capacity, ranks), -9)
+        self.written = 0
+
+    def plan(self, watermark: int) -> None:
+        self.written = plan_union(
+            *(self.indices, self.position, self.count, self.start, self.block_size, watermark),
+            *(self.out_indices, self.parts, self.written),
+        )
+
+
+@given(
+    lists=st.lists(st.lists(st.integers(0, 30), unique=True).map(sorted), min_size=1, max_size=5),
+    capacity=st.integers(1, 12),
+    marks=st.lists(st.integers(0, 40), max_size=4).map(sorted),
+    base=st.sampled_from([0, FAR]),
+)
+def test_plan_union(lists: list[list[int]], capacity: int, marks: list[int], base: int) -> None:
+    lists = [[block + base for block in each] for each in lists]
+    union = Union(lists, capacity)
+    wanted = sorted(set().union(*lists))
+    done: list[int] = []
+    for watermark in [mark + base for mark in marks] + [base + 41] * (len(wanted) + 1):
+        before = union.written
+        union.plan(watermark)
+        found = [int(block) for block in union.out_indices[before : union.written]]
+        ready = [block for block in wanted if block < watermark][len(done) :]
+        assert found == ready[: capacity - before]
+        for k, block in enumerate(found, before):
+            for rank, each in enumerate(lists):
+                part = union.start[rank] + each.index(block) * union.block_size if block in each else ABSENT
+                assert union.parts[k, rank] == part
+        done += found
+        assert list(union.position) == [sum(block in done for block in each) for each in lists]
+        assert (union.out_indices[union.written :] == -9).all()
+        if union.written == capacity:  # the caller sends the result and starts an empty one
+            union.written = 0
+            union.out_indices[:] = -9
+    assert done == wanted
+
+
+def test_plan_union_takes_nothing_at_the_watermark() -> None:
+    union = Union([[5], [4, 5]], 4)
+    union.plan(5)
+    assert (union.written, union.out_indices[0]) == (1, 4)
+    union.plan(5)
+    assert union.written == 1
+
+
+def test_plan_union_counts_beyond_32_bits() -> None:
+    union = Union([[2**31, 2**61], [2**32 + 1]], 4, block_size=2**20)
+    union.start[:] = 2**33, 2**34
+    union.plan(2**62)
+    assert list(union.out_indices[:3]) == [2**31, 2**32 + 1, 2**61]
+    assert union.parts[:3].tolist() == [[2**33, ABSENT], [ABSENT, 2**34], [2**33 + 2**20, ABSENT]]
+
+
+INDICES = st.lists(st.integers(-3, 12) | st.integers(LIMITS.min, LIMITS.max), max_size=6)
+
+
+@given(
+    peer=INDICES | INDICES.map(sorted) | st.lists(st.integers(0, 9), unique=True).map(sorted),
+    low=st.integers(0, 10),
+    high=st.integers(0, 12),
+    base=st.sampled_from([0, FAR]),
+)
+def test_admit_indices(peer: list[int], low: int, high: int, base: int) -> None:
+    moved = [min(index + base, LIMITS.max) for index in peer]
+    shared = np.array(moved, np.int64)
+    own = np.full(len(moved), -9)
+    ascending = all(a < b for a, b in itertools.pairwise(moved))
+    inside = all(low + base <= index < high + base for index in moved)
+    assert admit_indices(shared, low + base, high + base, own) == (ascending and inside)
+    assert list(own) == moved
+
+
+@pytest.mark.parametrize("index", [-1, LIMITS.min, LIMITS.max, 2**62])
+def test_admit_indices_refuses_what_would_lie_outside(index: int) -> None:
+    assert not admit_indices(np.array([index]), 0, 2**62, np.zeros(1, np.int64))
+    assert admit_indices(np.array([2**62 - 1]), 2**31, 2**62, np.zeros(1, np.int64))
+
+
+@given(seed=SEEDS, blocks=st.integers(0, 30), words=st.integers(1, 9), spare=st.integers(0, 3))
+def test_scatter_blocks(seed: int, blocks: int, words: int, spare: int) -> None:
+    rng = np.random.default_rng(seed)
+    indices = np.flatnonzero(rng.random(blocks) < 0.5)
+    rows = rng.integers(0, 2**63, (indices.size + spare, words), np.uint64)
+    target = rng.integers(0, 2**63, (blocks, words), np.uint64)
+    expected = target.copy()
+    expected[indices] = rows[: indices.size]
+    scatter_blocks(target, rows, indices)
+    assert (target == expected).all()
+
+
+def add_slowly(values: Array, order: Array, starts: Array) -> Array:
+    out = np.zeros((starts.size - 1, values.shape[1]), values.dtype)
+    with np.errstate(all="ignore"):
+        for group in range(starts.size - 1):
+            members = order[starts[group] : starts[group + 1]]
+            out[group] = values[members[0]]
+            for member in members[1:]:
+                out[group] = out[group] + values[member]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name not in ("float16", "bfloat16")])
+@given(seed=SEEDS, n=st.integers(1, 20), length=st.integers(1, 9))
+def test_add_rows(dtype: str, seed: int, n: int, length: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = sparse_tensor(rng, dtype, n * length, length, 0.9).reshape(n, length)
+    cuts = np.flatnonzero(rng.random(n - 1) < 0.4) + 1 if n > 1 else np.zeros(0, np.int64)
+    order, starts = rng.permutation(n), np.concatenate([[0], cuts, [n]]).astype(np.int64)
+    out = np.zeros((starts.size - 1, length), values.dtype)
+    add_rows(values, order, starts, out)
+    expected = add_slowly(values, order, starts)
+    assert_same_values(out, expected)

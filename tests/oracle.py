@@ -1,0 +1,65 @@
+"""The slow, obvious oracle: what a reduction must give, in plain NumPy and in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+STEPS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "prod": np.multiply,
+}
+
+
+def reduce_in_rank_order(tensors: Sequence[Array], op: str) -> Array:
+    """Combine `tensors`, one of each rank, all of one shape and dtype; every argument stays as it is.
+
+    16-bit floats are kept in float32 and rounded once, a mean is a sum divided once, integers wrap, and NaN wins.
+    """
+    dtype = tensors[0].dtype
+    wide = np.dtype(np.float32) if dtype in HALVES else dtype
+    total = tensors[0].astype(wide)
+    with np.errstate(all="ignore"):
+        for tensor in tensors[1:]:
+            total = STEPS[op](total, tensor.astype(wide)).astype(wide)
+        if op == "mean":
+            total = (total / wide.type(len(tensors))).astype(wide)
+        return total.astype(dtype)
+
+
+def is_number(array: Array) -> Array:
+    """Per element: it is not NaN."""
+    with np.errstate(invalid="ignore"):  # signalling NaN of bfloat16
+        return array == array
+
+
+def bits(array: Array) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def assert_same_values(found: Array, expected: Array, what: str = "") -> None:
+    """Equal values: NaN equals NaN, and -0 equals +0."""
+    assert found.dtype == expected.dtype, f"{what}: {found.dtype}, expected {expected.dtype}"
+    assert found.shape == expected.shape, f"{what}: shape {found.shape}, expected {expected.shape}"
+    with np.errstate(invalid="ignore"):
+        same = (found == expected) | ~(is_number(found) | is_number(expected))
+    if not np.all(same):
+        at = np.flatnonzero(~np.ravel(same))
+        first = [(int(i), np.ravel(found)[i], np.ravel(expected)[i]) for i in at[:5]]
+        raise AssertionError(f"{what}: {at.size} wrong elements, the first as (index, found, expected): {first}")
+
+
+def assert_results(results: Sequence[Array], expected: Array) -> None:
+    """The ranks' results are the same, bit by bit, and equal the oracle in value."""
+    for rank, result in enumerate(results):
+        assert_same_values(result, expected, f"rank {rank}")
+        assert bits(result) == bits(results[0]), f"rank {rank} differs from rank 0 in bits"

@@ -1,0 +1,318 @@
+"""Who may join which job: cases by name, and a random life of a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from omnireduce.protocol.membership import Admit, Answer, Limits, Membership, MembershipEffect, member_name
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
+
+LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
+
+
+def hello(rank: int, world_size: int = 2, **changes: Any) -> Hello:
+    fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "job": "job", "rank": rank, "world_size": world_size}
+    fields |= {"shard": 0, "shards": 1, "slots": 4, "slot_bytes": 65536, "host": "h", "pid": 100 + rank}
+    return Hello(**(fields | changes))
+
+
+def join(membership: Membership, *ranks: int, world_size: int = 2, now: float = 0.0, **changes: Any) -> list[Any]:
+    """Say hello as `ranks`, from connections named (job, rank); return the effects of the last one."""
+    effects: list[MembershipEffect] = []
+    for rank in ranks:
+        message = hello(rank, world_size, **changes)
+        effects = list(membership.hello((message.job, rank), message, now))
+    return effects
+
+
+def refusal(effects: list[Any]) -> str:
+    (answer,) = effects
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.message, Refused)
+    return answer.message.reason
+
+
+def test_the_last_rank_starts_the_job_in_rank_order() -> None:
+    membership = Membership(LIMITS)
+    assert join(membership, 2, world_size=3) == [Answer(("job", 2), Pending([0, 1], 2))]
+    assert join(membership, 0, world_size=3) == [Answer(("job", key), Pending([1], 1)) for key in (2, 0)]
+    (admit,) = join(membership, 1, world_size=3)
+    assert (admit.generation, admit.job) == (1, "job")
+    assert admit.keys == [("job", 0), ("job", 1), ("job", 2)]
+    assert [each.rank for each in admit.hellos] == [0, 1, 2]
+    assert membership.deadline is None
+
+
+def test_a_job_of_one_starts_at_once() -> None:
+    (admit,) = join(Membership(LIMITS), 0, world_size=1)
+    assert isinstance(admit, Admit)
+
+
+def test_jobs_with_different_names_are_apart() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0, job="a")
+    join(membership, 0, job="b")
+    (first,) = join(membership, 1, job="b")
+    (second,) = join(membership, 1, job="a")
+    assert [(each.generation, each.job) for each in (first, second)] == [(1, "b"), (2, "a")]
+
+
+def test_many_missing_ranks_are_named_in_part() -> None:
+    (answer,) = join(Membership(LIMITS), 3, world_size=40)
+    assert answer.message == Pending([0, 1, 2, *range(4, 17)], 39)
+
+
+def test_a_rank_cannot_join_twice() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0)
+    again = hello(0, host="other", pid=7)
+    assert "rank 0 (host h, pid 100) is already in job 'job'" in refusal(list(membership.hello("new", again, 0.0)))
+    (admit,) = join(membership, 1)
+    assert admit.keys == [("job", 0), ("job", 1)]
+    assert "rank 0 (host h, pid 100) is already in job 'job'" in refusal(list(membership.hello("new", again, 0.0)))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"world_size": 3}, {"shards": 2}, {"shards": 2, "shard": 1}, {"slots": 5}, {"slot_bytes": 131072}]
+)
+def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0)
+    reason = refusal(list(membership.hello("new", hello(1, **changes), 0.0)))
+    name = next(iter(changes))
+    assert reason.startswith(f"{name} {changes[name]} differs from ")
+    assert "rank 0 (host h, pid 100) in job 'job'" in reason
+    assert isinstance(join(membership, 1)[0], Admit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": PROTOCOL_VERSION + 1}, f"protocol version {PROTOCOL_VERSION + 1}"),
+        ({"rank": -1}, "rank -1 of 2 does not exist"),
+        ({"rank": 2}, "rank 2 of 2 does not exist"),
+        ({"world_size": 0}, "rank 0 of 0 does not exist"),
+        ({"world_size": -(2**62)}, "does not exist"),
+        ({"world_size": 41}, "world size 41; aggregator.max_world_size is 40"),
+        ({"world_size": 2**62}, "aggregator.max_world_size is 40"),
+        ({"shard": 1}, "shard 1 of 1 does not exist"),
+        ({"shard": -1}, "shard -1 of 1 does not exist"),
+        ({"shards": 0}, "shard 0 of 0 does not exist"),
+        ({"slots": 1}, "1 slots; expected 2 to 64"),
+        ({"slots": 65}, "65 slots; expected 2 to 64"),
+        ({"slot_bytes": 65536 - 4096}, "slots of 61440 bytes"),
+        ({"slot_bytes": 65536 + 8}, "slots of 65544 bytes"),
+        ({"slot_bytes": (64 << 20) + 4096}, "slots of"),
+        ({"slots": 64, "slot_bytes": 1 << 20}, f"the job needs {3 * 64 << 20} bytes of slots"),
+        ({"job": ""}, "1 to 200 characters"),
+        ({"job": "j" * 201}, "1 to 200 characters"),
+        ({"host": "h" * 256}, "host names"),
+        ({"timeout_s": 0.0}, "a time-out of 0 s"),
+        ({"timeout_s": float("nan")}, "a time-out of nan s"),
+    ],
+)
+def test_a_hello_out_of_range_is_refused(changes: dict[str, Any], words: str) -> None:
+    membership = Membership(LIMITS)
+    assert words in refusal(list(membership.hello("key", hello(**({"rank": 0} | changes)), 0.0)))
+    assert membership.deadline is None
+
+
+def test_no_more_jobs_than_allowed() -> None:
+    membership = Membership(LIMITS)
+    (running,) = join(membership, 0, job="a", world_size=1)
+    join(membership, 0, job="b")
+    join(membership, 0, job="c")
+    assert "3 jobs are here already" in refusal(join(membership, 0, job="d"))
+    assert isinstance(join(membership, 1, job="c")[0], Admit)  # it was counted already
+    membership.finished(running.generation)
+    assert join(membership, 0, job="d") == [Answer(("d", 0), Pending([1], 1))]
+
+
+def test_a_rank_that_goes_while_the_job_gathers_may_come_again() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0, 1, world_size=3)
+    assert list(membership.gone(("job", 0))) == [Answer(("job", 1), Pending([0, 2], 2))]
+    join(membership, 0, world_size=3)
+    assert isinstance(join(membership, 2, world_size=3)[0], Admit)
+
+
+def test_the_last_one_to_go_takes_the_job_along() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0)
+    assert list(membership.gone(("job", 0))) == []
+    assert membership.deadline is None
+    join(membership, 0, 1, world_size=3)  # another size: nothing was left of the first one
+
+
+def test_going_unknown_is_nothing() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0)
+    assert list(membership.gone("stranger")) == []
+    membership.departed(99, 0)
+    membership.finished(99)
+    assert isinstance(join(membership, 1)[0], Admit)
+
+
+def test_a_new_generation_gathers_while_the_old_one_leaves() -> None:
+    membership = Membership(LIMITS)
+    (old,) = join(membership, 0, 1)
+    membership.departed(old.generation, 1)
+    assert join(membership, 1) == [Answer(("job", 1), Pending([0], 1))]
+    assert "already in job" in refusal(join(membership, 0))
+    membership.departed(old.generation, 0)
+    (new,) = join(membership, 0)
+    assert new.generation == old.generation + 1
+    membership.finished(old.generation)
+    assert "already in job" in refusal(join(membership, 0))
+    membership.finished(new.generation)
+    assert isinstance(join(membership, 0)[0], Answer)
+
+
+def test_gathering_for_too_long_is_refused() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 1, world_size=4, now=5.0)
+    join(membership, 3, world_size=4, now=20.0)
+    join(membership, 0, job="later", now=6.0)
+    assert membership.deadline == 35.0
+    assert list(membership.expire(34.9)) == []
+    answers = list(membership.expire(35.0))
+    assert {answer.key for answer in answers} == {("job", 1), ("job", 3)}
+    assert all("waiting for rank 0, 2 after 30 s" in refusal([answer]) for answer in answers)
+    assert membership.deadline == 36.0
+
+
+def test_an_expired_job_of_many_ranks_is_described_in_few_words() -> None:
+    membership = Membership(Limits(3, 100_000, 1 << 40, 30.0))
+    join(membership, 0, world_size=100_000)
+    assert len(refusal(list(membership.expire(30.0)))) < 1000
+
+
+def test_draining_refuses_those_who_wait_and_those_who_come() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0)
+    (running,) = join(membership, 0, 1, job="running")
+    assert refusal(list(membership.drain())) == "the aggregator is shutting down"
+    assert membership.deadline is None
+    assert "shutting down" in refusal(join(membership, 1))
+    membership.finished(running.generation)
+    assert list(membership.drain()) == []
+
+
+class Life(RuleBasedStateMachine):
+    """Connections that come, wait, are admitted and go, in any order."""
+
+    hellos = Bundle("hellos")
+    generations = Bundle("generations")
+
+    @initialize()
+    def start(self) -> None:
+        self.membership = Membership(LIMITS)
+        self.now = 0.0
+        self.next_key = 0
+        self.waiting: dict[Hashable, Hello] = {}  # by connection
+        self.running: dict[int, dict[int, Hello]] = {}  # by generation, the ranks that are still there
+        self.started = 0
+
+    def read(self, effects: Iterable[MembershipEffect]) -> list[int]:
+        """Keep the model in step; return the generations that started."""
+        started = []
+        for effect in effects:
+            if isinstance(effect, Admit):
+                self.admitted(effect)
+                started.append(effect.generation)
+            elif isinstance(effect.message, Refused):
+                del self.waiting[effect.key]
+            else:
+                mine = self.waiting[effect.key]
+                here = {each.rank for each in self.waiting.values() if each.job == mine.job}
+                missing = [rank for rank in range(mine.world_size) if rank not in here]
+                assert effect.message == Pending(missing[:16], len(missing))
+        return started
+
+    def admitted(self, admit: Admit) -> None:
+        assert not self.membership.draining
+        assert admit.generation > self.started
+        self.started = admit.generation
+        assert [self.waiting.pop(key) for key in admit.keys] == admit.hellos
+        assert [each.rank for each in admit.hellos] == list(range(admit.hellos[0].world_size))
+        agreed = {(each.job, each.world_size, each.shards, each.shard, each.slots) for each in admit.hellos}
+        assert len(agreed) == 1
+        there = {(each.job, each.rank) for ranks in self.running.values() for each in ranks.values()}
+        assert not any((admit.job, rank) in there for rank in range(len(admit.keys)))
+        self.running[admit.generation] = {each.rank: each for each in admit.hellos}
+
+    @rule(
+        target=generations,
+        job=st.sampled_from("abcde"),
+        rank=st.integers(0, 2),
+        world_size=st.sampled_from([1, 2, 2, 2, 3]),
+        slots=st.sampled_from([4, 4, 4, 5]),
+    )
+    def comes(self, job: str, rank: int, world_size: int, slots: int) -> Any:
+        self.next_key += 1
+        message = hello(rank, world_size, job=job, slots=slots)
+        self.waiting[self.next_key] = message
+        before = {key: each for key, each in self.waiting.items() if key != self.next_key}
+        others = [each for each in before.values() if each.job == job]
+        agrees = all((each.world_size, each.slots) == (world_size, slots) and each.rank != rank for each in others)
+        is_there = any(
+            each.job == job and each.rank == rank for ranks in self.running.values() for each in ranks.values()
+        )
+        jobs = len({each.job for each in before.values()}) + len(self.running)
+        room = bool(others) or jobs < LIMITS.max_jobs
+        welcome = rank < world_size and agrees and not is_there and room and not self.membership.draining
+        started = self.read(self.membership.hello(self.next_key, message, self.now))
+        assert bool(started) == (welcome and len(others) + 1 == world_size)
+        assert (self.next_key in self.waiting or bool(started)) == welcome
+        return multiple(*started)
+
+    @rule(data=st.data())
+    def goes_while_waiting(self, data: st.DataObject) -> None:
+        if self.waiting:
+            key = data.draw(st.sampled_from(sorted(self.waiting)))  # type: ignore[type-var]
+            del self.waiting[key]
+            assert self.read(self.membership.gone(key)) == []
+
+    @rule(generation=generations, rank=st.integers(0, 2))
+    def departs(self, generation: int, rank: int) -> None:
+        self.membership.departed(generation, rank)
+        self.running.get(generation, {}).pop(rank, None)
+
+    @rule(generation=consumes(generations))
+    def finishes(self, generation: int) -> None:
+        self.membership.finished(generation)
+        self.running.pop(generation, None)
+
+    @rule(seconds=st.sampled_from([1.0, 15.0, 31.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        due = self.membership.deadline is not None and self.membership.deadline <= self.now
+        before = len(self.waiting)
+        self.read(self.membership.expire(self.now))
+        assert (len(self.waiting) < before) == due
+
+    @rule(really=st.integers(0, 9))
+    def drains(self, really: int) -> None:
+        if really == 0:
+            self.read(self.membership.drain())
+            assert not self.waiting
+
+    @invariant()
+    def deadlines_are_ahead(self) -> None:
+        deadline = self.membership.deadline
+        assert (deadline is not None) == bool(self.waiting)
+        assert deadline is None or deadline <= self.now + LIMITS.join_timeout_s
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_member_name() -> None:
+    assert member_name(hello(3, 4, host="node7", pid=12)) == "rank 3 (host node7, pid 12)"

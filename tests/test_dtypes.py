@@ -1,0 +1,53 @@
+"""Element types and the zero rule on bits."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from samples import DTYPES, awkward_values
+
+from omnireduce.dtypes import ELEMENT_TYPES, element_type
+from omnireduce.errors import UsageError
+
+
+def test_the_nine_types() -> None:
+    assert set(DTYPES) == {
+        *("float16", "bfloat16", "float32", "float64"),
+        *("int8", "int16", "int32", "int64", "uint8"),
+    }
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_type_is_found_by_its_dtype(name: str) -> None:
+    element = ELEMENT_TYPES[name]
+    assert element_type(element.dtype) is element
+    assert (element.name, element.dtype.name, element.itemsize) == (name, name, element.storage.itemsize)
+    assert element.is_float == ("float" in name)
+    assert element.is_half == (name in ("float16", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.uint16, np.uint32, np.uint64, np.bool_, np.complex64, "S4", "O", ">f4", "M8[s]", ml_dtypes.int4]
+)
+def test_other_types_are_refused_with_the_list_of_those_that_work(dtype: object) -> None:
+    with pytest.raises(UsageError, match=r"cannot reduce arrays of .*; supported are float16, bfloat16, float32"):
+        element_type(dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_mask_leaves_nothing_of_a_zero_and_something_of_all_else(name: str) -> None:
+    element = ELEMENT_TYPES[name]
+    values = np.concatenate([awkward_values(name), np.array([0, 1], element.dtype)])
+    for value in values:
+        for at in range(8 // element.itemsize):
+            word = np.zeros(8 // element.itemsize, element.dtype)
+            word[at] = value
+            assert bool(word.view(np.uint64)[0] & element.zero_mask) == bool(value != 0), (value, at)
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if ELEMENT_TYPES[name].is_float])
+def test_minus_zero_is_zero(name: str) -> None:
+    word = np.full(8, -0.0, ELEMENT_TYPES[name].dtype).view(np.uint64)[0]
+    assert word != 0
+    assert word & ELEMENT_TYPES[name].zero_mask == 0

@@ -1,0 +1,205 @@
+"""Block messages and control messages: what is written is read, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import DTYPES
+
+from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.errors import ProtocolError
+from omnireduce.wire import (
+    EXTRA_BYTES,
+    HEADER_BYTES,
+    NAME_CHARACTERS,
+    Aborted,
+    Cause,
+    Descriptor,
+    Goodbye,
+    Header,
+    Hello,
+    Leave,
+    Pending,
+    Refused,
+    Waiting,
+    Welcome,
+    block_rows,
+    capacity,
+    decode_control,
+    decode_descriptor,
+    encode_control,
+    encode_descriptor,
+    message_extra,
+    message_indices,
+    read_header,
+    seal,
+)
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+BYTES = np.dtype(np.uint8)
+
+
+@given(
+    slot_bytes=st.integers(0, 1 << 16).map(lambda size: size * 8),
+    block_bytes=st.integers(1, 5000),
+)
+def test_a_full_slot_holds_its_blocks_indices_and_extra(slot_bytes: int, block_bytes: int) -> None:
+    rows = capacity(slot_bytes, block_bytes)
+    used = (HEADER_BYTES + rows * block_bytes + 7) // 8 * 8 + rows * 8 + EXTRA_BYTES
+    assert rows == 0 or used <= slot_bytes
+    one_more = HEADER_BYTES + (rows + 1) * (block_bytes + 8) + EXTRA_BYTES + 8
+    assert one_more > slot_bytes, "there was room for one more"
+
+
+@given(
+    rows=st.integers(0, 12),
+    spare=st.integers(1, 3),
+    block_bytes=st.integers(1, 70),
+    collective=st.integers(0, 2**64 - 1),
+    frontier=INT64,
+    data=st.data(),
+)
+def test_a_message_reads_back(
+    rows: int, spare: int, block_bytes: int, collective: int, frontier: int, data: st.DataObject
+) -> None:
+    slot_bytes = (HEADER_BYTES + EXTRA_BYTES + 8 + (rows + spare) * (block_bytes + 8) + 7) // 8 * 8
+    slot = np.full(slot_bytes, 0xEE, np.uint8)
+    indices = np.array(data.draw(st.lists(INT64, min_size=rows, max_size=rows)), np.int64)
+    extra = data.draw(st.binary(max_size=EXTRA_BYTES))
+    blocks = block_rows(slot, block_bytes, BYTES)
+    assert blocks.shape == (capacity(slot_bytes, block_bytes), block_bytes)
+    blocks[:rows] = np.arange(rows * block_bytes).reshape(rows, block_bytes) % 251
+    nbytes = seal(slot, collective, frontier, indices, block_bytes, extra)
+    arrived = np.zeros_like(slot)
+    arrived[:nbytes] = slot[:nbytes]
+    header = read_header(arrived, nbytes)
+    assert header == Header(collective, frontier, rows, block_bytes, len(extra))
+    assert message_indices(arrived, header).tolist() == indices.tolist()
+    assert message_extra(arrived, header) == extra
+    assert (block_rows(arrived, block_bytes, BYTES)[:rows] == blocks[:rows]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_rows_are_views_of_the_slot(dtype: str) -> None:
+    element = ELEMENT_TYPES[dtype]
+    slot = np.zeros(4096, np.uint8)
+    rows = block_rows(slot, 16 * element.itemsize, element.storage)
+    assert rows.shape == (capacity(4096, 16 * element.itemsize), 16)
+    rows[...] = 1
+    assert slot[:HEADER_BYTES].sum() == 0
+    assert slot[HEADER_BYTES : HEADER_BYTES + rows.nbytes].view(element.storage).all()
+    assert slot[HEADER_BYTES + rows.nbytes :].sum() == 0
+
+
+def test_frontiers_and_collectives_of_64_bits() -> None:
+    slot = np.zeros(2048, np.uint8)
+    indices = np.array([2**31, 2**33, 2**62 - 1])
+    nbytes = seal(slot, 2**40, 2**62, indices, 8)
+    header = read_header(slot, nbytes)
+    assert (header.collective, header.frontier) == (2**40, 2**62)
+    assert message_indices(slot, header).tolist() == indices.tolist()
+
+
+def test_the_header_is_little_endian() -> None:
+    slot = np.zeros(2048, np.uint8)
+    nbytes = seal(slot, 1, -2, np.array([3]), 8, b"xy")
+    assert nbytes == HEADER_BYTES + 8 + 8 + 2
+    assert slot[:28].tobytes().hex() == "0100000000000000feffffffffffffff010000000800000002000000"
+    assert slot[28:HEADER_BYTES].sum() == 0
+
+
+@pytest.mark.parametrize("change", [-1, 1, 8])
+def test_a_length_that_disagrees_with_the_header_is_refused(change: int) -> None:
+    slot = np.zeros(2048, np.uint8)
+    nbytes = seal(slot, 1, 2, np.array([0, 1]), 8, b"extra")
+    with pytest.raises(ProtocolError, match="whose header means"):
+        read_header(slot, nbytes + change)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 0, 63, 2049, 2**40])
+def test_a_length_outside_of_the_slot_is_refused(nbytes: int) -> None:
+    with pytest.raises(ProtocolError, match="expected 64 to 2048"):
+        read_header(np.zeros(2048, np.uint8), nbytes)
+
+
+def test_a_count_that_fits_no_slot_is_refused_even_if_the_length_agrees() -> None:
+    slot = np.zeros(4096, np.uint8)
+    nbytes = seal(slot, 0, 500, np.arange(400), 1)
+    with pytest.raises(ProtocolError, match="more than its slot holds"):
+        read_header(slot, nbytes)
+
+
+# descriptors
+
+
+@given(
+    elements=st.integers(0, 2**62 - 1),
+    block_size=st.integers(1, 2**31 - 1),
+    dtype=st.sampled_from(DTYPES),
+    name=st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTERS),
+)
+def test_a_descriptor_reads_back(elements: int, block_size: int, dtype: str, name: str) -> None:
+    descriptor = Descriptor("allreduce", name, "sum", dtype, elements, block_size, "note")
+    assert decode_descriptor(encode_descriptor(descriptor)) == descriptor
+    assert descriptor.block_bytes == block_size * ELEMENT_TYPES[dtype].itemsize
+    assert descriptor.layout.blocks == -(-elements // block_size)
+
+
+def test_the_longest_name_leaves_room_in_the_extra() -> None:
+    name = "\U0001f600" * NAME_CHARACTERS
+    descriptor = Descriptor("allreduce", name, "mean", "bfloat16", 2**62 - 1, 2**31 - 1, "n" * 100)
+    assert len(encode_descriptor(descriptor)) <= EXTRA_BYTES
+
+
+def test_a_descriptor_in_words() -> None:
+    descriptor = Descriptor("allreduce", "fc1.weight", "sum", "float32", 1000, 256)
+    assert str(descriptor) == "allreduce 'fc1.weight' float32[1000] sum, blocks of 256"
+    noted = Descriptor("broadcast", "", "sum", "uint8", 8, 8, "of int64 from rank 0")
+    assert str(noted) == "broadcast uint8[8] sum, blocks of 8 of int64 from rank 0"
+
+
+def test_descriptors_travel_as_before() -> None:
+    """The bytes of protocol version 1: whoever changes them raises PROTOCOL_VERSION."""
+    descriptor = Descriptor("rows", "w", "sum", "float32", 1000, 8)
+    assert encode_descriptor(descriptor).hex() == "97a4726f7773a177a373756da7666c6f61743332cd03e808a0"
+
+
+# control messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7),
+        Pending([1, 2], 2),
+        Welcome(2**40),
+        Refused("because"),
+        Waiting(3, "collective 3", "rank 1", 1.5),
+        Aborted(Cause("rank 1", "died")),
+        Aborted(Cause("rank 1", "slow", timeout=True)),
+        Leave(),
+        Leave(Cause("me", "interrupted")),
+        Goodbye(),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_control_message_reads_back(message: Hello) -> None:
+    assert decode_control(encode_control(message)) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x80",
+        b"\x81\xa4type\xa5Other",
+        b"\x81\xa4type\xa5Hello",
+        b"\x82\xa4type\xa7Refused\xa6reason\x01",
+        encode_control(Goodbye()) + b"\x00",
+    ],
+)
+def test_other_control_bytes_are_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed control message"):
+        decode_control(body)
