@@ -108,7 +108,7 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "127.0.0.1:7400"
     shards: Annotated[int, _meta("shards of this daemon, each its own process", "processes", ge=1, le=64)] = 1
     max_jobs: Annotated[int, _meta("jobs served at once; more are refused", "jobs", ge=1, le=65536)] = 64
-    max_world_size: Annotated[int, _meta("largest world size of a job", "ranks", ge=1, le=65536)] = 1024
+    max_world_size: Annotated[int, _meta("largest world size of a job", "ranks", ge=1, le=32_000)] = 1024
     max_job_bytes: Annotated[int, _meta("most slot memory of one job on one shard", "bytes", ge=2**20, le=2**40)] = (
         1 << 30
     )

@@ -4,6 +4,8 @@ A block message fills the start of a slot, so that every transport moves one con
 
     header (64 bytes) | blocks (count × block bytes) | padding to 8 | indices (count × int64) | extra
 
+In a result the bits of an index above MAX_BLOCKS may say that one rank alone contributed (1 + its number): that rank
+has the block already.
 Everything little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the
 others. The end of a collective is a frontier equal to its number of blocks. Control messages are msgpack, tagged by
 type.
@@ -25,6 +27,7 @@ PROTOCOL_VERSION = 1
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
+MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 CONTROL_BYTES = 65536  # no control message may be longer
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what bytes from a peer can make msgspec raise
 
@@ -81,7 +84,8 @@ def decode_descriptor(data: bytes) -> Descriptor:
         raise ProtocolError(f"malformed descriptor: {error}") from None
     if found.dtype not in ELEMENT_TYPES:
         raise ProtocolError(f"descriptor names the unknown dtype {found.dtype[:40]!r}")
-    if not 0 <= found.elements < 2**62 or not 1 <= found.block_size < 2**31 or len(found.name) > NAME_CHARACTERS:
+    in_range = 0 <= found.elements < 2**62 and 1 <= found.block_size < 2**31 and found.layout.blocks < MAX_BLOCKS
+    if not in_range or len(found.name) > NAME_CHARACTERS:
         raise ProtocolError(f"descriptor out of range: {found.elements} elements in blocks of {found.block_size}")
     if found.op == "mean" and not ELEMENT_TYPES[found.dtype].is_float:
         raise ProtocolError(f"descriptor asks for the mean of {found.dtype}")
@@ -142,11 +146,16 @@ _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why a collective or job ended: who, and what happened. `timeout` tells a time-out from a fault."""
+    """Why a collective or job ended: who, and what happened.
+
+    `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; what other shards
+    still have to deliver of the last one may be waited for.
+    """
 
     culprit: _Text
     reason: _Text
     timeout: bool = False
+    orderly: bool = False
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
-from omnireduce.wire import Descriptor, Header, capacity, message_indices, read_header
+from omnireduce.wire import MAX_BLOCKS, Descriptor, Header, capacity, message_indices, read_header
 
 GUARD, GUARD_BYTE = 4096, 0xA5
 SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish
@@ -67,7 +67,7 @@ class CountedLink(InprocLink):
         assert len(self._under_way) <= len(self.send_slots)
         if self._cluster.record is not None:
             header = read_header(self.send_slots[slot], nbytes)
-            indices = message_indices(self.send_slots[slot], header).tolist()
+            indices = (message_indices(self.send_slots[slot], header) & (MAX_BLOCKS - 1)).tolist()
             self._cluster.record.append(Message(*self._ends, header, indices))
         if self._cluster.tamper is not None:
             nbytes = self._cluster.tamper(*self._ends, self.send_slots[slot], nbytes)
@@ -142,7 +142,7 @@ class InprocCluster:
         links = self.up[rank]
         slots = [(link.send_slots, link.receive_slots) for link in links]
         addresses = [f"127.0.0.1:{7400 + shard}" for shard in range(self.shards)]
-        return WorkerMachine(slots, addresses, name, scan_span=scan_span, timeout_s=timeout_s)
+        return WorkerMachine(slots, addresses, name, rank=rank, scan_span=scan_span, timeout_s=timeout_s)
 
     def _worker_driver(self, rank: int) -> Driver:
         def on_end(end: End) -> None:

@@ -13,6 +13,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.wire import (
     EXTRA_BYTES,
     HEADER_BYTES,
+    MAX_BLOCKS,
     NAME_CHARACTERS,
     Aborted,
     Cause,
@@ -141,10 +142,17 @@ def test_a_count_that_fits_no_slot_is_refused_even_if_the_length_agrees() -> Non
     name=st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTERS),
 )
 def test_a_descriptor_reads_back(elements: int, block_size: int, dtype: str, name: str) -> None:
+    elements = min(elements, block_size * (MAX_BLOCKS - 1))
     descriptor = Descriptor("allreduce", name, "sum", dtype, elements, block_size, "note")
     assert decode_descriptor(encode_descriptor(descriptor)) == descriptor
     assert descriptor.block_bytes == block_size * ELEMENT_TYPES[dtype].itemsize
     assert descriptor.layout.blocks == -(-elements // block_size)
+
+
+def test_more_blocks_than_an_index_can_number_are_refused() -> None:
+    descriptor = Descriptor("allreduce", "", "sum", "float32", MAX_BLOCKS * 8, 8)
+    with pytest.raises(ProtocolError, match="out of range"):
+        decode_descriptor(encode_descriptor(descriptor))
 
 
 def test_the_longest_name_leaves_room_in_the_extra() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.jit import kernel
+from omnireduce.wire import MAX_BLOCKS
 
 ABSENT = -1  # in `parts`: this rank's block is zero
+SOLE_SHIFT = MAX_BLOCKS.bit_length() - 1  # above it in a result's index: 1 + the only contributor, or 0
 
 
 @kernel
@@ -44,3 +46,28 @@ def plan_union(
         out_indices[written] = block
         written += 1
     return written
+
+
+@kernel
+def mark_sole(parts: Array, first: int, out_indices: Array) -> None:
+    """Mark the entries from `first` on to which one rank alone contributed; `parts` as filled by `plan_union`."""
+    for k in range(first, parts.shape[0]):
+        present, mark = 0, 0
+        for r in range(parts.shape[1]):
+            if parts[k, r] >= 0:
+                present += 1
+                mark = r + 1
+        if present == 1:
+            out_indices[k] |= mark << SOLE_SHIFT
+
+
+@kernel
+def split_marks(shared: Array, rank: int, indices: Array, unchanged: Array) -> None:
+    """Copy marked indices (int64, possibly still writable by the peer) into block numbers and a flag each.
+
+    `unchanged[k]`: `rank` alone contributed, so the result is the block that it has.
+    """
+    for k in range(shared.size):
+        marked = shared[k]
+        indices[k] = marked & ((1 << SOLE_SHIFT) - 1)
+        unchanged[k] = marked >> SOLE_SHIFT == rank + 1

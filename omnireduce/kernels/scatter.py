@@ -7,9 +7,14 @@ from omnireduce.kernels.jit import kernel
 
 
 @kernel
-def scatter_blocks(target: Array, rows: Array, indices: Array) -> None:
-    """Write `rows[k]` to `target[indices[k]]`. Both uint64 (…, words per block); `indices` were checked before."""
+def scatter_blocks(target: Array, rows: Array, indices: Array, unchanged: Array) -> None:
+    """Write `rows[k]` to `target[indices[k]]`, except where `unchanged[k]`: there it stands already.
+
+    `target`, `rows`: uint64 (…, words per block); `indices` were checked before.
+    """
     for k in range(indices.size):
+        if unchanged[k]:
+            continue
         row, out = rows[k], target[indices[k]]
         for i in range(row.size):
             out[i] = row[i]

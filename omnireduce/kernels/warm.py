@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.kernels.merge import plan_union
+from omnireduce.kernels.merge import mark_sole, plan_union, split_marks
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices, scatter_blocks
@@ -17,6 +17,7 @@ def warm_up_aggregator() -> None:
     parts = np.zeros((1, 1), np.int64)
     admit_indices(indices[0], 0, 1, one.copy())
     plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, 0)
+    mark_sole(parts, 0, one.copy())
     scratch = np.zeros((2, 8), np.float32)
     for storage in {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}:
         reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, 0, np.zeros((1, 8), storage))
@@ -30,4 +31,6 @@ def warm_up_worker() -> None:
     pack_blocks(words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index)
     pack_rows(index, words.view(np.uint8), 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
     admit_indices(index, 0, 1, index.copy())
-    scatter_blocks(words, words.copy(), index)
+    unchanged = np.zeros(1, np.bool_)
+    split_marks(index, 0, index.copy(), unchanged)
+    scatter_blocks(words, words.copy(), index, unchanged)

@@ -37,8 +37,8 @@ class Operand(Protocol):
         """Fill `rows` and `indices` with the shard's next non-zero blocks, looking at no more than `span` blocks."""
         ...
 
-    def put(self, rows: Array, indices: Array) -> None:
-        """Take result blocks; `indices` ascend and are in range."""
+    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
+        """Take result blocks; `indices` ascend and are in range; `unchanged`: bool, this worker alone contributed."""
         ...
 
     def finish(self) -> None:
@@ -116,11 +116,13 @@ class DenseTensor:
                 self._target.tail[:] = 0
         return count, block + 1
 
-    def put(self, rows: Array, indices: Array) -> None:
+    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
+        if not self._in_place:
+            unchanged[:] = False
         if indices.size and indices[-1] == self.layout.full_blocks:
             self._target.tail[0] = rows[indices.size - 1]
             indices = indices[:-1]
-        scatter_blocks(self._target.full, rows, indices)
+        scatter_blocks(self._target.full, rows, indices, unchanged)
 
     def finish(self) -> None:
         self._target.store_tail()
@@ -155,7 +157,7 @@ class RowSet:
         frontier = layout.blocks if cursor == len(self._numbers) else int(self._numbers[cursor])
         return Packed(count, cursor, frontier)
 
-    def put(self, rows: Array, indices: Array) -> None:
+    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
         self._parts.append((indices.copy(), rows[: indices.size].copy()))
 
     def finish(self) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import plan_union
+from omnireduce.kernels.merge import mark_sole, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices
-from omnireduce.wire import HEADER_BYTES, Descriptor, Header, block_rows, capacity, message_indices, seal
+from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Descriptor, Header, block_rows, capacity, message_indices, seal
 
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 
@@ -44,6 +44,8 @@ class Reduction:
     def begin(self, descriptor: Descriptor) -> None:
         """Start over for a collective of the same dtype and block size."""
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
+        # 16-bit floats go through float32 and back, which may change the bits of a NaN
+        self._sole_is_result = descriptor.op == "sum" and not self._half
         self._position[:] = 0
         self._count[:] = 0
         self._unused = [0] * len(self._unused)
@@ -98,6 +100,8 @@ class Reduction:
             return False
         self._unused = (self._count - self._position).tolist()
         parts, out = self._parts[: self.written], self._rows[slot]
+        if self._sole_is_result:
+            mark_sole(parts, first, self._out_indices)
         if self._half:
             scratch = self._scratch
             reduce_half_blocks(self._op, self._brain, self._arena, parts, first, out, scratch, scratch.view(np.uint32))
@@ -109,6 +113,6 @@ class Reduction:
         """Complete the result message in `slot` and start an empty one; return its length in bytes."""
         indices = self._out_indices[: self.written]
         cut_short = self.full and any(self._unused)
-        frontier = int(indices[-1]) + 1 if cut_short else self.watermark
+        frontier = int(indices[-1]) % MAX_BLOCKS + 1 if cut_short else self.watermark
         self.written = 0
         return seal(self._results[slot], number, frontier, indices, self._block_bytes)

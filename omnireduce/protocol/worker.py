@@ -10,6 +10,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.kernels.merge import split_marks
 from omnireduce.kernels.scatter import admit_indices
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.operands import Operand
@@ -48,8 +49,9 @@ class Collective:
 class _Stream:
     """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
 
-    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int) -> None:
+    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, rank: int, scan_span: int) -> None:
         self.shard = shard
+        self._rank = rank
         self._send_slots, self._receive_slots = send_slots, receive_slots
         self._free = list(range(len(send_slots)))
         self._span = scan_span
@@ -58,7 +60,7 @@ class _Stream:
         self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
         self._sent_frontier = 0
         self._result_frontier = 0
-        self._indices = np.empty(0, np.int64)
+        self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
 
     def submit(self, collective: Collective) -> None:
         self._outgoing.append(collective)
@@ -66,6 +68,10 @@ class _Stream:
 
     def credited(self, slot: int) -> None:
         self._free.append(slot)
+
+    def owes(self, collective: Collective) -> bool:
+        """Whether results of the oldest collective under way are still to come from this shard."""
+        return bool(self._incoming) and self._incoming[0] is collective
 
     def pack(self) -> Send | None:
         """Pack and seal one message, if there is something to send and a slot to send it in."""
@@ -99,9 +105,11 @@ class _Stream:
         if header.block_bytes != operand.block_bytes or not self._result_frontier <= header.frontier <= packed:
             raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
         indices = self._scratch(header.block_count)[: header.block_count]
-        if not admit_indices(message_indices(memory, header), self._result_frontier, header.frontier, indices):
+        unchanged = self._unchanged[: header.block_count]
+        split_marks(message_indices(memory, header), self._rank, indices, unchanged)
+        if not admit_indices(indices, self._result_frontier, header.frontier, indices):
             raise ProtocolError(f"a result whose block indices do not ascend below its frontier: {header}")
-        operand.put(block_rows(memory, operand.block_bytes, operand.row_dtype), indices)
+        operand.put(block_rows(memory, operand.block_bytes, operand.row_dtype), indices, unchanged)
         self._result_frontier = header.frontier
         if header.frontier < blocks:
             return None
@@ -110,7 +118,7 @@ class _Stream:
 
     def _scratch(self, size: int) -> Array:
         if self._indices.size < size:
-            self._indices = np.empty(size, np.int64)
+            self._indices, self._unchanged = np.empty(size, np.int64), np.empty(size, np.bool_)
         return self._indices
 
 
@@ -118,7 +126,8 @@ class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the
-    shard in errors; `me` names this worker. A collective that takes longer than `timeout_s` ends the job.
+    shard in errors; `me` names this worker, whose number is `rank`. A collective that takes longer than `timeout_s`
+    ends the job.
     """
 
     def __init__(
@@ -127,10 +136,11 @@ class WorkerMachine:
         addresses: Sequence[str],
         me: str,
         *,
+        rank: int,
         scan_span: int,
         timeout_s: float,
     ) -> None:
-        self._streams = [_Stream(i, send, receive, scan_span) for i, (send, receive) in enumerate(slots)]
+        self._streams = [_Stream(i, send, receive, rank, scan_span) for i, (send, receive) in enumerate(slots)]
         self._slot_bytes = min(send.shape[1] for send, _ in slots)
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
         self._under_way: deque[Collective] = deque()
@@ -139,6 +149,7 @@ class WorkerMachine:
         self._waiting_for = ""
         self._warned_at_s = 0.0
         self._goodbyes: set[int] = set()
+        self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
         self.ended: End | None = None
 
     def fits(self, block_bytes: int) -> bool:
@@ -205,6 +216,7 @@ class WorkerMachine:
             collective.operand.finish()
             self._oldest_since, self._waiting_for = now, ""
             yield Finish(collective.number)
+        yield from self._end_if_retired()
 
     def credited(self, shard: int, slot: int, now: float) -> Iterator[Effect]:
         """Send slot `slot` of `shard` is free again."""
@@ -217,6 +229,9 @@ class WorkerMachine:
             self._goodbyes.add(shard)
         elif self.ended is not None:
             return
+        elif isinstance(message, Aborted) and message.cause.orderly:
+            self._retired[shard] = message.cause
+            yield from self._end_if_retired()
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
@@ -231,7 +246,7 @@ class WorkerMachine:
 
     def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `shard` is over."""
-        if self.ended is None:
+        if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason), told_by=shard)
 
     def timer(self, now: float) -> Iterator[Effect]:
@@ -251,6 +266,13 @@ class WorkerMachine:
         if not reason and self._under_way:
             reason = f"shut down with {self.under_way} collectives under way"
         yield from self._end(Cause(self._me, reason) if reason else None)
+
+    def _end_if_retired(self) -> Iterator[Effect]:
+        """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one."""
+        for shard, cause in self._retired.items():
+            if not self._under_way or self._streams[shard].owes(self._under_way[0]):
+                yield from self._end(cause, told_by=shard)
+                return
 
     def _end(self, cause: Cause | None, told_by: int | None = None) -> Iterator[Effect]:
         self.ended = End(cause)

@@ -83,6 +83,7 @@ class Communicator:
             [(link.send_slots, link.receive_slots) for link in self._links],
             [link.peer for link in self._links],
             me,
+            rank=rank,
             scan_span=config.protocol.scan_span,
             timeout_s=config.cluster.timeout_s,
         )

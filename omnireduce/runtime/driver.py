@@ -79,12 +79,8 @@ class Driver:
         """Carry out effects in order, each as soon as the machine names it."""
         links = self.links
         for effect in effects:
-            if isinstance(effect, Send) and effect.peer == ALL:
-                for link in links:  # gathered until the end of the turn: waking all ranks for each result costs more
-                    link.send(effect.slot, effect.nbytes)
-            elif isinstance(effect, Send):
-                links[effect.peer].send(effect.slot, effect.nbytes)
-                links[effect.peer].flush()  # the peer can merge this while the next one is packed
+            if isinstance(effect, Send):
+                self._send(effect)
             elif isinstance(effect, Return):
                 links[effect.peer].return_credit(effect.slot)
             elif isinstance(effect, Tell):
@@ -97,6 +93,14 @@ class Driver:
                 self._on_end(effect)
             elif isinstance(effect, Warn):
                 self._on_warn(effect.text)
+
+    def _send(self, effect: Send) -> None:
+        if effect.peer == ALL:
+            for link in self.links:  # gathered until the end of the turn: waking all ranks for each result costs more
+                link.send(effect.slot, effect.nbytes)
+        else:
+            self.links[effect.peer].send(effect.slot, effect.nbytes)
+            self.links[effect.peer].flush()  # the peer can merge this while the next message is packed
 
     def _handle(self, peer: int, event: Event, now: float) -> Iterable[Effect]:
         machine = self.machine

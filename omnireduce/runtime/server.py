@@ -302,8 +302,9 @@ class ShardServer:
         if overdue:
             why += f"; collectives did not finish within {self._drain_s:g} s"
         for job in list(self._jobs.values()):
-            if overdue or job.machine.idle:
-                job.driver.perform(job.machine.abort(Cause(f"aggregator {self.name}", why)))
+            idle = job.machine.idle
+            if overdue or idle:
+                job.driver.perform(job.machine.abort(Cause(f"aggregator {self.name}", why, orderly=idle)))
         for connection in list(self._connections):
             if connection.job is None and not connection.leaving:
                 self._forget(connection)

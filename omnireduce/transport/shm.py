@@ -117,8 +117,13 @@ def connect_shm(host: str, port: int, timeout_s: float) -> ShmLink:
 def listen_shm(host: str, port: int) -> socket.socket:
     """Listen for local workers of the aggregator at host:port, non-blocking. Raises OSError."""
     anywhere = host in ("", "0.0.0.0", "::")
+    name = _abstract("*" if anywhere else _numeric(host), port)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(_abstract("*" if anywhere else _numeric(host), port))
-    listener.listen(128)
+    try:
+        listener.bind(name)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
     listener.setblocking(False)
     return listener

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_values
 from samples import DTYPES, Array, sparse_tensor
 
-from omnireduce.kernels.merge import ABSENT, plan_union
+from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, mark_sole, plan_union, split_marks
 from omnireduce.kernels.scatter import add_rows, admit_indices, scatter_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -118,8 +118,9 @@ def test_scatter_blocks(seed: int, blocks: int, words: int, spare: int) -> None:
     rows = rng.integers(0, 2**63, (indices.size + spare, words), np.uint64)
     target = rng.integers(0, 2**63, (blocks, words), np.uint64)
     expected = target.copy()
-    expected[indices] = rows[: indices.size]
-    scatter_blocks(target, rows, indices)
+    unchanged = rng.random(indices.size) < 0.5
+    expected[indices[~unchanged]] = rows[: indices.size][~unchanged]
+    scatter_blocks(target, rows, indices, unchanged)
     assert (target == expected).all()
 
 
@@ -145,3 +146,29 @@ def test_add_rows(dtype: str, seed: int, n: int, length: int) -> None:
     add_rows(values, order, starts, out)
     expected = add_slowly(values, order, starts)
     assert_same_values(out, expected)
+
+
+@given(
+    parts=st.lists(st.lists(st.sampled_from([ABSENT, 0, 4096]), min_size=3, max_size=3), min_size=1, max_size=9),
+    first=st.integers(0, 4),
+    rank=st.integers(0, 2),
+)
+def test_marks_tell_whose_block_alone_a_result_is(parts: list[list[int]], first: int, rank: int) -> None:
+    marked = np.arange(len(parts)) + FAR
+    first = min(first, len(parts))
+    mark_sole(np.array(parts), first, marked)
+    indices, unchanged = np.full(len(parts), -1), np.zeros(len(parts), np.bool_)
+    split_marks(marked, rank, indices, unchanged)
+    assert (indices == np.arange(len(parts)) + FAR).all()
+    alone = [[at for at in each if at != ABSENT] == [each[rank]] and each[rank] != ABSENT for each in parts]
+    assert unchanged.tolist() == [False] * first + alone[first:]
+
+
+def test_a_mark_leaves_room_for_the_largest_block_number_and_world_size() -> None:
+    parts = np.full((1, 32_000), ABSENT)
+    parts[0, -1] = 0
+    marked = np.array([(1 << SOLE_SHIFT) - 1])
+    mark_sole(parts, 0, marked)
+    indices, unchanged = np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    split_marks(marked, 31_999, indices, unchanged)
+    assert (indices[0], unchanged[0]) == ((1 << SOLE_SHIFT) - 1, True)

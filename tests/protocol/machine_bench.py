@@ -98,7 +98,7 @@ def aggregator() -> Bench:
 def worker() -> Bench:
     """Two shards, one block a stripe."""
     slots = [(np.zeros((SLOTS, SLOT_BYTES), np.uint8), np.zeros((SLOTS, SLOT_BYTES), np.uint8)) for _ in range(2)]
-    machine = WorkerMachine(slots, ["a:1", "b:2"], "me", scan_span=64, timeout_s=60.0)
+    machine = WorkerMachine(slots, ["a:1", "b:2"], "me", rank=0, scan_span=64, timeout_s=60.0)
     return Bench(machine, 2, lambda shard, slot: slots[shard][1][slot])
 
 
