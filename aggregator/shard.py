@@ -21,13 +21,8 @@ class Listeners:
     """Where one shard can be reached. The supervisor keeps them, so that a restarted shard takes over at once."""
 
     address: str
-    tcp: socket.socket | None
+    tcp: socket.socket
     shm: socket.socket | None
-
-    def close(self) -> None:
-        for listener in (self.tcp, self.shm):
-            if listener is not None:
-                listener.close()
 
 
 def open_listeners(host: str, port: int, kind: str) -> Listeners:
@@ -45,13 +40,12 @@ def open_listeners(host: str, port: int, kind: str) -> Listeners:
             tcp.close()
             raise
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         raise TransportError(
-            f"cannot listen on {shown}:{port}: {error.strerror or error}; "
+            f"cannot listen on {shown}:{port}: {reason}; "
             "is another aggregator running there, and is aggregator.listen an address of this host?"
         ) from error
-    if kind == "shm":
-        tcp.close()
-    return Listeners(f"{shown}:{port}", None if kind == "shm" else tcp, shm)
+    return Listeners(f"{shown}:{port}", tcp, shm)
 
 
 def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
@@ -64,6 +58,8 @@ def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
     dead_peer_s = config.transport.dead_peer_s
 
     def tcp_link(sock: socket.socket) -> TcpLink:
+        if config.transport.kind == "shm":
+            raise ConnectionRefusedError("transport.kind is shm")
         host, port = sock.getpeername()[:2]
         return TcpLink(sock, f"{host}:{port}", dead_peer_s)
 

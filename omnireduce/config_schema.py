@@ -88,7 +88,7 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             multiple_of=4096,
         ),
     ] = 1 << 20
-    slots: Annotated[int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)] = 4
+    slots: Annotated[int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)] = 3
     scan_span: Annotated[
         int,
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),

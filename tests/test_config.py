@@ -84,9 +84,7 @@ def test_element_types_are_those_of_the_kernels() -> None:
 
 
 def test_without_any_source_the_defaults_hold() -> None:
-    assert (
-        load_config(environ={"HOME": "/", "OMNIREDUCE_CONFIG": "", "OMNIREDUCE_INTERNAL_X": "1"}) == Config()
-    )
+    assert load_config(environ={"HOME": "/", "OMNIREDUCE_CONFIG": "", "OMNIREDUCE_INTERNAL_X": "1"}) == Config()
 
 
 def test_file_then_environment_then_overrides(tmp_path: Path) -> None:
@@ -154,9 +152,7 @@ def test_message_names_file_key_given_and_allowed(tmp_path: Path) -> None:
     assert message(None, OMNIREDUCE_CONFIG=str(file)) == message(file)
     variable = message(None, OMNIREDUCE_PROTOCOL_BLOCK_SIZE="12")
     assert variable == f"OMNIREDUCE_PROTOCOL_BLOCK_SIZE: protocol.block_size: got 12, expected {expected}"
-    assert (
-        message(None, "protocol.block_size=12") == f"--set: protocol.block_size: got 12, expected {expected}"
-    )
+    assert message(None, "protocol.block_size=12") == f"--set: protocol.block_size: got 12, expected {expected}"
 
 
 @pytest.mark.parametrize(

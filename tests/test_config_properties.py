@@ -21,9 +21,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("config") / "my.toml"
 
 
-def loading(
-    path: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
-) -> str:
+def loading(path: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> str:
     """The message of the error that loading raises, or "" if it raises none."""
     try:
         load_config(path, overrides=overrides, environ=environ or {})
@@ -76,9 +74,7 @@ SCALARS = (
     | st.just(datetime.datetime(2000, 1, 1))
     | st.sampled_from(["auto", "sum", "[::1]:1", 0, 8, 256, 65536, 0.5])
 )
-ANYTHING = st.recursive(
-    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
-)
+ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
 @given(values=ALLOWED)

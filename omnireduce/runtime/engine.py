@@ -242,6 +242,9 @@ class Engine:
             self._close_links()
         if self._background is not None and self._background is not threading.current_thread():
             self._background.join()
+        # The driver refers back to this engine; without that, the slots go with the last reference to it, not with the
+        # next run of the cycle collector.
+        self._driver = Driver(self._machine, (), time.monotonic)
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

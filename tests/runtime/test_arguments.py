@@ -1,0 +1,152 @@
+"""What a call refuses, and that a refused call leaves the job and the arrays as they were."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from local_cluster import configured, run_job, start_job
+
+from omnireduce import Communicator, Config, ConfigError, UsageError
+
+X = np.ones(64, np.float32)
+READ_ONLY = np.ones(64, np.float32)
+READ_ONLY.flags.writeable = False
+SQUARE = np.ones((64, 64), np.float32)
+ROWS = np.ones((2, 8), np.float32)
+INDICES = np.array([1, 3])
+
+REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
+    "a list": (lambda c: c.allreduce([1.0, 2.0]), "x is a list; expected a numpy.ndarray"),
+    "a scalar": (lambda c: c.allreduce(np.float32(1)), "x is a float32; expected a numpy.ndarray"),
+    "Fortran order": (lambda c: c.allreduce(np.asfortranarray(SQUARE)), "ascontiguousarray"),
+    "a strided view": (lambda c: c.allreduce(np.ones(64, np.float32)[::2]), "not C-contiguous"),
+    "a column": (lambda c: c.allreduce(SQUARE[:, :32]), "not C-contiguous"),
+    "a broadcast view": (lambda c: c.allreduce(np.broadcast_to(np.float32(1), 64)), "not C-contiguous"),
+    "read-only": (lambda c: c.allreduce(READ_ONLY), "x is read-only and cannot take the result; pass out="),
+    "complex": (lambda c: c.allreduce(np.ones(9, np.complex64)), "cannot reduce arrays of complex64; supported are"),
+    "bool": (lambda c: c.allreduce(np.ones(9, bool)), "cannot reduce arrays of bool"),
+    "uint32": (lambda c: c.allreduce(np.ones(9, np.uint32)), "cannot reduce arrays of uint32"),
+    "other byte order": (lambda c: c.allreduce(np.ones(9, np.dtype(">f4"))), "cannot reduce arrays of >f4"),
+    "objects": (lambda c: c.broadcast(np.array([None])), "Python objects"),
+    "an unknown op": (lambda c: c.allreduce(X, op="avg"), "op 'avg': expected one of sum, mean, min, max, prod"),
+    "the mean of integers": (lambda c: c.allreduce(np.ones(9, int), op="mean"), "convert to a float type first"),
+    "block size 0": (lambda c: c.allreduce(X, block_size=0), "block_size 0: expected a multiple of 8"),
+    "block size -8": (lambda c: c.allreduce(X, block_size=-8), "block_size -8: expected a multiple of 8"),
+    "block size 12": (lambda c: c.allreduce(X, block_size=12), "block_size 12: expected a multiple of 8"),
+    "a block that fits no slot": (lambda c: c.allreduce(X, block_size=1 << 20), "raise protocol.slot_bytes"),
+    "a long name": (lambda c: c.allreduce(X, name="n" * 201), "a name of 201 characters; expected at most 200"),
+    "out is x": (lambda c: c.allreduce(X, out=X), "out overlaps x"),
+    "out overlaps": (lambda c: c.allreduce(X[:32], out=X[31:63]), "leave out away to work in place"),
+    "out is a list": (lambda c: c.allreduce(X, out=[0.0] * 64), "out is a list; expected a numpy.ndarray"),
+    "out of another dtype": (lambda c: c.allreduce(X, out=np.ones(64)), "out is float64[64], x is float32[64]"),
+    "out of another shape": (
+        lambda c: c.allreduce(X, out=np.ones((8, 8), np.float32)),
+        "out is float32[8, 8], x is float32[64]: expected the same",
+    ),
+    "read-only out": (lambda c: c.allreduce(X, out=READ_ONLY), "out is read-only"),
+    "strided out": (lambda c: c.allreduce(X, out=np.ones(128, np.float32)[::2]), "out is not C-contiguous"),
+    "async": (lambda c: c.allreduce_async(READ_ONLY), "read-only"),
+    "root -1": (lambda c: c.broadcast(X, root=-1), "root -1: expected 0 to 1"),
+    "root 2": (lambda c: c.broadcast(X, root=2), "root 2: expected 0 to 1"),
+    "broadcast of a list": (lambda c: c.broadcast([1]), "x is a list"),
+    "broadcast into read-only": (lambda c: c.broadcast(READ_ONLY), "read-only"),
+    "allgather of a list": (lambda c: c.allgather([1]), "x is a list"),
+    "allgather of a strided view": (lambda c: c.allgather(X[::2]), "not C-contiguous"),
+    "reduce_scatter of a list": (lambda c: c.reduce_scatter([1]), "x is a list"),
+    "reduce_scatter of 0-d": (lambda c: c.reduce_scatter(np.array(1.0)), "at least one dimension"),
+    "rows as a list": (lambda c: c.allreduce_rows(INDICES, [[1.0]], 9), "values is a list"),
+    "indices as a list": (lambda c: c.allreduce_rows([1, 3], ROWS, 9), "indices is a list"),
+    "indices of float": (lambda c: c.allreduce_rows(INDICES * 1.0, ROWS, 9), "expected integer indices, got float64"),
+    "an index too high": (lambda c: c.allreduce_rows(INDICES, ROWS, 3), "indices from 1 to 3: expected 0 to 2"),
+    "a negative index": (lambda c: c.allreduce_rows(-INDICES, ROWS, 9), "indices from -3 to -1: expected 0 to 8"),
+    "a negative n_rows": (lambda c: c.allreduce_rows(INDICES[:0], ROWS[:0], -1), "n_rows -1: expected 0 or more"),
+    "more indices than rows": (lambda c: c.allreduce_rows(np.arange(3), ROWS, 9), "expected indices (n,) and values"),
+    "flat values": (lambda c: c.allreduce_rows(INDICES, ROWS[0], 9), "expected indices (n,) and values"),
+    "rows of length 0": (lambda c: c.allreduce_rows(INDICES, ROWS[:, :0], 9), "expected indices (n,) and values"),
+    "complex rows": (lambda c: c.allreduce_rows(INDICES, ROWS * 1j, 9), "cannot reduce arrays of complex64"),
+    "a row that fits no slot": (
+        lambda c: c.allreduce_rows(INDICES[:1], np.ones((1, 1 << 19), np.float32), 9),
+        "raise protocol.slot_bytes",
+    ),
+}
+
+
+def test_unsuitable_arguments_are_refused_with_the_reason(local: Config) -> None:
+    """Rank 0 makes every mistake; then the job still works, and its count has no refused collective in it."""
+
+    def run(comm: Communicator) -> tuple[dict[str, str], Any, int]:
+        found = {}
+        for what, (call, _) in REFUSED.items() if comm.rank == 0 else ():
+            with pytest.raises(UsageError) as caught:
+                call(comm)
+            found[what] = str(caught.value)
+        return found, comm.allreduce(np.full(5, comm.rank + 1)).tolist(), comm.statistics().collectives
+
+    [(found, *after), _] = run_job(local, 2, run)
+    wrong = {what: text for what, text in found.items() if REFUSED[what][1] not in text}
+    assert not wrong
+    assert after == [[3] * 5, 1]
+    assert X.tolist() == [1] * 64
+    assert READ_ONLY.tolist() == [1] * 64
+
+
+def test_every_refusal_is_a_value_error(local: Config) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="expected one of sum"):
+            comm.allreduce(X, op="median")
+
+    run_job(local, 1, run)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0), (0, -1)])
+def test_rank_and_size(local: Config, rank: int, size: int) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"rank {rank} of {size}: expected 0 <= rank < size")):
+        Communicator(local, rank=rank, size=size)
+
+
+def test_a_configuration_made_in_python_is_checked() -> None:
+    config = configured(["127.0.0.1:1"])
+    wrong = msgspec.structs.replace(config, protocol=msgspec.structs.replace(config.protocol, slots=1))
+    with pytest.raises(ConfigError, match=r"protocol\.slots: got 1"):
+        Communicator(wrong, rank=0, size=1)
+
+
+def test_an_array_in_flight_cannot_be_used_again(local: Config) -> None:
+    """Neither read nor written, whole or in part, until its handle was waited for. Reading it twice is fine."""
+    calls: list[Callable[[Communicator, Any, Any], object]] = [
+        lambda comm, x, out: comm.allreduce(x),
+        lambda comm, x, out: comm.allreduce_async(x[10:20]),
+        lambda comm, x, out: comm.allreduce(out),
+        lambda comm, x, out: comm.allreduce(out[:10], out=np.zeros(10, np.float32)),
+        lambda comm, x, out: comm.allreduce(np.ones(1000, np.float32), out=out),
+        lambda comm, x, out: comm.broadcast(x, root=1),
+        lambda comm, x, out: comm.broadcast(out, root=1),
+    ]
+
+    def run(comm: Communicator) -> tuple[int, list[float], list[float]]:
+        x, out, total, refused = np.ones(1000, np.float32), np.zeros(1000, np.float32), np.zeros(1000, np.float32), 0
+        if comm.rank == 0:
+            handles = [comm.allreduce_async(x, out=out), comm.allreduce_async(x, out=total)]
+            for call in calls:
+                with pytest.raises(UsageError, match="in use by a collective that is under way; wait for its handle"):
+                    call(comm, x, out)
+                refused += 1
+            go_on.set()
+            for handle in handles:
+                handle.wait()
+        else:
+            assert go_on.wait(30)
+            comm.allreduce(x, out=out)
+            comm.allreduce(x, out=total)
+        comm.allreduce(x)  # now it is free again
+        return refused, out.tolist() + total.tolist(), x.tolist()
+
+    go_on = threading.Event()
+    [(refused, sums, after), _] = start_job(local, 2, run).results()
+    assert (refused, sums, after) == (len(calls), [2.0] * 2000, [2.0] * 1000)

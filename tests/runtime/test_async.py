@@ -1,0 +1,245 @@
+"""Several collectives under way, threads that wait, and limits on waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, start_job, unique_job
+from oracle import assert_results, reduce_in_rank_order
+from tensors import Array, sparse
+
+from omnireduce import AbortedError, ClosedError, Communicator, Config
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
+def test_many_in_flight_complete_in_order(config: Config) -> None:
+    """Of several sizes, dtypes and ops, far more than there are slots; waited for last to first."""
+    cases = [("float32", 70_000, "sum"), ("int8", 5, "max"), ("float16", 3000, "mean"), ("int64", 0, "sum")] * 8
+
+    def run(comm: Communicator) -> list[Array]:
+        tensors = [sparse(comm.rank, dtype, (n,), seed=i) for i, (dtype, n, _) in enumerate(cases)]
+        handles = [comm.allreduce_async(x, op=op) for x, (_, _, op) in zip(tensors, cases, strict=True)]
+        handles[-1].wait()
+        assert all(handle.done() for handle in handles)
+        assert all(handle.wait() is x for handle, x in zip(reversed(handles), reversed(tensors), strict=True))
+        return tensors
+
+    results = run_job(config, 3, run)
+    for i, (dtype, n, op) in enumerate(cases):
+        expected = reduce_in_rank_order([sparse(rank, dtype, (n,), seed=i) for rank in range(3)], op)
+        assert_results([each[i] for each in results], expected)
+
+
+def test_work_goes_on_while_nobody_waits(config: Config) -> None:
+    """A rank that never waits for its first handle still does its part: the others complete."""
+    others_are_done = threading.Event()
+
+    def run(comm: Communicator) -> Array:
+        x = sparse(comm.rank, "float32", (2_000_000,), density=1.0)
+        if comm.rank:
+            comm.allreduce(x)
+            others_are_done.set()
+            return x
+        handle = comm.allreduce_async(x)
+        wait_for(others_are_done)
+        return handle.wait()
+
+    results = run_job(config, 2, run)
+    tensors = [sparse(rank, "float32", (2_000_000,), density=1.0) for rank in range(2)]
+    assert_results(results, reduce_in_rank_order(tensors, "sum"))
+
+
+def test_done_becomes_true_without_a_wait(local: Config) -> None:
+    def run(comm: Communicator) -> None:
+        handle = comm.allreduce_async(np.ones(10))
+        deadline = time.monotonic() + WAIT_S
+        while not handle.done():
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.001)
+
+    run_job(local, 2, run)
+
+
+def test_wait_with_a_limit_can_be_repeated(config: Config) -> None:
+    late = threading.Event()
+
+    def run(comm: Communicator) -> list[float]:
+        x = np.ones(1000)
+        if comm.rank:
+            wait_for(late)
+            return comm.allreduce(x).tolist()
+        handle = comm.allreduce_async(x)
+        for limit in (0.0, 0.01, 0.05):
+            with pytest.raises(TimeoutError, match="still under way") as caught:
+                handle.wait(limit)
+            assert not isinstance(caught.value, AbortedError)
+            assert not handle.done()
+        late.set()
+        assert handle.wait(WAIT_S) is x
+        assert handle.wait(0.0) is x
+        return x.tolist()
+
+    assert run_job(config, 2, run) == [[2.0] * 1000] * 2
+
+
+def test_threads_wait_for_one_handle_and_for_several(config: Config) -> None:
+    """Whoever drives, everybody is woken; a thread with a time limit leaves the others alone."""
+    late = threading.Event()
+
+    def run(comm: Communicator) -> None:
+        tensors = [np.full(5000, float(i)) for i in range(6)]
+        if comm.rank:
+            wait_for(late)
+            for x in tensors:
+                comm.allreduce(x)
+            return
+        handles = [comm.allreduce_async(x) for x in tensors]
+        waiting = Ranks(12, lambda i: handles[i % 6].wait(WAIT_S)[0])
+        with pytest.raises(TimeoutError):
+            handles[0].wait(0.02)
+        late.set()
+        assert waiting.results() == [2.0 * (i % 6) for i in range(12)]
+
+    run_job(config, 2, run)
+
+
+def test_threads_submit_collectives_of_several_communicators(local: Config) -> None:
+    """Each thread has a job of its own on the same shards."""
+
+    def work(thread: int) -> list[float]:
+        def run(comm: Communicator) -> float:
+            return sum(float(comm.allreduce(np.full(300, thread + 1.0))[7]) for _ in range(20))
+
+        return run_job(local, 2, run)
+
+    assert Ranks(4, work).results() == [[40.0 * (thread + 1)] * 2 for thread in range(4)]
+
+
+def test_threads_share_one_communicator(local: Config) -> None:
+    """They submit by turns, so that the order is the same on every rank, and wait all at once."""
+
+    def run(comm: Communicator) -> list[float]:
+        mine = [threading.Semaphore(int(thread == 0)) for thread in range(3)]
+
+        def work(thread: int) -> float:
+            handles = []
+            for _ in range(10):
+                assert mine[thread].acquire(timeout=WAIT_S)
+                handles.append(comm.allreduce_async(np.full(3000, float(thread))))
+                mine[(thread + 1) % 3].release()
+            return sum(float(handle.wait()[-1]) for handle in handles)
+
+        return Ranks(3, work).results()
+
+    assert run_job(local, 2, run) == [[0.0, 20.0, 40.0]] * 2
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_shutdown_aborts_what_is_under_way(config: Config, waited_for: bool) -> None:
+    """On the rank itself, where another thread drives, and on all others; nobody waits for the rank that is late."""
+    begun, over = threading.Event(), threading.Event()
+
+    def shut_down(comm: Communicator) -> AbortedError:
+        handle = comm.allreduce_async(np.ones(1000))
+        waiting = Ranks(int(waited_for), lambda _: handle.wait())
+        with pytest.raises(TimeoutError):
+            handle.wait(0.05)  # by the end of it another thread drives
+        begun.set()
+        comm.shutdown()
+        over.set()
+        assert handle.done()
+        assert all(isinstance(error, AbortedError) for error in waiting.outcomes())
+        with pytest.raises(AbortedError) as caught:
+            handle.wait()
+        return caught.value
+
+    def run(comm: Communicator) -> tuple[str, str]:
+        if comm.rank == 0:
+            error = shut_down(comm)
+        else:
+            wait_for(begun if comm.rank == 1 else over)
+            with pytest.raises(AbortedError) as caught:
+                comm.allreduce(np.ones(1000))
+            error = caught.value
+        return error.culprit.split(" (")[0], error.reason
+
+    started = time.monotonic()
+    assert run_job(config, 3, run) == [("rank 0", "shut down with 1 collectives under way")] * 3
+    assert time.monotonic() - started < 5
+
+
+def test_use_after_shutdown(config: Config) -> None:
+    def run(comm: Communicator) -> None:
+        handle = comm.allreduce_async(np.ones(3))
+        handle.wait()
+        comm.shutdown()
+        comm.shutdown()
+        for call in (
+            lambda: comm.allreduce(np.ones(3)),
+            lambda: comm.allreduce_async(np.ones(3)),
+            lambda: comm.broadcast(np.ones(3)),
+            lambda: comm.allgather(np.ones(3)),
+            lambda: comm.reduce_scatter(np.ones(3)),
+            lambda: comm.allreduce_rows(np.arange(1), np.ones((1, 8)), 3),
+            comm.barrier,
+        ):
+            with pytest.raises(ClosedError, match="shut down; make a new one"):
+                call()
+        assert handle.done()
+        assert handle.wait().tolist() == [2.0] * 3
+        assert comm.statistics().collectives == 1
+
+    run_job(config, 2, run)
+
+
+def test_an_exception_inside_the_context_names_this_rank(config: Config) -> None:
+    def run(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise ZeroDivisionError("a bug in the training loop")
+        comm.allreduce(np.ones(10))
+
+    first, second = start_job(config, 2, run).outcomes()
+    assert isinstance(second, ZeroDivisionError)
+    assert isinstance(first, AbortedError)
+    assert first.culprit.startswith("rank 1 (host ")
+    assert first.reason == "left because of ZeroDivisionError"
+
+
+def test_after_an_abort_every_call_raises_the_same_and_a_new_generation_may_join(config: Config) -> None:
+    job = unique_job("again")
+
+    def run(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise ZeroDivisionError
+        with pytest.raises(AbortedError) as first:
+            comm.allreduce(np.ones(10))
+        with pytest.raises(AbortedError) as second:
+            comm.barrier()
+        assert str(first.value) == str(second.value)
+
+    for _ in range(3):
+        good, bad = start_job(config, 2, run, job).outcomes()
+        assert good is None
+        assert isinstance(bad, ZeroDivisionError)
+        assert run_job(config, 2, lambda comm: comm.allreduce(np.ones(2)).tolist(), job) == [[2.0, 2.0]] * 2
+
+
+def test_jobs_of_one_rank(config: Config) -> None:
+    def run(comm: Communicator) -> list[float]:
+        x = comm.allreduce(sparse(0, "float32", (5000,)))
+        assert x.tolist() == sparse(0, "float32", (5000,)).tolist()
+        comm.barrier()
+        return comm.allgather(np.arange(3.0)).tolist()
+
+    assert run_job(config, 1, run) == [[[0.0, 1.0, 2.0]]]
+
+
+def test_spinning_for_long_changes_nothing(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, "transport.spin_us=1000")
+    assert run_job(config, 3, lambda comm: float(comm.allreduce(np.ones(100))[0])) == [3.0] * 3

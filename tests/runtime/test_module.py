@@ -1,0 +1,142 @@
+"""The functions of `omnireduce` itself, which work on one global communicator, and `connect`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_cluster import ROOT, Daemon, Ranks, unique_job
+
+import omnireduce as omni
+
+CALLS: list[Callable[[], object]] = [
+    lambda: omni.allreduce(np.ones(2)),
+    lambda: omni.allreduce_async(np.ones(2)),
+    lambda: omni.allreduce_rows(np.arange(1), np.ones((1, 2)), 2),
+    lambda: omni.broadcast(np.ones(2)),
+    lambda: omni.allgather(np.ones(2)),
+    lambda: omni.reduce_scatter(np.ones(2)),
+    omni.barrier,
+    omni.rank,
+    omni.size,
+    omni.local_rank,
+]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher, no configuration, and no communicator afterwards."""
+    for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_STEP_ID", "OMNIREDUCE_CONFIG", "OMNIREDUCE_CLUSTER_AGGREGATORS", "OMNIREDUCE_CLUSTER_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    omni.shutdown()
+
+
+def assert_not_initialised() -> None:
+    for call in CALLS:
+        with pytest.raises(omni.UsageError, match=r"not initialised; call omnireduce\.init\(\) first"):
+            call()
+
+
+def test_everything_on_the_global_communicator(daemon: Daemon) -> None:
+    comm = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    assert (omni.rank(), omni.size(), omni.local_rank(), comm.shards) == (0, 1, 0, 3)
+    assert omni.allreduce(np.ones(2)).tolist() == [1.0, 1.0]
+    assert omni.allreduce(np.ones(2), out=np.zeros(2), op="mean", name="x", block_size=8).tolist() == [1.0, 1.0]
+    assert omni.allreduce_async(np.ones(2), name="y").wait(30).tolist() == [1.0, 1.0]
+    assert omni.broadcast(np.ones(2), 0).tolist() == [1.0, 1.0]
+    assert omni.allgather(np.ones(2)).tolist() == [[1.0, 1.0]]
+    assert omni.reduce_scatter(np.ones(2), op="max").tolist() == [1.0, 1.0]
+    assert omni.allreduce_rows(np.array([1, 1]), np.ones((2, 1)), 2)[1].tolist() == [[2.0]]
+    omni.barrier()
+    assert comm.statistics().collectives == 8
+
+
+def test_before_init_and_after_shutdown(daemon: Daemon) -> None:
+    assert_not_initialised()
+    omni.shutdown()  # nothing to do
+    omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    omni.shutdown()
+    omni.shutdown()
+    assert_not_initialised()
+
+
+def test_init_twice(daemon: Daemon) -> None:
+    first = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    with pytest.raises(omni.UsageError, match=r"initialised already; call omnireduce\.shutdown\(\) first"):
+        omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    assert first.allreduce(np.ones(1)).tolist() == [1.0]
+    omni.shutdown()
+    omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+
+
+def test_a_failed_init_leaves_nothing_behind(daemon: Daemon) -> None:
+    with pytest.raises(omni.UsageError, match="got rank 0 and size None, expected both or neither"):
+        omni.init(aggregators=daemon.addresses, rank=0)
+    with pytest.raises(omni.ConfigError, match=r"argument: cluster\.aggregators"):
+        omni.init(aggregators=["no port"], rank=0, size=1)
+    assert_not_initialised()
+    omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+
+
+def test_the_configuration_by_path_object_or_environment(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"[cluster]\naggregators = {daemon.addresses}\n[protocol]\nblock_size = 64\n")
+    monkeypatch.setenv("OMNIREDUCE_CONFIG", str(path))
+    for config in (path, str(path), omni.load_config(path), None):
+        with omni.connect(config, job=unique_job(), rank=0, size=1) as comm:
+            assert comm.shards == 3
+            assert comm.config.protocol.block_size == 64
+
+
+def test_rank_and_size_from_a_launcher(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "PMI_JOBID": unique_job()}.items():
+        monkeypatch.setenv(name, value)
+    comm = omni.init(aggregators=daemon.addresses)
+    assert (comm.rank, comm.size) == (0, 1)
+
+
+def test_connect_uses_no_global_state(daemon: Daemon) -> None:
+    job = unique_job()
+
+    def run(rank: int) -> list[float]:
+        with omni.connect(aggregators=daemon.addresses, job=job, rank=rank, size=2) as comm:
+            return comm.allreduce(np.ones(2)).tolist()
+
+    assert Ranks(2, run).results() == [[2.0, 2.0]] * 2
+    assert_not_initialised()
+
+
+def test_an_aggregator_that_is_not_there() -> None:
+    config = omni.load_config(overrides=["cluster.join_timeout_s=0.1"], environ={})
+    with pytest.raises(
+        omni.TransportError, match=r"cannot reach aggregator 127\.0\.0\.1:1 .*is `python -m aggregator`"
+    ):
+        omni.connect(config, aggregators=["127.0.0.1:1"], rank=0, size=1)
+
+
+@pytest.mark.parametrize("end", ["", "omni.shutdown()", "raise SystemExit(3)", "1 / 0"])
+def test_a_program_that_ends_leaves_its_job(daemon: Daemon, end: str) -> None:
+    """With or without shutdown; collectives nobody waits for do not keep it, and its status is its own."""
+    job = unique_job("ends")
+    code = (
+        "import numpy as np, omnireduce as omni\n"
+        f"omni.init(aggregators={daemon.addresses}, job={job!r}, rank=0, size=1)\n"
+        "omni.allreduce_async(np.ones(1000))\n"
+        f"{end}\n"
+    )
+    for _ in range(2):  # the job's name is free again
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(end, 0), done.stderr
+        assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
+        assert not done.stdout

@@ -1,0 +1,72 @@
+"""Bytes on the wire follow the density of the data, plus at most 1 % for framing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, run_job
+from tensors import sparse
+
+from omnireduce import Communicator, Config, Statistics
+
+ELEMENTS, BLOCK = 4_194_304, 256  # 16 MiB of float32, 16384 blocks
+
+
+def difference(after: Statistics, before: Statistics) -> tuple[int, int, int]:
+    return (
+        after.sent_bytes - before.sent_bytes,
+        after.received_bytes - before.received_bytes,
+        after.collectives - before.collectives,
+    )
+
+
+def block_bytes(mask: np.ndarray) -> int:
+    return int(mask.sum()) * BLOCK * 4
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("density", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_bytes_are_the_non_zero_blocks_plus_framing(
+    daemon: Daemon, transport: str, density: float, shards: int
+) -> None:
+    """Up: a worker's own non-zero blocks. Down: those of the union."""
+    config = configured(daemon.addresses[:shards], f"transport.kind={transport}")
+    tensors = [sparse(rank, "float32", (ELEMENTS,), density=density) for rank in range(2)]
+    nonzero = [tensor.reshape(-1, BLOCK).any(axis=1) for tensor in tensors]
+
+    def run(comm: Communicator) -> tuple[int, int, int]:
+        before = comm.statistics()
+        comm.allreduce(tensors[comm.rank].copy())
+        return difference(comm.statistics(), before)
+
+    for rank, (sent, received, collectives) in enumerate(run_job(config, 2, run)):
+        assert collectives == 1
+        up, down = block_bytes(nonzero[rank]), block_bytes(nonzero[0] | nonzero[1])
+        framing = 0.01 * (up + down) + 2000 * shards
+        assert up <= sent <= up + framing
+        assert down <= received <= down + framing
+
+
+def test_nothing_but_framing_for_zeros(config: Config) -> None:
+    def run(comm: Communicator) -> tuple[int, int, int]:
+        before = comm.statistics()
+        comm.allreduce(np.zeros(ELEMENTS, np.float32))
+        return difference(comm.statistics(), before)
+
+    for sent, received, collectives in run_job(config, 2, run):
+        assert sent + received < 10_000
+        assert collectives == 1
+
+
+def test_every_kind_of_collective_counts(local: Config) -> None:
+    def run(comm: Communicator) -> int:
+        comm.barrier()
+        comm.broadcast(np.ones(3))
+        comm.allgather(np.ones(3))
+        comm.reduce_scatter(np.ones(3))
+        comm.allreduce_rows(np.arange(2), np.ones((2, 2)), 5)
+        comm.allreduce_async(np.ones(2)).wait()
+        return comm.statistics().collectives
+
+    assert run_job(local, 2, run) == [6, 6]

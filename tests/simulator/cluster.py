@@ -1,0 +1,196 @@
+"""Builds what a plan describes, runs it to its end, then shows that the shards still serve."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from omnireduce.protocol.membership import Limits
+from omnireduce.transport.base import NO_SLOTS
+from omnireduce.transport.sim import SimLink, sim_pair
+
+from .faults import FROM_THE_START, handicap, strike
+from .plan import Fault, JobPlan, Plan
+from .shard import Shard
+from .verdicts import Verdicts, mapped_regions
+from .worker import Worker
+from .workload import Collective, Work
+from .world import World
+
+MAX_S, MAX_EVENTS = 400.0, 60_000
+QUIET_S = 40.0  # longer than any time limit of a shard: what it still keeps then, it keeps for ever
+EPILOGUE = Collective("allreduce", "sum", "float32", 700, 64, 0.5, 1)
+
+
+class Cluster:
+    """One run of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.protocol = plan, plan.protocol
+        self.world = World(plan.seed)
+        self.verdicts = Verdicts(self)
+        self.struck: list[str] = []  # the kinds of fault that found a victim
+        self._pids = itertools.count(100)
+        self._links: list[SimLink] = []
+        limits = Limits(
+            max_jobs=3 * len(plan.jobs), max_world_size=8, max_job_bytes=1 << 26,
+            join_timeout_s=plan.protocol.aggregator_join_timeout_s,
+        )  # fmt: skip
+        self.shards = [Shard(self.world, i, self._latency(f"shard{i}"), limits) for i in range(plan.protocol.shards)]
+        self.workers: list[Worker] = []
+        self.history: list[Worker] = []  # those of the main part, kept when the epilogue begins
+        self.ranks: list[list[Worker | None]] = [[None] * job.ranks for job in plan.jobs]
+        self._attempts = [[job.attempts] * job.ranks for job in plan.jobs]
+        self._rounds = [[job.rounds] * job.ranks for job in plan.jobs]
+        self._to_come = 0
+        self._culprits: dict[str, set[str]] = {job.name: set() for job in plan.jobs}
+
+    # the run
+
+    def run(self) -> list[str]:
+        """Run everything; return what went wrong, one line each."""
+        regions = mapped_regions()
+        try:
+            self._main()
+            if not self.verdicts.found:
+                self._settle()
+                self._epilogue()
+                self._settle()
+        except Exception:
+            self.verdicts.add(f"exception: {traceback.format_exc()}")
+        self._tear_down()
+        if not self.verdicts.found and mapped_regions() > regions:
+            self.verdicts.add(f"{mapped_regions() - regions} regions of slot memory are still mapped")
+        return self.verdicts.found
+
+    def _main(self) -> None:
+        for number, job in enumerate(self.plan.jobs):
+            for rank in range(job.ranks):
+                self._enter(number, rank, job.start_s, first=True)
+        for fault in self.plan.faults:
+            if fault.kind not in FROM_THE_START:
+                self.world.at_event(fault.at_event, partial(strike, self, fault))
+        if not self.world.run(self._all_gone, max_s=MAX_S, max_events=MAX_EVENTS):
+            self.verdicts.stuck()
+        self.verdicts.judge_workers()
+
+    def _settle(self) -> None:
+        self.world.forget_events()
+        self.world.run(lambda: False, max_s=QUIET_S, max_events=MAX_EVENTS)
+        self.verdicts.judge_shards()
+
+    def _epilogue(self) -> None:
+        """Run a small job under every name once more; nothing may disturb it."""
+        self.world.log("epilogue")
+        self.history, self.workers = self.workers, []
+        for culprits in self._culprits.values():
+            culprits.clear()
+        self._attempts = self._rounds = [[0] * job.ranks for job in self.plan.jobs]
+        for number, job in enumerate(self.plan.jobs):
+            for rank in range(job.ranks):
+                again = replace(job, collectives=(EPILOGUE,), think_s=0.0, attempts=1)
+                self._start(number, self._worker(again, rank))
+        if not self.world.run(self._all_gone, max_s=MAX_S, max_events=MAX_EVENTS):
+            self.verdicts.stuck()
+        self.verdicts.judge_workers()
+
+    def _all_gone(self) -> bool:
+        return self._to_come == 0 and not any(worker.alive for worker in self.workers)
+
+    def _tear_down(self) -> None:
+        """Cut the references by which simulated links keep each other's slots, whatever the product does."""
+        for link in self._links:
+            link.attach(NO_SLOTS, NO_SLOTS)
+
+    # workers
+
+    def _worker(self, job: JobPlan, rank: int) -> Worker:
+        pid = next(self._pids)
+        return Worker(self, job, rank, pid, self._latency(f"{job.name}/{rank}"), job.ranks)
+
+    def _enter(self, job: int, rank: int, at: float, *, first: bool = False) -> None:
+        """Let a worker start at virtual time `at`."""
+        worker = self._worker(self.plan.jobs[job], rank)
+        late_s = handicap(self, job, worker) if first else 0.0
+        self._to_come += 1
+        self.world.at(at + late_s, lambda: self._arrive(job, worker))
+
+    def _arrive(self, job: int, worker: Worker) -> None:
+        self._to_come -= 1
+        self._start(job, worker)
+
+    def _start(self, job: int, worker: Worker) -> None:
+        self.ranks[job][worker.rank] = worker
+        self.workers.append(worker)
+        worker.start()
+
+    def intrude(self, job: int, rank: int) -> None:
+        """Let another process join as a rank that is already there."""
+        worker = self._worker(self.plan.jobs[job], rank)
+        self.blame(worker.job.name, worker.culprit)
+        self.workers.append(worker)
+        worker.start()
+
+    def connect(self, worker: Worker, shard: int) -> SimLink | None:
+        """A connection to a shard, or None when nobody listens there."""
+        target = self.shards[shard]
+        if not target.listening:
+            return None
+        name = f"{worker.name}-{target.name}"
+        delay_s = self._delay(name)
+        ours, theirs = sim_pair(target.address, worker.name, self.world, delay_s, self.plan.network.pipe_bytes)
+        ours.on_ready = worker.wake
+        self._links += [ours, theirs]
+        self.world.at(self.world.now() + delay_s(), lambda: target.accept(theirs))
+        return ours
+
+    def shares_memory(self, link: SimLink) -> bool:
+        return self.world.random(f"memory/{link.other.peer}").random() < self.plan.network.shared_memory
+
+    def finished(self, worker: Worker, work: Work, number: int) -> None:
+        self.verdicts.judge_result(worker, work, number)
+
+    def gone(self, worker: Worker) -> None:
+        """Called by a worker at its end; a rank that failed may try again."""
+        self.verdicts.judge_slots(worker)
+        if worker.driver is None and self._culprits[worker.job.name]:
+            self.blame(
+                worker.job.name, worker.culprit
+            )  # a fault kept it from joining; its peers may have been admitted
+        job = next(i for i, each in enumerate(self.plan.jobs) if each.name == worker.job.name)
+        if self.ranks[job][worker.rank] is worker:
+            left = self._rounds if worker.done else self._attempts
+            left[job][worker.rank] -= 1
+            if left[job][worker.rank] > 0:
+                self._enter(job, worker.rank, self.world.now() + self.plan.network.delay_s)
+
+    # faults and blame
+
+    def note(self, fault: Fault) -> None:
+        self.struck.append(fault.kind)
+        self.world.log(f"fault: {fault}")
+
+    def blame(self, job: str, culprit: str) -> None:
+        """From now on the ranks of `job` may name `culprit`."""
+        self._culprits[job].add(culprit)
+
+    def culprits(self, job: str) -> set[str]:
+        return self._culprits[job]
+
+    def expect_end(self, workers: Sequence[Worker], notice_s: float, fault: Fault) -> None:
+        """These workers must come to an end soon."""
+        self.verdicts.expect_end(workers, self.world.now() + notice_s, fault)
+
+    # chance
+
+    def _delay(self, name: str) -> Callable[[], float]:
+        rng, network = self.world.random(f"delay/{name}"), self.plan.network
+        return lambda: rng.expovariate(1 / network.delay_s) * (10 if rng.random() < network.spike else 1)
+
+    def _latency(self, name: str) -> Callable[[], float]:
+        rng, network = self.world.random(f"latency/{name}"), self.plan.network
+        mean = network.latency_s * (20 if rng.random() < network.slow else 1)
+        return lambda: rng.expovariate(1 / mean)

@@ -1,0 +1,156 @@
+"""An aggregator shard as a process: the real `ShardServer` behind a simulated selector."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omnireduce.protocol.membership import Limits
+from omnireduce.runtime.server import ShardServer
+from omnireduce.transport.sim import SimLink
+
+from .world import Process, World
+
+IDLE_S = 60.0
+BUSY_TURNS = 50  # turns in a row that find something to do; more means that the server spins
+
+
+class SimSelector(selectors.BaseSelector):
+    """Says which links are ready now, in random order, and remembers how long the server would have waited."""
+
+    def __init__(self, shuffle: Callable[[list[Any]], None]) -> None:
+        self._keys: dict[Any, selectors.SelectorKey] = {}
+        self._shuffle = shuffle
+        self.patience_s = 0.0
+        self.found = 0
+
+    @property
+    def links(self) -> list[SimLink]:
+        return list(self._keys)
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        assert fileobj not in self._keys, "registered twice"
+        self._keys[fileobj] = selectors.SelectorKey(fileobj, -1, events, data)
+        return self._keys[fileobj]
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._keys.pop(fileobj)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = []
+        for link, key in self._keys.items():
+            mask = selectors.EVENT_READ if link.readable else 0
+            mask |= selectors.EVENT_WRITE if link.writable else 0
+            if mask & key.events:
+                ready.append((key, mask & key.events))
+        self._shuffle(ready)
+        self.patience_s, self.found = timeout or 0.0, len(ready)
+        return ready
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._keys
+
+
+class Shard(Process):
+    """Shard `index`. It can be killed, drained and started again."""
+
+    def __init__(self, world: World, index: int, latency_s: Callable[[], float], limits: Limits) -> None:
+        super().__init__(world, f"shard{index}", latency_s)
+        self.address = f"shard{index}:7400"
+        self.limits = limits
+        self.supervised = True  # the listening socket outlives the process
+        self.spun = False
+        self.lost_slots: set[int] = set()  # result slots that were not free when a job ended cleanly
+        self._back_after_s = 0.0
+        self._backlog: list[SimLink] = []
+        self._random = world.random(self.name)
+        self.start()
+
+    def start(self) -> None:
+        """Run a server that knows nothing of an earlier one."""
+        self.alive, self.supervised, self._due = True, True, None
+        self.selector = SimSelector(self._random.shuffle)
+        self.server = ShardServer(
+            self.address, [], self.limits, drain_s=5.0, clock=self.world.now, selector=self.selector
+        )
+        self.log("up")
+        self.wake()
+
+    @property
+    def listening(self) -> bool:
+        return self.alive or self.supervised
+
+    def accept(self, link: SimLink) -> None:
+        """A connection has arrived; the server sees it in its next turn."""
+        if self.listening:
+            self._backlog.append(link)
+            self.wake()
+        else:
+            link.close()
+
+    def _adopt(self) -> bool:
+        """Let the server take what waits at its listening socket; return whether there was anything."""
+        backlog, self._backlog = self._backlog, []
+        for link in backlog:
+            link.on_ready = self.wake
+            self.server.adopt(link)
+        return bool(backlog)
+
+    def turn(self) -> None:
+        """Let the server run until it would wait, and wake it when it would stop waiting."""
+        for _ in range(BUSY_TURNS):
+            if self.server.stopped:
+                self.kill(self._back_after_s, supervised=False)
+                return
+            self.server.turn(IDLE_S)
+            self._look_for_slots()
+            if not self._adopt() and not self.selector.found and self.selector.patience_s > 0:
+                self.wake_at(self.world.now() + self.selector.patience_s + 1e-6)
+                return
+        self.spun = True
+        self.log(f"spins: {BUSY_TURNS} turns without progress")
+        self.wake_at(self.world.now() + 1.0)
+
+    def _look_for_slots(self) -> None:
+        for connection in self.server._connections:
+            machine = connection.job.machine if connection.job is not None else None
+            if machine is not None and machine.ended is not None and machine.ended.cause is None:
+                self.lost_slots |= set(range(machine._slots)).difference(machine._free)
+
+    def kill(self, back_after_s: float, *, supervised: bool) -> None:
+        """End at once; the system closes the connections. Start again after some seconds."""
+        self.log("down")
+        self.alive, self.supervised = False, supervised
+        links = self.selector.links
+        if not supervised:
+            links += self._backlog
+            self._backlog = []
+        jobs = {connection.job for connection in self.server._connections if connection.job is not None}
+        del self.server, self.selector
+        for link in links:
+            link.close()
+        for job in jobs:
+            job.close()  # the system takes back the memory of a dead process
+        self.world.at(self.world.now() + back_after_s, self.start)
+
+    def drain(self, back_after_s: float) -> None:
+        """Stop as after SIGTERM. Start again some seconds after the end."""
+        self._back_after_s = back_after_s
+        self.server.stop()
+        self.wake()
+
+    def residue(self) -> dict[str, int]:
+        """How much the server still knows of anybody; empty when all is given back."""
+        server = self.server
+        membership = server._membership
+        kept = {
+            "connections": server._connections,
+            "timed": server._timed,
+            "jobs": server._jobs,
+            "links of jobs": server._of_job,
+            "gathering": membership._gathering,
+            "running": membership._running,
+            "selector": self.selector.links,
+        }
+        return {name: len(value) for name, value in kept.items() if value}

@@ -1,0 +1,50 @@
+"""One small cluster, and one fault between any two events of its life, from first connection to last goodbye."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from .cluster import Cluster
+from .plan import Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .workload import Collective
+
+PROMPT, GATHERING = 1e-5, 1e-2  # how long a process sleeps after it was woken: the longer, the more it finds at once
+WORK = (
+    Collective("allreduce", "sum", "float32", 900, 64, 0.7, 11),
+    Collective("rows", "sum", "int32", 320, 16, 0.5, 12),
+)
+STARTED, MOST_EVENTS = 10, 2000
+
+FAULTS = [
+    Fault("crash", rank=1),
+    Fault("host death", rank=1, number=4.0),
+    Fault("link loss", rank=1, number=0.5),
+    Fault("shard crash", number=0.2),
+    Fault("drain", number=0.2),
+    Fault("worker stall", rank=1, number=1.5),
+    Fault("shard stall", number=1.5),
+    Fault("early leave", rank=1),
+    Fault("garbage", rank=1),
+]
+
+
+def plan(ranks: int, latency_s: float) -> Plan:
+    network = NetworkPlan(1e-4, spike=0.0, latency_s=latency_s, slow=0.0, pipe_bytes=1 << 16, shared_memory=0.5)
+    protocol = ProtocolPlan(shards=2, slots=2, stripe_blocks=3, scan_span=4)
+    job = JobPlan("job0", ranks, start_s=0.0, collectives=WORK, window=2, think_s=0.0, attempts=2)
+    return Plan(ranks, network, protocol, (job,))
+
+
+@pytest.mark.parametrize(("ranks", "latency_s"), [(1, PROMPT), (2, PROMPT), (2, GATHERING)])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
+def test_fault_at_every_event(fault: Fault, ranks: int, latency_s: float) -> None:
+    base = plan(ranks, latency_s)
+    for event in range(1, MOST_EVENTS):
+        cluster = Cluster(replace(base, faults=(replace(fault, rank=fault.rank % ranks, at_event=event),)))
+        found = cluster.run()
+        assert not found, [f"{fault.kind} at event {event}", *found, *cluster.world.trace]
+        if not cluster.struck and event > STARTED:
+            return  # the cluster was done before
+    raise AssertionError("no end")

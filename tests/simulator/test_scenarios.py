@@ -1,0 +1,211 @@
+"""Named scenarios: what a seed once found, and what an operator would ask about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError
+
+from .cluster import Cluster
+from .faults import strike
+from .plan import Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .worker import Worker
+from .workload import Collective
+
+NETWORK = NetworkPlan(1e-5, spike=0.0, latency_s=1e-3, slow=0.0, pipe_bytes=1 << 12, shared_memory=0.0)
+SUM = Collective("allreduce", "sum", "float32", 900, 64, 0.7, 11)
+
+
+def cluster(
+    *faults: Fault, ranks: int = 2, shards: int = 1, work: tuple[Collective, ...] = (SUM,), **job: Any
+) -> Cluster:
+    """One job on a calm network whose pipes hold little."""
+    protocol = ProtocolPlan(shards=shards, slots=2, stripe_blocks=3, scan_span=4)
+    plan = JobPlan("job0", ranks, 0.0, work, **{"window": 1, "think_s": 0.0} | job)
+    return Cluster(Plan(1, NETWORK, protocol, (plan,), faults))
+
+
+def workers(run: Cluster, rank: int) -> list[Worker]:
+    """The workers that were `rank`, in the order in which they came."""
+    return [worker for worker in run.history or run.workers if worker.rank == rank]
+
+
+def when(run: Cluster, rank: int, condition: Callable[[Worker], object], action: Callable[[Worker], object]) -> None:
+    """Let `action` happen right after the event by which the first worker of `rank` meets `condition`."""
+
+    def look(number: int) -> None:
+        found = workers(run, rank)[:1]
+        if found and condition(found[0]):
+            action(found[0])
+        else:
+            run.world.at_event(number + 1, lambda: look(number + 1))
+
+    look(0)
+
+
+def joined(worker: Worker) -> bool:
+    return worker.running
+
+
+def error(run: Cluster, rank: int, attempt: int = 0) -> OmniReduceError | None:
+    return workers(run, rank)[attempt].error
+
+
+def test_a_lone_worker_that_dies_leaves_the_shard_up() -> None:
+    run = cluster(ranks=1, think_s=1.0, work=(SUM, SUM))
+    when(run, 0, joined, lambda _: strike(run, Fault("crash")))
+    assert run.run() == []
+
+
+def test_hello_and_death_in_one_breath_are_both_heard() -> None:
+    run = cluster(Fault("late", rank=1, number=1.0))
+    when(run, 1, lambda worker: worker.links, lambda _: strike(run, Fault("crash", rank=1)))
+    assert run.run() == []
+    found = error(run, 0)
+    assert isinstance(found, AbortedError)
+    assert found.culprit == workers(run, 1)[0].culprit
+    assert (workers(run, 0)[0].ended_at or 99) < 2
+
+
+def test_a_rank_that_talks_nonsense_while_a_job_gathers_may_come_again() -> None:
+    run = cluster(Fault("late", rank=1, number=1.0), attempts=2)
+    when(run, 0, lambda worker: worker.links, lambda _: strike(run, Fault("garbage")))
+    assert run.run() == []
+    assert isinstance(error(run, 0), RefusedError)
+    assert error(run, 0, 1) is None
+    assert error(run, 1) is None
+
+
+def slow_down(worker: Worker) -> None:
+    """From now on, the worker takes at most five turns a second."""
+    worker.latency_s = lambda: 0.2
+
+
+def delay_second_welcome(run: Cluster) -> None:
+    """Rank 1 hears from shard 1 only 3 s after it was admitted there; rank 0 goes ahead."""
+
+    def delay(worker: Worker, seconds: float) -> None:
+        worker.links[1].other._delay_s = lambda: seconds
+
+    when(run, 1, lambda worker: len(worker.links) == 2, lambda worker: delay(worker, 3.0))
+    when(run, 1, joined, lambda worker: delay(worker, 0.0))
+
+
+def test_a_rank_may_be_waited_for_before_it_is_welcome_everywhere() -> None:
+    run = cluster(shards=2)
+    delay_second_welcome(run)
+    assert run.run() == []
+    assert (workers(run, 0)[0].ended_at or 0) > 3
+    assert [worker.error for worker in run.history] == [None, None]
+
+
+def test_a_job_may_be_over_before_a_rank_is_welcome_everywhere() -> None:
+    run = cluster(shards=2)
+    delay_second_welcome(run)
+    when(run, 0, joined, lambda _: strike(run, Fault("crash")))
+    assert run.run() == []
+    found = error(run, 1)
+    assert isinstance(found, AbortedError)
+    assert found.culprit == workers(run, 0)[0].culprit
+    assert (workers(run, 1)[0].ended_at or 99) < 1
+
+
+def test_a_shard_that_drains_lets_a_collective_finish() -> None:
+    run = cluster(work=(SUM, SUM))
+    when(run, 1, joined, lambda _: strike(run, Fault("worker stall", rank=1, number=2.0)))
+    run.world.at(0.5, lambda: strike(run, Fault("drain")))
+    assert run.run() == []
+    for rank in range(2):
+        found = error(run, rank)
+        assert isinstance(found, AbortedError)
+        assert "shutting down" in found.reason
+        assert workers(run, rank)[0].completed == 1
+
+
+def test_a_shard_that_drains_does_not_wait_for_ever() -> None:
+    run = cluster(work=(SUM, SUM))
+    when(run, 1, joined, lambda _: strike(run, Fault("freeze", rank=1, number=15.0)))
+    run.world.at(0.5, lambda: strike(run, Fault("drain")))
+    assert run.run() == []
+    found = error(run, 0)
+    assert isinstance(found, AbortedError)
+    assert "did not finish within" in found.reason
+    assert 5 < (workers(run, 0)[0].ended_at or 0) < 6
+
+
+def test_a_second_process_with_the_same_rank_is_refused_at_once() -> None:
+    run = cluster(Fault("duplicate", number=0.5), Fault("late", rank=1, number=1.0))
+    assert run.run() == []
+    refused = workers(run, 0)[1]
+    assert isinstance(refused.error, RefusedError)
+    assert workers(run, 0)[0].culprit in str(refused.error)
+    assert (refused.ended_at or 99) < 0.6
+    assert error(run, 0) is error(run, 1) is None
+
+
+def test_a_rank_with_another_world_size_is_refused_at_once() -> None:
+    run = cluster(Fault("world size", rank=1), Fault("late", rank=1, number=0.5), attempts=2)
+    assert run.run() == []
+    assert isinstance(error(run, 1), RefusedError)
+    assert "world_size 3 differs from 2" in str(error(run, 1))
+    assert error(run, 0) is error(run, 1, 1) is None
+
+
+def test_different_collectives_in_one_place_name_both_sides() -> None:
+    run = cluster(Fault("mismatch", rank=1, number=1), work=(SUM, SUM))
+    assert run.run() == []
+    for rank in range(2):
+        found = error(run, rank)
+        assert isinstance(found, AbortedError)
+        assert all(name in found.reason for name in ("collective 1", "rank 0", "rank 1", "'x11'", "'x13'"))
+        assert workers(run, rank)[0].completed == 1
+
+
+def test_a_frozen_rank_is_named_by_those_that_waited_for_it() -> None:
+    run = cluster(ranks=3)
+    when(run, 1, joined, lambda _: strike(run, Fault("freeze", rank=1, number=60.0)))
+    assert run.run() == []
+    for rank in (0, 2):
+        found = error(run, rank)
+        assert isinstance(found, CollectiveTimeoutError)
+        assert found.culprit == workers(run, 1)[0].culprit
+
+
+def test_ranks_join_again_after_their_shard_came_back() -> None:
+    run = cluster(shards=2, attempts=2, think_s=0.5, work=(SUM,) * 3)
+    when(run, 0, lambda worker: worker.completed, lambda _: strike(run, Fault("shard crash", shard=1, number=1.0)))
+    assert run.run() == []
+    for rank in range(2):
+        found = error(run, rank)
+        assert isinstance(found, AbortedError)
+        assert "shard1:7400" in found.culprit
+        assert error(run, rank, 1) is None
+
+
+def test_a_rank_joins_the_next_generation_while_others_still_leave_the_last() -> None:
+    run = cluster(ranks=3, rounds=3)
+    when(run, 2, joined, slow_down)
+    assert run.run() == []
+    assert len(workers(run, 0)) == 3
+    assert not any(worker.error for worker in run.history)
+
+
+def test_a_rank_without_data_may_lag_behind_many_results() -> None:
+    large = replace(SUM, elements=400 * 2048, block_size=2048, density=1.0, kind="broadcast", root=0)
+    run = cluster(work=(large,))
+    when(run, 1, joined, slow_down)
+    assert run.run() == []
+    assert not any(worker.error for worker in run.history)
+
+
+def test_a_slow_reader_hears_why_the_job_ended() -> None:
+    large = replace(SUM, elements=40 * 2048, block_size=2048, density=1.0)
+    run = cluster(work=(large, large))
+    when(run, 1, joined, slow_down)
+    run.world.at(0.7, lambda: strike(run, Fault("crash")))
+    assert run.run() == []
+    found = error(run, 1)
+    assert isinstance(found, AbortedError)
+    assert found.culprit == workers(run, 0)[0].culprit

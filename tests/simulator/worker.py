@@ -1,0 +1,236 @@
+"""A rank as a process: joins every shard as `runtime.rendezvous` does, runs its collectives, leaves.
+
+The program of a communicator without its threads: what blocks there is a state here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from omnireduce.errors import OmniReduceError, RefusedError, TransportError
+from omnireduce.protocol.effects import End
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.driver import Driver
+from omnireduce.runtime.engine import GOODBYE_S, error_of
+from omnireduce.runtime.rendezvous import RETRY_S, read_answer
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.sim import SimLink
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Welcome, encode_control
+
+from .plan import JobPlan, ProtocolPlan
+from .workload import Collective, Work
+from .world import Process, World
+
+SLOT_BYTES = 65536
+
+
+class Cluster(Protocol):
+    """What a worker needs of the cluster around it."""
+
+    world: World
+    protocol: ProtocolPlan
+
+    def connect(self, worker: Worker, shard: int) -> SimLink | None:
+        """A connection to a shard, or None when nobody listens there."""
+
+    def shares_memory(self, link: SimLink) -> bool:
+        """Whether the link is to use the shard's slots as shared memory."""
+
+    def finished(self, worker: Worker, work: Work, number: int) -> None:
+        """A collective is complete."""
+
+    def gone(self, worker: Worker) -> None:
+        """The worker has come to its end."""
+
+
+class Worker(Process):
+    """`pid` tells workers of the same rank apart. After `gone`, `error` says why, or None when all its work is done."""
+
+    def __init__(
+        self, cluster: Cluster, job: JobPlan, rank: int, pid: int, latency_s: Callable[[], float], ranks: int
+    ) -> None:
+        super().__init__(cluster.world, f"{job.name} rank {rank} pid {pid}", latency_s)
+        self.cluster, self.job, self.rank, self.pid = cluster, job, rank, pid
+        self.program: Sequence[Collective] = job.collectives
+        self.ranks = ranks  # what this rank believes the world size to be
+        self.links: list[SimLink] = []
+        self.driver: Driver | None = None
+        self.error: OmniReduceError | None = None
+        self.ended_at: float | None = None
+        self.clean = False  # confirmed by every shard
+        self.killed = False
+        self.completed = 0  # collectives
+        self._machine: WorkerMachine
+        self._welcomes: set[SimLink] = set()
+        self._join_by = 0.0
+        self._close_by: float | None = None
+        self._under_way: dict[int, Work] = {}
+        self._submitted = 0
+        self._think_until = 0.0
+        self._random = self.world.random(self.name)
+
+    @property
+    def culprit(self) -> str:
+        """What an error that blames this worker contains."""
+        return f"rank {self.rank} (host host{self.rank}, pid {self.pid})"
+
+    @property
+    def done(self) -> bool:
+        """All of its work is complete."""
+        return self.completed == len(self.program)
+
+    def free_slots(self) -> list[list[int]]:
+        """The machine's free send slots, for each shard."""
+        return [sorted(stream._free) for stream in self._machine._streams]
+
+    def start(self) -> None:
+        self._join_by = self.world.now() + self.cluster.protocol.join_timeout_s
+        self.wake()
+
+    @property
+    def running(self) -> bool:
+        """Has joined and may be waited for."""
+        return self.alive and self.driver is not None and self._machine.ended is None
+
+    def turn(self) -> None:
+        try:
+            if self.driver is None:
+                self._join()
+            if self.driver is not None:
+                self._run(self.driver)
+        except OmniReduceError as error:
+            self._end(error)
+
+    # joining
+
+    def _join(self) -> None:
+        """Connect to all shards, one after the other; then say hello to all; then wait for all."""
+        self.wake_at(self._join_by)
+        protocol = self.cluster.protocol
+        while len(self.links) < protocol.shards:
+            link = self.cluster.connect(self, len(self.links))
+            if link is None:
+                if self.world.now() >= self._join_by:
+                    raise TransportError(f"cannot reach aggregator shard{len(self.links)}:7400")
+                self.wake_at(self.world.now() + RETRY_S)
+                return
+            self.links.append(link)
+            if len(self.links) == protocol.shards:
+                self._say_hello()
+        for link in self.links:
+            for event in link.poll():
+                if isinstance(read_answer(link, event), Welcome):
+                    self._welcomes.add(link)
+        if len(self._welcomes) == protocol.shards:
+            self._start()
+        elif self.world.now() >= self._join_by:
+            raise RefusedError("ranks are missing")
+
+    def _say_hello(self) -> None:
+        protocol = self.cluster.protocol
+        for shard, link in enumerate(self.links):
+            hello = Hello(
+                PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, shard, protocol.shards,
+                protocol.slots, SLOT_BYTES, f"host{self.rank}", self.pid, protocol.timeout_s,
+            )  # fmt: skip
+            link.send_control(encode_control(hello))
+
+    def _start(self) -> None:
+        protocol = self.cluster.protocol
+        shape = protocol.slots, SLOT_BYTES
+        for link in self.links:
+            if self.cluster.shares_memory(link):
+                link.map_slots()
+            else:
+                link.attach(private_slots(*shape), private_slots(*shape))
+        self._machine = WorkerMachine(
+            [(link.send_slots, link.receive_slots) for link in self.links],
+            [link.peer for link in self.links],
+            self.culprit,
+            rank=self.rank,
+            scan_span=protocol.scan_span,
+            timeout_s=protocol.timeout_s,
+        )
+        self.driver = Driver(self._machine, self.links, self.world.now, on_finish=self._finished, on_end=self._on_end)
+        self.log("joined")
+
+    # running
+
+    def _run(self, driver: Driver) -> None:
+        driver.turn()
+        self._submit(driver)
+        if self._machine.ended is not None:
+            self._leave()
+        elif self._machine.deadline is not None:
+            self.wake_at(self._machine.deadline + 1e-6)
+
+    def _submit(self, driver: Driver) -> None:
+        now = self.world.now()
+        while self._machine.ended is None and len(self._under_way) < self.job.window:
+            if self._submitted == len(self.program):
+                if not self._under_way:
+                    driver.perform(self._machine.leave())
+                return
+            if now < self._think_until:
+                self.wake_at(self._think_until)
+                return
+            what = self.program[self._submitted]
+            self._submitted += 1
+            work = Work(what, self.rank, self.cluster.protocol.shards, self.cluster.protocol.stripe_blocks)
+            number = self._machine.submit(what.descriptor(), work.operand, now)
+            self._under_way[number] = work
+            self._think_until = now + self._random.uniform(0, self.job.think_s)
+            driver.advance()
+
+    def _finished(self, number: int) -> None:
+        self.completed += 1
+        self.cluster.finished(self, self._under_way.pop(number), number)
+
+    # leaving
+
+    def _on_end(self, end: End) -> None:
+        self._close_by = self.world.now() + GOODBYE_S
+        self.error = error_of(end.cause) if end.cause is not None else None
+        self.log(f"ends: {self.error or 'done'}")
+
+    def _leave(self) -> None:
+        """Close as soon as the last words are out and, after a clean end, confirmed."""
+        assert self._close_by is not None
+        said = self._machine.said_goodbye if self.error is None else not any(link.wants_write for link in self.links)
+        if said or all(link.over for link in self.links) or self.world.now() >= self._close_by:
+            self.clean = self.error is None and self._machine.said_goodbye
+            self._end(self.error)
+        else:
+            self.wake_at(self._close_by)
+
+    def _end(self, error: OmniReduceError | None) -> None:
+        self.error = error
+        self.log(f"gone: {error or 'done'}")
+        self._depart()
+
+    def kill(self, *, silent_s: float | None = None) -> None:
+        """End at once; the system closes the connections. With `silent_s`, the peers notice only after that time."""
+        self.log("killed")
+        self.killed = True
+        for link in self.links:
+            if silent_s is not None:
+                link.sever(0.0, silent_s)
+        self._depart()
+
+    def _depart(self) -> None:
+        self.alive = False
+        self.ended_at = self.world.now()
+        for link in self.links:
+            link.close()
+        self.cluster.gone(self)
+        self.driver, self.links = None, []
+        self._under_way.clear()
+        self.__dict__.pop("_machine", None)
+
+    def leave_early(self) -> None:
+        """Shut down although work is left or under way."""
+        self.program = self.program[: self._submitted]
+        if self.driver is not None:
+            self.driver.perform(self._machine.leave())
+        self.wake()

@@ -1,0 +1,99 @@
+"""Virtual time: a clock, an event queue, and processes that take turns."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+
+TRACE_LINES = 200  # how many of the last happenings a report shows
+
+
+class World:
+    """The clock and everything that is going to happen. All randomness comes from `seed`, by name."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.events = 0  # how many have happened
+        self.trace: deque[str] = deque(maxlen=TRACE_LINES)
+        self._now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._entered = 0
+        self._at_event: dict[int, list[Callable[[], None]]] = {}
+
+    def now(self) -> float:
+        return self._now
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Let `action` happen at virtual `time`, in seconds."""
+        self._entered += 1
+        heapq.heappush(self._queue, (max(time, self._now), self._entered, action))
+
+    def at_event(self, number: int, action: Callable[[], None]) -> None:
+        """Let `action` happen between two events: when `number` of them have happened."""
+        self._at_event.setdefault(number, []).append(action)
+
+    def forget_events(self) -> None:
+        """Drop what `at_event` has not yet done."""
+        self._at_event.clear()
+
+    def random(self, name: str) -> random.Random:
+        """A stream of random numbers of its own for everything that has a name."""
+        return random.Random(f"{self.seed}/{name}")
+
+    def log(self, text: str) -> None:
+        self.trace.append(f"{self._now:10.6f} #{self.events:<5} {text}")
+
+    def run(self, done: Callable[[], bool], *, max_s: float, max_events: int) -> bool:
+        """Run until `done` or a limit; return whether it is done. `max_s` counts from now."""
+        end, last = self._now + max_s, self.events + max_events
+        while not done():
+            if not self._queue or self._queue[0][0] > end or self.events > last:
+                return False
+            self._now, _, action = heapq.heappop(self._queue)
+            action()
+            self.events += 1
+            for extra in self._at_event.pop(self.events, ()):
+                extra()
+        return True
+
+
+class Process:
+    """Something that takes turns when woken. `latency_s()` is how long it takes to be scheduled."""
+
+    def __init__(self, world: World, name: str, latency_s: Callable[[], float]) -> None:
+        self.world, self.name, self.latency_s = world, name, latency_s
+        self.alive = True
+        self.was_stalled = False
+        self._due: float | None = None
+        self._stalled_until = 0.0
+
+    def turn(self) -> None:
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """There is news: take a turn soon."""
+        self.wake_at(self.world.now() + self.latency_s())
+
+    def wake_at(self, time: float) -> None:
+        """Take a turn at `time` at the latest."""
+        time = max(time, self._stalled_until)
+        if self.alive and (self._due is None or time < self._due):
+            self._due = time
+            self.world.at(time, self._take_turn)
+
+    def stall(self, seconds: float) -> None:
+        """Take no turn for a while, as if stopped by a signal."""
+        self.was_stalled = True
+        self._stalled_until = self.world.now() + seconds
+        self._due = None
+        self.wake_at(self._stalled_until)
+
+    def log(self, text: str) -> None:
+        self.world.log(f"{self.name}: {text}")
+
+    def _take_turn(self) -> None:
+        if self.alive and self._due is not None and self.world.now() >= self._due:
+            self._due = None
+            self.turn()

@@ -1,0 +1,1 @@
+"""One suite for every transport, and what is special about each."""

@@ -1,0 +1,26 @@
+"""The fixture that runs a test once for each transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .pairs import PAIRS, Pair, StreamPair
+
+
+def _open(kind: type[Pair]) -> Iterator[Pair]:
+    found = kind()
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=PAIRS, ids=lambda kind: kind.name)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    yield from _open(request.param)
+
+
+@pytest.fixture(params=[kind for kind in PAIRS if issubclass(kind, StreamPair)], ids=lambda kind: kind.name)
+def streams(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Only those that frame a byte stream."""
+    yield from _open(request.param)

@@ -1,0 +1,190 @@
+"""Two joined ends of each transport, ready for messages.
+
+To put a new transport under the suite (say "verbs"): write a `Pair` whose constructor joins two links, attaches SLOTS
+slots of SLOT_BYTES to both ends and frees in `close` what is not the links' own; say in `forge` how a peer that breaks
+the rules looks on its wire; add it to PAIRS. If it needs hardware, leave it out of PAIRS where there is none.
+"""
+
+from __future__ import annotations
+
+import heapq
+import select
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from omnireduce.transport import inproc, sim
+from omnireduce.transport.base import Credited, Event, Link, Received
+from omnireduce.transport.memory import Region, private_slots
+from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
+from omnireduce.transport.stream import CREDIT, DATA, FRAME, StreamLink
+from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+
+SLOTS, SLOT_BYTES = 4, 65536
+WAIT_S = 20.0  # longer than anything here takes on a busy machine
+DEAD_PEER_S = 4.0
+
+
+class Pair(ABC):
+    """`left` is the aggregator's end, `right` the worker's."""
+
+    name: str
+    has_descriptors = True
+    left: Link
+    right: Link
+
+    @property
+    def ends(self) -> tuple[Link, Link]:
+        return self.left, self.right
+
+    @abstractmethod
+    def wait(self, links: Sequence[Link], timeout_s: float) -> None:
+        """Return when one of `links` has something to read, or room for what it wants to write."""
+
+    @abstractmethod
+    def forge(self, link: Link, event: Received | Credited) -> None:
+        """Let `link`'s peer announce `event`, whether it may or not."""
+
+    def close(self) -> None:
+        self.left.close()
+        self.right.close()
+
+    def repeat(self, step: Callable[[], object], *links: Link) -> None:
+        """Call `step` until it says that it is done, waiting for `links` in between; fail when that takes too long."""
+        deadline = time.monotonic() + WAIT_S
+        while not step():
+            assert time.monotonic() < deadline, "the expected did not happen in time"
+            self.wait(links or self.ends, deadline - time.monotonic())
+
+    def collect(self, link: Link, count: int) -> list[Event]:
+        """The next `count` events of `link`, and any more that come with them; its peer flushes."""
+        peer = self.right if link is self.left else self.left
+        found: list[Event] = []
+
+        def step() -> bool:
+            peer.flush()
+            found.extend(link.poll())
+            return len(found) >= count
+
+        self.repeat(step, link, *([peer] if peer.wants_write else []))
+        return found
+
+
+class InprocPair(Pair):
+    name = "inproc"
+    has_descriptors = False
+
+    def __init__(self) -> None:
+        self.left, self.right = inproc.pair("right", "left")
+        down, up = (np.zeros((SLOTS, SLOT_BYTES), np.uint8) for _ in range(2))
+        self.left.attach(down, up)
+        self.right.attach(up, down)
+
+    def wait(self, links: Sequence[Link], timeout_s: float) -> None:
+        """Nothing is ever on its way."""
+
+    def forge(self, link: Link, event: Received | Credited) -> None:
+        assert isinstance(link, inproc.InprocLink)
+        link.deliver(event)
+
+
+class SimPair(Pair):
+    """Over a network that takes a millisecond and holds little."""
+
+    name = "sim"
+    has_descriptors = False
+
+    def __init__(self) -> None:
+        self._now, self._entered = 0.0, 0
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
+        self.left, self.right = sim.sim_pair("right", "left", self, lambda: 1e-3, pipe_bytes=SLOT_BYTES)
+        for end in self.ends:
+            end.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+
+    def now(self) -> float:
+        return self._now
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        self._entered += 1
+        heapq.heappush(self._queue, (time, self._entered, action))
+
+    def wait(self, links: Sequence[Link], timeout_s: float) -> None:
+        if self._queue:
+            self._now, _, action = heapq.heappop(self._queue)
+            action()
+
+    def forge(self, link: Link, event: Received | Credited) -> None:
+        assert isinstance(link, sim.SimLink)
+        self.at(self._now + 1e-3, lambda: link.deliver(event))  # behind what was sent before
+
+
+class StreamPair(Pair):
+    left: StreamLink
+    right: StreamLink
+
+    def wait(self, links: Sequence[Link], timeout_s: float) -> None:
+        wait_for(links, timeout_s)
+
+    def forge(self, link: Link, event: Received | Credited) -> None:
+        if isinstance(event, Received):
+            self.write_raw(link, FRAME.pack(DATA, event.slot, event.nbytes))
+        else:
+            self.write_raw(link, FRAME.pack(CREDIT, event.slot, 0))
+
+    def write_raw(self, link: Link, data: bytes) -> None:
+        """Let `link` read `data`, whatever it means."""
+        peer = self.right if link is self.left else self.left
+        peer.flush()
+        peer._sock.sendall(data)
+
+
+class TcpPair(StreamPair):
+    name = "tcp"
+
+    def __init__(self) -> None:
+        with listen_tcp("127.0.0.1", 0) as listener:
+            self.right = connect_tcp("127.0.0.1", listener.getsockname()[1], WAIT_S, DEAD_PEER_S)
+            self.left = TcpLink(accept(listener), "right", DEAD_PEER_S)
+        for end in self.ends:
+            end.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+
+
+class ShmPair(StreamPair):
+    name = "shm"
+    left: ShmLink
+    right: ShmLink
+
+    def __init__(self) -> None:
+        with listen_shm("127.0.0.1", SHM_PORT) as listener:
+            self.right = connect_shm("127.0.0.1", SHM_PORT, WAIT_S)
+            self.left = ShmLink(accept(listener), "right")
+        self.up, self.down = Region(SLOTS, SLOT_BYTES), Region(SLOTS, SLOT_BYTES)
+        self.left.attach(self.down.slots, self.up.slots)
+        self.left.send_control_with_memory(b"welcome", self.up.fd, self.down.fd)
+        self.collect(self.right, 1)
+        self.right.attach_memory(0, SLOTS, SLOT_BYTES)
+
+    def close(self) -> None:
+        super().close()
+        self.up.close()
+        self.down.close()
+
+
+SHM_PORT = 65535  # a name only: nothing listens on it by TCP
+PAIRS: tuple[type[Pair], ...] = (InprocPair, SimPair, ShmPair, TcpPair)
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The connection that waits at a non-blocking listener, or comes soon."""
+    ready, _, _ = select.select([listener], [], [], WAIT_S)
+    assert ready, "nobody connects"
+    return listener.accept()[0]
+
+
+def wait_for(links: Sequence[Link], timeout_s: float) -> None:
+    """Wait until one of `links` has something to read, or room for what it wants to write."""
+    alive = [link for link in links if not link.over]
+    select.select(alive, [link for link in alive if link.wants_write], [], timeout_s)

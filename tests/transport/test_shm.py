@@ -1,0 +1,216 @@
+"""Shared memory: descriptors passed with a welcome, regions that cannot shrink, results written once for all."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from omnireduce.errors import TransportError
+from omnireduce.transport.base import Control, Event, Lost, Received
+from omnireduce.transport.memory import Region, map_slots, private_slots
+from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
+
+from .pairs import SHM_PORT, SLOT_BYTES, SLOTS, ShmPair, accept
+from .test_lifetime import descriptors
+
+
+@pytest.fixture
+def joined() -> Iterator[tuple[ShmLink, ShmLink]]:
+    """The aggregator's and the worker's end, without memory."""
+    with listen_shm("127.0.0.1", SHM_PORT) as listener:
+        worker = connect_shm("127.0.0.1", SHM_PORT, 10)
+        aggregator = ShmLink(accept(listener), "worker")
+    yield aggregator, worker
+    aggregator.close()
+    worker.close()
+
+
+def read(link: ShmLink) -> None:
+    assert select.select([link], [], [], 10)[0]
+    link.poll()
+
+
+def test_memory_comes_with_the_welcome_in_its_place(joined: tuple[ShmLink, ShmLink]) -> None:
+    aggregator, worker = joined
+    up, down = Region(2 * SLOTS, SLOT_BYTES), Region(SLOTS, SLOT_BYTES)
+    aggregator.send_control(b"pending")
+    aggregator.send_control_with_memory(b"welcome", up.fd, down.fd)
+    aggregator.send_control(b"after")
+    events = list[Event]()
+    while len(events) < 3:
+        assert select.select([worker], [], [], 10)[0]
+        events += worker.poll()
+    assert events == [Control(b"pending"), Control(b"welcome"), Control(b"after")]
+    worker.attach_memory(SLOTS, SLOTS, SLOT_BYTES)
+    worker.send_slots[0, 0] = 7
+    assert up.slots[SLOTS, 0] == 7
+    down.slots[SLOTS - 1, 5] = 9
+    assert worker.receive_slots[SLOTS - 1, 5] == 9
+    up.close()
+    down.close()
+
+
+def test_a_welcome_without_memory_is_an_error(joined: tuple[ShmLink, ShmLink]) -> None:
+    aggregator, worker = joined
+    aggregator.send_control(b"welcome")
+    read(worker)
+    with pytest.raises(TransportError, match="no shared memory"):
+        worker.attach_memory(0, SLOTS, SLOT_BYTES)
+
+
+def test_memory_that_is_too_small_is_an_error(joined: tuple[ShmLink, ShmLink]) -> None:
+    aggregator, worker = joined
+    up, down = Region(SLOTS, SLOT_BYTES), Region(SLOTS, SLOT_BYTES)
+    before = descriptors()
+    aggregator.send_control_with_memory(b"welcome", up.fd, down.fd)
+    read(worker)
+    with pytest.raises(TransportError, match="smaller than 8 slots"):
+        worker.attach_memory(SLOTS, SLOTS, SLOT_BYTES)
+    assert descriptors() == before
+    up.close()
+    down.close()
+
+
+def test_a_descriptor_that_cannot_be_mapped_is_an_error() -> None:
+    pipe = os.pipe()
+    with pytest.raises(TransportError):
+        map_slots(pipe[0], 0, SLOTS, SLOT_BYTES)
+    for end in pipe:
+        os.close(end)
+
+
+def test_descriptors_that_nobody_asked_for_are_dropped(joined: tuple[ShmLink, ShmLink]) -> None:
+    """A worker that sends descriptors must not fill the aggregator's table."""
+    aggregator, worker = joined
+    before = descriptors()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for _ in range(20):
+        socket.send_fds(worker._sock, [b"\x03\0\0\0\0\0\0\0"], [null, null])
+        read(aggregator)
+    os.close(null)
+    assert descriptors() == before
+
+
+def test_surplus_descriptors_go_with_the_link(joined: tuple[ShmLink, ShmLink]) -> None:
+    aggregator, worker = joined
+    before = descriptors()
+    null = os.open(os.devnull, os.O_RDONLY)
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [null] * 6))]
+    aggregator._sock.sendmsg([b"\x03\0\0\0\0\0\0\0"], control)
+    os.close(null)
+    read(worker)
+    worker.close()
+    assert descriptors() == before - 1
+
+
+def test_a_peer_that_does_not_read_its_answers_is_hung_up_on(joined: tuple[ShmLink, ShmLink]) -> None:
+    aggregator, worker = joined
+    while not aggregator.wants_write:
+        aggregator.send_control(b"pending" * 5000)
+    region = Region(SLOTS, SLOT_BYTES)
+    aggregator.send_control_with_memory(b"welcome", region.fd, region.fd)
+    assert select.select([aggregator], [], [], 10)[0]
+    (event,) = aggregator.poll()
+    assert isinstance(event, Lost)
+    found = list[Event]()
+    while not worker.over:
+        assert select.select([worker], [], [], 10)[0]
+        found += worker.poll()
+    assert Control(b"welcome") not in found
+    assert isinstance(found[-1], Lost)
+    region.close()
+
+
+def test_a_region_keeps_its_size() -> None:
+    region = Region(SLOTS, SLOT_BYTES)
+    for size in (0, SLOT_BYTES, 2 * SLOTS * SLOT_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size)
+    assert os.fstat(region.fd).st_size == SLOTS * SLOT_BYTES
+    region.close()
+    region.close()
+
+
+def test_slots_outlive_the_file_they_were_mapped_from() -> None:
+    region = Region(SLOTS, SLOT_BYTES)
+    mapped = map_slots(region.fd, 1, 2, SLOT_BYTES)
+    region.slots[1, 3] = 42
+    region.close()
+    assert mapped.shape == (2, SLOT_BYTES)
+    assert mapped[0, 3] == 42
+
+
+def test_private_slots_are_zero_and_writable() -> None:
+    slots = private_slots(SLOTS, SLOT_BYTES)
+    assert slots.shape == (SLOTS, SLOT_BYTES)
+    assert not slots.any()
+    slots[:] = 1
+
+
+def test_one_write_serves_two_ranks() -> None:
+    """The second rank's link gets the same result region."""
+    first = ShmPair()
+    with listen_shm("127.0.0.1", SHM_PORT) as listener:
+        worker = connect_shm("127.0.0.1", SHM_PORT, 10)
+        second = ShmLink(accept(listener), "rank 1")
+    up = Region(SLOTS, SLOT_BYTES)
+    second.attach(first.down.slots, up.slots)
+    second.send_control_with_memory(b"welcome", up.fd, first.down.fd)
+    read(worker)
+    worker.attach_memory(0, SLOTS, SLOT_BYTES)
+    first.down.slots[2, :1000] = np.arange(1000) % 251
+    for link in (first.left, second):
+        link.send(2, 1000)
+        link.flush()
+    for link in (first.right, worker):
+        assert select.select([link], [], [], 10)[0]
+        assert link.poll() == [Received(2, 1000)]
+        assert np.array_equal(link.receive_slots[2, :1000], np.arange(1000) % 251)
+    for link in (worker, second):
+        link.close()
+    up.close()
+    first.close()
+
+
+def test_an_address_can_be_taken_once_and_is_free_after_close() -> None:
+    with listen_shm("127.0.0.1", SHM_PORT), pytest.raises(OSError, match="in use"):
+        listen_shm("127.0.0.1", SHM_PORT)
+    listen_shm("127.0.0.1", SHM_PORT).close()
+
+
+def test_another_host_has_no_shared_memory() -> None:
+    with pytest.raises(ConnectionError, match="not this host"):
+        connect_shm("192.0.2.1", SHM_PORT, 10)  # an address reserved for documentation
+
+
+def test_a_host_that_does_not_resolve_has_no_shared_memory() -> None:
+    with pytest.raises(OSError, match="not this host"):
+        connect_shm("nowhere.invalid", SHM_PORT, 10)
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(ConnectionRefusedError, match=f"listens on 127.0.0.1:{SHM_PORT}"):
+        connect_shm("127.0.0.1", SHM_PORT, 10)
+
+
+@pytest.mark.parametrize("anywhere", ["", "0.0.0.0", "::"])
+def test_an_aggregator_that_listens_everywhere_is_found_under_every_name(anywhere: str) -> None:
+    with listen_shm(anywhere, SHM_PORT) as listener:
+        for host in ("127.0.0.1", "localhost"):
+            link = connect_shm(host, SHM_PORT, 10)
+            accept(listener).close()
+            link.close()
+
+
+def test_a_name_and_its_number_are_one_address() -> None:
+    with listen_shm("127.0.0.1", SHM_PORT) as listener:
+        link = connect_shm("localhost", SHM_PORT, 10)
+        assert link.peer == f"localhost:{SHM_PORT}"
+        accept(listener).close()
+        link.close()

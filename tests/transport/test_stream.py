@@ -1,0 +1,171 @@
+"""The framing that shm and tcp share: bytes that no honest peer sends, and bytes that come in pieces."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnireduce.transport.base import Control, Credited, Event, Lost, Received
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.stream import CONTROL, CONTROL_LIMIT, CREDIT, DATA, FRAME, StreamLink
+from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+
+from .pairs import SLOT_BYTES, SLOTS, StreamPair, accept
+
+KINDS = (DATA, CREDIT, CONTROL)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        FRAME.pack(0, 0, 0),
+        FRAME.pack(4, 0, 0),
+        b"\xff" * 8,
+        FRAME.pack(CONTROL, 0, CONTROL_LIMIT + 1),
+        FRAME.pack(CONTROL, 0, 2**32 - 1),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_garbage_is_a_violation(streams: StreamPair, garbage: bytes) -> None:
+    streams.write_raw(streams.left, FRAME.pack(CONTROL, 0, 5) + b"hello" + garbage)
+    hello, lost = streams.collect(streams.left, 2)
+    assert hello == Control(b"hello")
+    assert isinstance(lost, Lost)
+    assert lost.violation
+    streams.write_raw(streams.left, FRAME.pack(CONTROL, 0, 0))
+    assert streams.left.poll() == []
+
+
+def test_the_longest_control_message_passes_and_a_longer_one_is_our_own_mistake(streams: StreamPair) -> None:
+    longest = random.Random(3).randbytes(CONTROL_LIMIT)
+    for _ in range(3):
+        streams.right.send_control(longest)
+    assert streams.collect(streams.left, 3) == [Control(longest)] * 3
+    with pytest.raises(AssertionError, match="control message"):
+        streams.right.send_control(longest + b"x")
+
+
+def test_before_slots_are_attached_only_control_messages_may_come() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        right = connect_tcp("127.0.0.1", listener.getsockname()[1], 10, 4)
+        left = TcpLink(accept(listener), "right", 4)
+    right._sock.sendall(FRAME.pack(CONTROL, 0, 2) + b"ok" + FRAME.pack(DATA, 0, 8))
+    found: list[Event] = []
+    while len(found) < 2:
+        select_read(left)
+        found += left.poll()
+    assert found[0] == Control(b"ok")
+    assert isinstance(found[1], Lost)
+    assert found[1].violation
+    left.close()
+    right.close()
+
+
+def select_read(link: StreamLink) -> None:
+    link._sock.setblocking(True)
+    link._sock.settimeout(20)
+    link._sock.recv(1, socket.MSG_PEEK)
+    link._sock.setblocking(False)
+
+
+def test_a_peer_that_never_stops_talking_does_not_keep_poll_to_itself(streams: StreamPair) -> None:
+    """`poll` ends after a bounded amount of input, however much has come; the rest is there the next time."""
+    for end, option in ((streams.right, socket.SO_SNDBUF), (streams.left, socket.SO_RCVBUF)):
+        end._sock.setsockopt(socket.SOL_SOCKET, option, 1 << 24)
+    frame = FRAME.pack(CONTROL, 0, 0)
+    sent = 0
+    try:
+        while sent < 8 << 20:
+            sent += streams.right._sock.send(frame * 8192)
+    except BlockingIOError:
+        pass
+    if sent < 2 << 20:
+        pytest.skip(f"the system takes only {sent} bytes at once")
+    assert len(streams.left.poll()) < sent // FRAME.size
+    streams.wait([streams.left], 0)
+    assert streams.left.poll()
+
+
+class InlineLink(StreamLink):
+    """What tcp does with bytes, over a socket pair."""
+
+    kind = "inline"
+    inline = True
+
+
+@contextmanager
+def wired(inline: bool) -> Iterator[tuple[StreamLink, socket.socket]]:
+    """A link, and the plain socket that is its peer."""
+    ours, peer = socket.socketpair()
+    link: StreamLink = InlineLink(ours, "peer") if inline else ShmLink(ours, "peer")
+    link.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+    with peer:
+        yield link, peer
+    link.close()
+
+
+frames = st.builds(
+    FRAME.pack,
+    st.sampled_from([0, *KINDS, 255]),
+    st.integers(0, SLOTS + 1),
+    st.sampled_from([0, 1, 60, SLOT_BYTES, SLOT_BYTES + 1, 2**31]),
+)
+noise = st.lists(st.one_of(frames, st.binary(max_size=200)), max_size=8).map(b"".join)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@given(data=noise, cuts=st.lists(st.integers(1, 50), max_size=10))
+def test_no_bytes_raise_and_a_loss_comes_last(inline: bool, data: bytes, cuts: list[int]) -> None:
+    events: list[Event] = []
+    with wired(inline) as (link, peer):
+        at = 0
+        for cut in [*cuts, len(data)]:
+            peer.sendall(data[at : at + cut])
+            at += cut
+            events += link.poll()
+        peer.close()
+        for _ in range(10):
+            events += link.poll()
+    assert [isinstance(event, Lost) for event in events] == [False] * (len(events) - 1) + [True]
+    held = [event.slot for event in events if isinstance(event, Received)]
+    assert len(set(held)) == len(held)
+    assert all(slot < SLOTS for slot in held)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@given(what=st.lists(st.sampled_from(["data", "control"]), max_size=6), piece=st.integers(1, 1000), seed=st.integers(0))
+def test_pieces_of_any_size_make_the_same_events(inline: bool, what: list[str], piece: int, seed: int) -> None:
+    rng = random.Random(seed)
+    stream, expected, bodies = b"", list[Event](), dict[int, bytes]()
+    for kind in what:
+        body = rng.randbytes(rng.randrange(300))
+        if kind == "control":
+            stream += FRAME.pack(CONTROL, 0, len(body)) + body
+            expected.append(Control(body))
+        elif len(bodies) < SLOTS:
+            stream += FRAME.pack(DATA, len(bodies), len(body)) + (body if inline else b"")
+            expected.append(Received(len(bodies), len(body)))
+            bodies[len(bodies)] = body
+    with wired(inline) as (link, peer):
+        link.send(1, 8)
+        stream += FRAME.pack(CREDIT, 1, 0)
+        events: list[Event] = []
+        for at in range(0, len(stream), piece):
+            peer.sendall(stream[at : at + piece])
+            events += link.poll()
+        assert events == [*expected, Credited(1)]
+        if inline:
+            assert all(bytes(link.receive_slots[slot, : len(body)]) == body for slot, body in bodies.items())
+
+
+def test_the_frame_is_eight_bytes() -> None:
+    assert FRAME.size == 8
+    assert FRAME.pack(CREDIT, 3, 0) == struct.pack("<BxHI", 2, 3, 0)
