@@ -15,12 +15,15 @@ from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 
+WILDCARDS = ("0.0.0.0", "::")
+
 
 @dataclass(frozen=True)
 class Listeners:
     """Where one shard can be reached. The supervisor keeps them, so that a restarted shard takes over at once."""
 
     address: str
+    name: str  # what errors call the shard: a wildcard address would name no host
     tcp: socket.socket
     shm: socket.socket | None
 
@@ -45,7 +48,8 @@ def open_listeners(host: str, port: int, kind: str) -> Listeners:
             f"cannot listen on {shown}:{port}: {reason}; "
             "is another aggregator running there, and is aggregator.listen an address of this host?"
         ) from error
-    return Listeners(f"{shown}:{port}", tcp, shm)
+    name = socket.gethostname() if host in WILDCARDS else shown
+    return Listeners(f"{shown}:{port}", f"{name}:{port}", tcp, shm)
 
 
 def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
@@ -68,7 +72,7 @@ def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
 
     made = [(listeners.tcp, tcp_link), (listeners.shm, shm_link)]
     server = ShardServer(
-        listeners.address,
+        listeners.name,
         [(listener, make) for listener, make in made if listener is not None],
         Limits(settings.max_jobs, settings.max_world_size, settings.max_job_bytes, settings.join_timeout_s),
         drain_s=settings.drain_s,

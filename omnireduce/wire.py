@@ -28,7 +28,7 @@ HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
-CONTROL_BYTES = 65536  # no control message may be longer
+SHOWN = 200  # characters of a peer's malformed message that an error repeats
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what bytes from a peer can make msgspec raise
 
 _HEADER = struct.Struct("<QqIII")
@@ -81,7 +81,7 @@ def decode_descriptor(data: bytes) -> Descriptor:
     try:
         found = _descriptor_decoder.decode(data)
     except UNDECODABLE as error:
-        raise ProtocolError(f"malformed descriptor: {error}") from None
+        raise ProtocolError(f"malformed descriptor: {str(error)[:SHOWN]}") from None
     if found.dtype not in ELEMENT_TYPES:
         raise ProtocolError(f"descriptor names the unknown dtype {found.dtype[:40]!r}")
     in_range = 0 <= found.elements < 2**62 and 1 <= found.block_size < 2**31 and found.layout.blocks < MAX_BLOCKS
@@ -171,6 +171,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     slot_bytes: int
     host: str
     pid: int
+    stripe_blocks: int  # how blocks are dealt to shards: ranks that differ would never meet
     timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
 
 
@@ -232,4 +233,4 @@ def decode_control(body: bytes) -> ControlMessage:
         message: ControlMessage = _control_decoder.decode(body)
         return message
     except UNDECODABLE as error:
-        raise ProtocolError(f"malformed control message: {error}") from None
+        raise ProtocolError(f"malformed control message: {str(error)[:SHOWN]}") from None

@@ -180,7 +180,7 @@ def test_descriptors_travel_as_before() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7),
+        Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7, 64),
         Pending([1, 2], 2),
         Welcome(2**40),
         Refused("because"),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.jit import kernel
-from omnireduce.wire import MAX_BLOCKS
 
 ABSENT = -1  # in `parts`: this rank's block is zero
-SOLE_SHIFT = MAX_BLOCKS.bit_length() - 1  # above it in a result's index: 1 + the only contributor, or 0
+SOLE_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0
 
 
 @kernel

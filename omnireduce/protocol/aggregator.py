@@ -25,8 +25,6 @@ from omnireduce.wire import (
     read_header,
 )
 
-FORMATS_KEPT = 8  # work spaces for block formats (dtype and block size), the oldest goes first
-
 
 @dataclass(slots=True)
 class _Rank:
@@ -54,7 +52,7 @@ class AggregatorMachine:
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
-        self._formats: dict[tuple[str, int], Reduction] = {}
+        self._formats: dict[tuple[str, int], Reduction] = {}  # by dtype and block size; together no more than the arena
         self._current: Reduction | None = None
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
@@ -185,11 +183,14 @@ class AggregatorMachine:
         if key in self._formats:
             self._formats[key].begin(descriptor)
         else:
-            while len(self._formats) >= FORMATS_KEPT:
-                del self._formats[next(iter(self._formats))]
             self._formats[key] = Reduction(descriptor, len(self._ranks), self._arena, self._results)
+            while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:
+                del self._formats[next(iter(self._formats))]
         self._current, self._descriptor = self._formats[key], descriptor
         self._first = rank, extra
+
+    def _work_bytes(self) -> int:
+        return sum(reduction.work_bytes for reduction in self._formats.values())
 
     def _compare(self, rank: int, row: int, header: Header) -> None:
         """All ranks must submit the same collective in the same place. Raises ProtocolError."""

@@ -163,7 +163,7 @@ class Membership:
         if hello.rank in gathering.members:
             other = gathering.members[hello.rank][1]
             return f"{member_name(other)} is already in job '{hello.job}'; choose another cluster.job"
-        for name in ("world_size", "shards", "shard", "slots", "slot_bytes"):
+        for name in ("world_size", "shards", "shard", "slots", "slot_bytes", "stripe_blocks"):
             ours, theirs = getattr(gathering.spec, name), getattr(hello, name)
             if ours != theirs:
                 return f"{name} {theirs} differs from {ours} of {member_name(gathering.spec)} in job '{hello.job}'"

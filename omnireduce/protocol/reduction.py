@@ -9,11 +9,12 @@ import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import mark_sole, plan_union
+from omnireduce.kernels.merge import SOLE_SHIFT, mark_sole, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices
 from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Descriptor, Header, block_rows, capacity, message_indices, seal
 
+assert MAX_BLOCKS == 1 << SOLE_SHIFT
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 
 
@@ -40,6 +41,12 @@ class Reduction:
         self._parts = np.empty((self.capacity, ranks), np.int64)
         self._scratch = np.empty((2, descriptor.block_size if self._half else 0), np.float32)
         self.begin(descriptor)
+
+    @property
+    def work_bytes(self) -> int:
+        """Memory of this work space."""
+        arrays = (self._indices, self._parts, self._out_indices, self._scratch)
+        return sum(array.nbytes for array in arrays)
 
     def begin(self, descriptor: Descriptor) -> None:
         """Start over for a collective of the same dtype and block size."""

@@ -208,6 +208,7 @@ class WorkerMachine:
         except ProtocolError as error:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {error}"))
             return
+        self._waiting_for = ""
         yield Return(shard, slot)
         if done is not None:
             done.shards_left -= 1

@@ -233,7 +233,7 @@ class Communicator:
         """Copy between ranks as a sum of bytes to which all but one rank contribute zeros."""
         in_place = source is target
         target = target.view(BYTES)
-        size = max(8, min(self.config.protocol.block_size * dtype.itemsize, 1 << 16) // 8 * 8)
+        size = max(8, min(self.config.protocol.block_size * dtype.itemsize, 1 << 15) // 8 * 8)  # fits any slot
         descriptor = Descriptor(cast(Any, kind), _name(name), "sum", BYTES.name, target.size, size, note)
         operand = DenseTensor(
             target if in_place else source, target, self._layout(target.size, size), element_type(BYTES).zero_mask
@@ -282,6 +282,8 @@ def _shown(dtype: np.dtype[Any]) -> str:
 def _name(name: str) -> str:
     if len(name) > NAME_CHARACTERS:
         raise UsageError(f"a name of {len(name)} characters; expected at most {NAME_CHARACTERS}")
+    if not name.isprintable():
+        raise UsageError(f"the name {name!r} has characters that cannot be shown")
     return name
 
 
@@ -304,6 +306,16 @@ def _combine_duplicates(numbers: Array, rows: Array, half: bool) -> tuple[Array,
 
 
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    """A forked child must neither speak for its parent nor keep the parent's connections open after its death."""
+    for communicator in list(_open_communicators):
+        communicator._engine.abandon()
+    _open_communicators.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 @atexit.register

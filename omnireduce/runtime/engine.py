@@ -11,7 +11,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -107,30 +108,38 @@ class Engine:
                 )
             for other in self._handles.values():
                 _refuse_shared(handle, other)
-            number = self._machine.submit(descriptor, operand, time.monotonic())
-            self._handles[number] = handle
-            self._driver.advance()
+            with self._aborting_when_interrupted():
+                number = self._machine.submit(descriptor, operand, time.monotonic())
+                self._handles[number] = handle
+                self._driver.advance()
+                if self._driving:  # the driver may be blocked without waiting for our output to drain
+                    os.eventfd_write(self._wake, 1)
         return handle
 
     def wait(self, handle: Handle, timeout_s: float | None = None) -> None:
         """Drive, or let another thread drive, until `handle` is finished. Raises TimeoutError after `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
+        with self._aborting_when_interrupted(), self._changed:
+            self._waiters += 1
+            try:
+                self._wait(handle, deadline)
+            finally:
+                self._waiters -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def _aborting_when_interrupted(self) -> Iterator[None]:
+        """Abort the job when the body is interrupted, by Ctrl-C most likely: what it did not send, others wait for."""
         try:
-            with self._changed:
-                self._waiters += 1
-                try:
-                    self._wait(handle, deadline)
-                finally:
-                    self._waiters -= 1
-                    self._changed.notify_all()
+            yield
         except TimeoutError:
             raise
-        except BaseException as error:  # Ctrl-C, most likely: the others must not wait for us
+        except BaseException as error:
             self.abort(f"interrupted by {type(error).__name__}")
             raise
 
     def _wait(self, handle: Handle, deadline: float | None) -> None:
-        while not handle.finished:
+        while not handle.finished and not self._settle_end(handle):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError("the collective is still under way")
             if self._driving:
@@ -138,6 +147,21 @@ class Engine:
                 self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
             else:
                 self._drive(lambda: handle.finished, deadline)
+
+    def _settle_end(self, handle: Handle) -> bool:
+        """Finish handles that an interrupted abort left behind; return whether `handle` is finished."""
+        if self._machine.ended is not None and not handle.finished:
+            self._on_end(self._machine.ended)
+        return handle.finished
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connections without a word, and refuse further use."""
+        self._machine.ended = End(Cause("this process", "was forked from the one that joined; connect in it anew"))
+        self._handles.clear()
+        for link in self._links:
+            link.close()
+        os.close(self._wake)
+        self._wake = -1
 
     def drive_in_background(self) -> None:
         """Let a thread drive whenever collectives are under way and nobody waits for them."""
@@ -148,7 +172,7 @@ class Engine:
             self._changed.notify_all()
 
     def _run_background(self) -> None:
-        with self._changed:
+        with self._aborting_when_interrupted(), self._changed:
             while self._machine.ended is None:
                 if self._driving or self._waiters or not self._machine.under_way:
                     self._changed.wait()
@@ -225,7 +249,11 @@ class Engine:
     def abort(self, reason: str) -> None:
         """End the job on every rank; `reason` says what happened to this one."""
         with self._changed:
-            self._driver.perform(self._machine.leave(reason))
+            try:
+                self._driver.perform(self._machine.leave(reason))
+            finally:  # a second interrupt may have cut the first abort short
+                if self._machine.ended is not None and self._handles:
+                    self._on_end(self._machine.ended)
 
     def shutdown(self) -> None:
         """Leave the job cleanly: the aggregators confirm, so that this rank may join again at once."""

@@ -33,7 +33,11 @@ class Job:
         self.generation, self.name, self.links = generation, name, links
         slots, slot_bytes, ranks = hellos[0].slots, hellos[0].slot_bytes, len(links)
         self._arena = Region(ranks * slots, slot_bytes)
-        self._results = Region(slots, slot_bytes)
+        try:
+            self._results = Region(slots, slot_bytes)
+        except OSError:
+            self._arena.close()
+            raise
         members = [member_name(hello) for hello in hellos]
         warn_after_s = min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)])
         self.machine = AggregatorMachine(members, self._arena.slots, self._results.slots, warn_after_s=warn_after_s)
@@ -62,7 +66,5 @@ class Job:
             link.close()
         self._arena.close()
         self._results.close()
-        del (
-            self.driver,
-            self.machine,
-        )  # they refer to this job: without this the slots would wait for the cycle collector
+        # They refer to this job: without this the slots would wait for the cycle collector.
+        del self.driver, self.machine

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from omnireduce.errors import UsageError
 
@@ -124,7 +126,10 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
             f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
         )
     local_rank = _number(local_name, environ) if local_name else 0
-    return Launch(rank, size, local_rank, _job(variables, environ), variables.launcher)
+    job = _job(variables, environ)
+    if job is None and environ.get("MPI_LOCALNRANKS") == str(size):  # MPICH, all ranks on this host
+        job = _process_manager()
+    return Launch(rank, size, local_rank, job, variables.launcher)
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:
@@ -139,4 +144,19 @@ def _job(variables: _Variables, environ: Mapping[str, str]) -> str | None:
         parts = [environ.get(name, "") for name in names]
         if all(parts) and parts != ["none"]:  # torchrun's id is "none" unless it was given one
             return ".".join(parts)
+    return None
+
+
+def _process_manager() -> str | None:
+    """Identify the process of MPICH's mpirun that started the ranks of this host: it gives a launch no other id."""
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        name, fields = stat.partition("(")[2].rpartition(")")[0], stat.rpartition(")")[2].split()
+        if name == "hydra_pmi_proxy":
+            return f"{socket.gethostname()}.{pid}.{fields[19]}"  # proc(5): the time at which it started
+        pid = int(fields[1])
     return None

@@ -59,13 +59,20 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
 
 
 def _hello(config: Config, job: str, rank: int, size: int, shard: int) -> Hello:
-    protocol = config.protocol
-    shards = len(config.cluster.aggregators)
-    host = socket.gethostname()
     return Hello(
-        PROTOCOL_VERSION, job, rank, size, shard, shards, protocol.slots, protocol.slot_bytes, host, os.getpid(),
-        config.cluster.timeout_s,
-    )  # fmt: skip
+        version=PROTOCOL_VERSION,
+        job=job,
+        rank=rank,
+        world_size=size,
+        shard=shard,
+        shards=len(config.cluster.aggregators),
+        slots=config.protocol.slots,
+        slot_bytes=config.protocol.slot_bytes,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        stripe_blocks=config.protocol.stripe_blocks,
+        timeout_s=config.cluster.timeout_s,
+    )
 
 
 def _connect(address: str, config: Config, deadline: float) -> Link:
@@ -130,7 +137,10 @@ def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
     shard can say Waiting, or Aborted, to a rank that waits for the second.
     """
     if isinstance(event, Lost):
-        raise TransportError(f"aggregator {link.peer}: {event.reason} before this worker was admitted")
+        raise TransportError(
+            f"aggregator {link.peer}: {event.reason} before this worker was admitted; "
+            f"does its transport.kind allow {link.kind}?"
+        )
     try:
         message = decode_control(event.body) if isinstance(event, Control) else None
     except ProtocolError as error:

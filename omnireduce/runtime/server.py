@@ -21,7 +21,7 @@ from omnireduce.protocol.membership import Admit, Limits, Membership, Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import Cause, Hello, Leave, Refused, decode_control, encode_control
+from omnireduce.wire import Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
 HELLO_S = 10.0  # how long a connection may stay without a Hello
@@ -104,12 +104,18 @@ class ShardServer:
             if not isinstance(key.data, _Connection):
                 self._accept(key.fileobj, key.data)
             elif key.data in self._connections:  # an earlier event of this turn may have ended it
-                touched |= self._connection_ready(key.data, mask)
+                try:
+                    touched |= self._connection_ready(key.data, mask)
+                except Exception:  # a bug of ours: it may cost this client its job, not the others theirs
+                    self._contain(key.data.job, key.data)
         now = self._clock()
         for job in list(self._jobs.values()):
             deadline = job.machine.deadline
             if job in touched or (deadline is not None and deadline <= now):
-                job.driver.advance()
+                try:
+                    job.driver.advance()
+                except Exception:  # as above
+                    self._contain(job)
                 for connection in self._of_job.get(job.generation, ()):
                     self._update_interest(connection)
         self._housekeeping(now)
@@ -254,6 +260,17 @@ class ShardServer:
         self._jobs.pop(job.generation, None)
         for connection in list(self._of_job.get(job.generation, ())):
             self._leave(connection)
+
+    def _contain(self, job: Job | None, connection: _Connection | None = None) -> None:
+        """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
+        log.exception("internal error while serving %s; please report it", job or "a newcomer")
+        if connection is not None and job is None:
+            self._forget(connection)
+        elif job is not None and job.generation in self._jobs:
+            cause = Cause(f"aggregator {self.name}", "internal error; its log has the details")
+            for link in job.links:
+                link.send_control(encode_control(Aborted(cause)))
+            self._job_ended(job, End(cause))
 
     # departures
 

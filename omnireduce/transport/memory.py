@@ -11,6 +11,8 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 
+POPULATE_BYTES = 64 << 20  # larger memory gets its pages on first use: an aggregator's other jobs would wait for it
+
 
 class Region:
     """`rows` slots of `slot_bytes` each, backed by a memfd of fixed size; `slots` is uint8 (rows, slot bytes)."""
@@ -21,7 +23,11 @@ class Region:
         os.ftruncate(self.fd, size)
         # a peer that could shrink the file would end us with SIGBUS
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self.slots = _map(self.fd, 0, size).reshape(rows, slot_bytes)
+        try:
+            self.slots = _map(self.fd, 0, size).reshape(rows, slot_bytes)
+        except OSError:
+            os.close(self.fd)
+            raise
 
     def close(self) -> None:
         """Drop the file. The mapping goes with the last array that uses it."""
@@ -42,7 +48,8 @@ def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
 
 
 def _map(fd: int, offset: int, size: int) -> Array:
-    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
+    populate = mmap.MAP_POPULATE if size <= POPULATE_BYTES else 0
+    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate, offset=offset)
     return np.frombuffer(memory, np.uint8)
 
 

@@ -250,7 +250,7 @@ def test_leaving_with_a_collective_under_way_ends_it_everywhere() -> None:
     assert cluster.culprits() == {"rank 2 (host h2, pid 102)"}
 
 
-@pytest.mark.parametrize("message", [Pending([1], 1), Hello(1, "j", 0, 1, 0, 1, 2, 65536, "h", 1)])
+@pytest.mark.parametrize("message", [Pending([1], 1), Hello(1, "j", 0, 1, 0, 1, 2, 65536, "h", 1, 64)])
 def test_a_control_message_out_of_place_is_a_protocol_error(message: Hello | Pending) -> None:
     cluster = InprocCluster(2, shards=2)
     cluster.up[1][0].send_control(encode_control(message))

@@ -47,7 +47,7 @@ INTERESTING = [0, 1, 2, 7, 8, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 
 HEADER = struct.Struct("<QQIII")
 RANK_1 = "rank 1 (host h1, pid 101)"
 MESSAGES: list[ControlMessage] = [
-    Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7),
+    Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7, 64),
     Pending([1, 2], 2),
     Welcome(3),
     Refused("no"),

@@ -29,7 +29,7 @@ from omnireduce.wire import (
 )
 
 CONTROL: list[ControlMessage] = [
-    Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7),
+    Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7, 64),
     Pending([1, 2], 2),
     Welcome(3),
     Refused("no"),

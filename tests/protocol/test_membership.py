@@ -18,7 +18,15 @@ LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeo
 
 def hello(rank: int, world_size: int = 2, **changes: Any) -> Hello:
     fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "job": "job", "rank": rank, "world_size": world_size}
-    fields |= {"shard": 0, "shards": 1, "slots": 4, "slot_bytes": 65536, "host": "h", "pid": 100 + rank}
+    fields |= {
+        "shard": 0,
+        "shards": 1,
+        "slots": 4,
+        "slot_bytes": 65536,
+        "host": "h",
+        "pid": 100 + rank,
+        "stripe_blocks": 64,
+    }
     return Hello(**(fields | changes))
 
 
@@ -79,7 +87,15 @@ def test_a_rank_cannot_join_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"world_size": 3}, {"shards": 2}, {"shards": 2, "shard": 1}, {"slots": 5}, {"slot_bytes": 131072}]
+    "changes",
+    [
+        {"world_size": 3},
+        {"shards": 2},
+        {"shards": 2, "shard": 1},
+        {"slots": 5},
+        {"slot_bytes": 131072},
+        {"stripe_blocks": 32},
+    ],
 )
 def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
     membership = Membership(LIMITS)

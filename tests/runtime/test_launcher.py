@@ -132,8 +132,9 @@ def mpirun() -> str | None:
 def test_real_mpirun() -> None:
     program = (
         "from omnireduce.runtime.launcher import detect_launch as d\n"
+        "import sys\n"
         "l = d()\n"
-        "print(l.rank, l.size, l.local_rank, l.launcher)"
+        "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.launcher}\\n')"  # in one piece
     )
     done = subprocess.run(
         [str(mpirun()), "-n", "2", sys.executable, "-c", program],

@@ -132,7 +132,7 @@ class Worker(Process):
         for shard, link in enumerate(self.links):
             hello = Hello(
                 PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, shard, protocol.shards,
-                protocol.slots, SLOT_BYTES, f"host{self.rank}", self.pid, protocol.timeout_s,
+                protocol.slots, SLOT_BYTES, f"host{self.rank}", self.pid, protocol.stripe_blocks, protocol.timeout_s,
             )  # fmt: skip
             link.send_control(encode_control(hello))
 
