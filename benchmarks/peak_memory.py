@@ -1,4 +1,6 @@
-"""How far a worker's peak memory rises above what it had with its tensor in hand; rank 0 writes the largest of all ranks.
+"""How far a worker's peak memory rises above what it had with its tensor in hand; rank 0 writes the ranks' maximum.
+
+The base line is taken after importing omnireduce: what its imports take, numba and LLVM above all, is not counted.
 
     mpirun -n 2 python benchmarks/peak_memory.py --json FILE [--set section.key=value]...
 """

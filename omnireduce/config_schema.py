@@ -60,15 +60,21 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How bytes travel between workers and aggregators."""
 
-    kind: Annotated[Kind, _meta('"auto" picks for each link: shm on one host, verbs where both ends can, else tcp')] = (
-        "auto"
-    )
+    kind: Annotated[
+        Kind,
+        _meta('"auto" picks for each link: shm on one host, else tcp; "verbs" is reserved, this version refuses it'),
+    ] = "auto"
     spin_us: Annotated[
         int, _meta("how long a waiting thread polls before it sleeps", "microseconds", ge=0, le=1_000_000)
     ] = 20
     dead_peer_s: Annotated[
         float,
-        _meta("a network peer that acknowledges nothing for so long is dead", "seconds", ge=0.5, le=600),
+        _meta(
+            "a tcp peer is dead that for so long acknowledges nothing, or takes no data while its buffers are full",
+            "seconds",
+            ge=0.5,
+            le=600,
+        ),
     ] = 4.0
 
 

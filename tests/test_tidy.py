@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("protocol", "transport"),
     ("runtime",),
-    ("integrations", "bench"),
+    ("bench",),
     ("aggregator", "worker"),
 )
 BASE = {"cli", "config", "dtypes", "errors", "layout", "wire"}
@@ -280,7 +280,7 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_direction, "omnireduce.transport.tcp", "from ..protocol import worker"),
         (check_direction, "omnireduce.transport.__init__", "from ..runtime import driver"),
         (check_direction, "omnireduce.runtime.driver", "def f():\n    from omnireduce.bench import data"),
-        (check_direction, "omnireduce.bench.data", "import omnireduce.integrations.torch"),
+        (check_direction, "omnireduce.bench.data", "import worker.density"),
         (check_direction, "omnireduce.__init__", "import worker.cli"),
         (check_direction, "worker.cli", "from aggregator.daemon import Daemon"),
         (check_direction, "aggregator.cli", "if TYPE_CHECKING:\n    import worker"),

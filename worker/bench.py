@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -19,6 +20,7 @@ from omnireduce.config import Config
 from omnireduce.errors import UsageError
 from omnireduce.runtime.communicator import Communicator
 from omnireduce.runtime.launcher import Launch
+from worker.progress import PlainProgress
 
 _AGAINST_MPI = "mpirun -n {} python -m worker bench --against mpi"
 
@@ -57,16 +59,23 @@ def _run_cases(
 ) -> list[Row]:
     table = RowTable(console, against_mpi=baseline is not None)
     rounds, warmup = config.bench.rounds, config.bench.warmup
+    plain = PlainProgress(time.monotonic()) if comm.rank == 0 and not console.is_terminal else None
     rows = []
     for number, case in enumerate(todo, 1):
         title = f"case {number} of {len(todo)}: {case}, round"
         with console.status(Text(title), refresh_per_second=2) as status:  # shown on a terminal only
-            on_round = _shown_on(status, title, warmup + rounds)
+            on_round = _shown_on(status, plain, title, warmup + rounds)
             row = run_case(comm, case, rounds, warmup, baseline, on_round=on_round)
         table.add(row, case.data)
         rows.append(row)
     return rows
 
 
-def _shown_on(status: Status, title: str, rounds: int) -> Callable[[int], None]:
-    return lambda number: status.update(Text(f"{title} {number + 1} of {rounds}"))
+def _shown_on(status: Status, plain: PlainProgress | None, title: str, rounds: int) -> Callable[[int], None]:
+    def show(number: int) -> None:
+        text = f"{title} {number + 1} of {rounds}"
+        status.update(Text(text))
+        if plain is not None:
+            plain.at(f"bench: {text}", time.monotonic())
+
+    return show

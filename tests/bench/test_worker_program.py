@@ -71,6 +71,11 @@ def both(daemon: Daemon, *arguments: str, own: tuple[list[str], list[str]] = ([]
     return [(process.returncode, *output) for process, output in zip(ranks, outputs, strict=True)]
 
 
+def complaints(stderr: str) -> list[str]:
+    """What was said beside the progress of a long run, which a slow machine makes of any."""
+    return [line for line in stderr.splitlines() if not line.startswith("bench: case ")]
+
+
 @needs_mpi
 def test_bench_against_mpi_under_mpirun(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
@@ -78,7 +83,7 @@ def test_bench_against_mpi_under_mpirun(daemon: Daemon, tmp_path: Path) -> None:
     ops = ["--set", 'bench.op=["mean", "prod"]', "--set", "bench.density=0.1"]
     command = mpirun(2, "bench", "--against", "mpi", "--json", str(path), *sweep, *ops)
     result = finished(command, environ(daemon))
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, complaints(result.stderr)) == (0, [])
     rows = json.loads(path.read_text())
     assert [(row["dtype"], row["op"]) for row in rows] == [
         ("float32", "mean"),
@@ -109,7 +114,7 @@ def test_bench_of_real_tensors_against_mpi(daemon: Daemon, tmp_path: Path, size:
     pattern = f"{tmp_path}/model-{{rank}}.npz"
     options = ("--against", "mpi", "--json", str(path), "--set", "bench.block_size=64")
     result = finished(mpirun(size, "bench", "--input", pattern, *options), environ(daemon))
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, complaints(result.stderr)) == (0, [])
     assert "blocks of 64, table of model-{rank}.npz\n" in result.stdout
     table, bias = json.loads(path.read_text())
     assert (table["dtype"], table["elements"], table["wrong"]) == ("float32", 32_000, 0)

@@ -7,6 +7,7 @@ alternate, so that whatever else the machine does meets both.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.communicator import Communicator
+from worker.progress import PlainProgress
 from worker.train.corpus import Corpus, load_corpus, source_files
 from worker.train.report import Baseline, Gradients, Result, Timing, Verdict, print_result
 from worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
@@ -51,16 +53,17 @@ def run_train(
     if json_path is not None and comm.rank == 0:
         check_writable(json_path)
     folder = None if gradients_folder is None else make_folder(gradients_folder)
+    plain = PlainProgress(time.monotonic())
     corpus = load_shared_corpus(comm, config)
     held_out = held_out_pairs(corpus, config)
     ours = _trainer(comm, config, corpus, exchange_over(comm, block_size(config)))
     over_mpi, missing = _mpi_trainer(comm, config, corpus) if against_mpi else (None, None)
     loss_before = mean_loss(ours.model, held_out)
-    gradients = _train(comm, config, ours, over_mpi, folder)
+    gradients = _train(comm, config, ours, over_mpi, folder, plain)
     loss_after = mean_loss(ours.model, held_out)
     timing = _timing(comm, ours)
     mpi = _baseline(comm, ours, over_mpi, missing) if against_mpi else None
-    verdict = _verify(comm, config, corpus, ours)
+    verdict = _verify(comm, config, corpus, ours, plain)
     if comm.rank == 0:
         result = Result(
             transport=comm.transport,
@@ -129,7 +132,12 @@ def _mpi_trainer(comm: Communicator, config: Config, corpus: Corpus) -> tuple[Tr
 
 
 def _train(
-    comm: Communicator, config: Config, ours: Trainer, over_mpi: Trainer | None, folder: Path | None
+    comm: Communicator,
+    config: Config,
+    ours: Trainer,
+    over_mpi: Trainer | None,
+    folder: Path | None,
+    plain: PlainProgress,
 ) -> Gradients:
     """Take all steps of both; return the gradients' sizes and the bytes they took, mean over ranks and steps."""
 
@@ -138,7 +146,7 @@ def _train(
             write_npy(gradient, folder / _GRADIENT.format(comm.rank))
 
     before = comm.statistics()
-    for number in _progress(comm, config, "training"):
+    for number in _progress(comm, config, "train: step", plain):
         ours.step(number, inspect=save if number == config.train.steps - 1 else None)
         if over_mpi:
             over_mpi.step(number)
@@ -157,11 +165,15 @@ def _train(
     )
 
 
-def _progress(comm: Communicator, config: Config, what: str) -> Iterable[int]:
-    """The numbers of all steps; rank 0 shows how far they are if it has a terminal."""
+def _progress(comm: Communicator, config: Config, what: str, plain: PlainProgress) -> Iterable[int]:
+    """The numbers of all steps; rank 0 shows how far they are, in plain lines if it has no terminal."""
+    steps = range(config.train.steps)
+    if comm.rank != 0:
+        return steps
     console = Console(stderr=True)
-    hidden = comm.rank != 0 or not console.is_terminal
-    return track(range(config.train.steps), what, console=console, transient=True, disable=hidden)
+    if console.is_terminal:
+        return track(steps, what, console=console, transient=True)
+    return plain.follow(steps, what)
 
 
 def _baseline(comm: Communicator, ours: Trainer, over_mpi: Trainer | None, missing: str | None) -> Baseline:
@@ -171,7 +183,7 @@ def _baseline(comm: Communicator, ours: Trainer, over_mpi: Trainer | None, missi
     return Baseline(timing=_timing(comm, over_mpi), weights_difference=float(difference))
 
 
-def _verify(comm: Communicator, config: Config, corpus: Corpus, trainer: Trainer) -> Verdict:
+def _verify(comm: Communicator, config: Config, corpus: Corpus, trainer: Trainer, plain: PlainProgress) -> Verdict:
     """Compare all ranks' weights bit by bit, and on rank 0 with those of a run of all shards in one process.
 
     The other ranks follow with a barrier per step, so that no collective waits for longer than a step.
@@ -180,7 +192,7 @@ def _verify(comm: Communicator, config: Config, corpus: Corpus, trainer: Trainer
     outcome = np.zeros(2)
     if comm.rank == 0:
         reference = Trainer(corpus, config, ranks=range(comm.size), size=comm.size, exchange=no_exchange)
-        for number in _progress(comm, config, "verifying"):
+        for number in _progress(comm, config, "train: checking against one process, step", plain):
             reference.step(number)
             comm.barrier()
         outcome[0] = reference.weights_digest() == trainer.weights_digest()

@@ -1,0 +1,32 @@
+"""Fixtures for the tests of failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, start_job
+
+from omnireduce import Communicator
+
+
+@pytest.fixture
+def busy(daemon: Daemon) -> Iterator[Daemon]:
+    """A daemon with a job by shm and one by tcp that run all the while, and whose shards must all outlive the test."""
+    shards, over = daemon.shard_pids, threading.Event()
+
+    def run(comm: Communicator) -> int:
+        rounds = 0
+        while comm.allgather(np.array(over.is_set())).sum() < comm.size:
+            assert comm.allreduce(np.ones(5000))[-1] == comm.size
+            rounds += 1
+        return rounds
+
+    jobs = [start_job(configured(daemon.addresses, f"transport.kind={kind}"), 2, run) for kind in ("shm", "tcp")]
+    yield daemon
+    over.set()
+    for job in jobs:
+        assert min(job.results()) > 0
+    assert daemon.shard_pids == shards

@@ -1,0 +1,230 @@
+"""Who may join which job, and what those learn who may not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_checks import FAILURE_S, assert_serves
+from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, unique_job
+from raw_peer import RawPeer, await_pending
+
+from omnireduce import AbortedError, Communicator, Config, RefusedError
+from omnireduce.wire import PROTOCOL_VERSION, Descriptor, Refused, Waiting, Welcome
+
+
+def join(config: Config, rank: int, size: int, job: str) -> str:
+    """Join and leave; return why that was refused."""
+    try:
+        with Communicator(config, rank=rank, size=size, job=job):
+            return ""
+    except RefusedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
+    config = configured(daemon.addresses[:1], "cluster.join_timeout_s=0.3", f"transport.kind={transport}")
+    job = unique_job()
+    with RawPeer(daemon.addresses[0]) as other:
+        other.hello(job, 2, 5)
+        await_pending(other, [0, 1, 3, 4])
+        text = join(config, 0, 5, job)
+        assert f"job '{job}' at aggregator {daemon.addresses[0]} still lacks rank 1, 3, 4 " in text
+        assert "after cluster.join_timeout_s = 0.3; were all workers started, with the same world size" in text
+
+
+def test_many_missing_ranks_are_not_all_listed(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, "cluster.join_timeout_s=0.2")
+    assert "still lacks rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 … after" in join(
+        config, 0, 100, unique_job()
+    )
+
+
+def test_an_incomplete_job_is_given_up_by_the_daemon() -> None:
+    """A worker may be patient; the daemon's own limit ends its wait, and the name is free again."""
+    with Daemon(1, "aggregator.join_timeout_s=0.3") as daemon:
+        config = configured(daemon.addresses, "cluster.join_timeout_s=20")
+        assert "job 'early' was still waiting for rank 0, 2 after 0.3 s" in join(config, 1, 3, "early")
+        assert_serves(daemon, job="early")
+
+
+def test_a_rank_that_gives_up_is_replaced(daemon: Daemon) -> None:
+    """The others go on waiting; its place is free for the next process."""
+    job = unique_job()
+    with RawPeer(daemon.addresses[0]) as first, RawPeer(daemon.addresses[0]) as second:
+        first.hello(job, 0, 3)
+        await_pending(first, [1, 2])
+        second.hello(job, 1, 3)
+        await_pending(first, [2])
+        second.close()
+        await_pending(first, [1, 2])
+    assert_serves(daemon, job=job)
+
+
+def assert_taken(text: str, job: str) -> None:
+    assert " refused: rank 0 (host " in text
+    assert f"is already in job '{job}'; choose another cluster.job" in text
+
+
+def test_a_second_process_of_a_rank_while_the_job_gathers(daemon: Daemon) -> None:
+    address, job = daemon.addresses[0], unique_job()
+    with RawPeer(address) as first:
+        first.hello(job, 0, 2)
+        await_pending(first, [1])
+        assert_taken(join(configured([address]), 0, 2, job), job)
+        with RawPeer(address) as second:
+            second.hello(job, 1, 2)
+            while not isinstance(first.control(), Welcome):
+                pass
+
+
+def test_a_second_process_of_a_rank_while_the_job_runs(daemon: Daemon) -> None:
+    """The job itself takes no harm."""
+    config, job = configured(daemon.addresses), unique_job()
+    tried = threading.Event()
+
+    def run(comm: Communicator) -> list[float]:
+        if comm.rank == 0:
+            assert_taken(join(config, 0, 2, job), job)
+            tried.set()
+        assert tried.wait(WAIT_S)
+        return comm.allreduce(np.ones(2)).tolist()
+
+    assert run_job(config, 2, run, job) == [[2.0, 2.0]] * 2
+
+
+MISMATCHES: dict[str, tuple[list[str], int, str]] = {
+    "world size": ([], 3, "world_size 3 differs from 2 of rank 0 (host "),
+    "slots": (["protocol.slots=9"], 2, "slots 9 differs from "),
+    "slot bytes": (["protocol.slot_bytes=131072"], 2, "slot_bytes 131072 differs from "),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_workers_that_are_configured_differently(daemon: Daemon, what: str) -> None:
+    overrides, size, expected = MISMATCHES[what]
+    job = unique_job()
+    with RawPeer(daemon.addresses[0]) as first:
+        first.hello(job, 0, 2, shards=3)
+        await_pending(first, [1])
+        refused = join(configured(daemon.addresses, *overrides), 1, size, job)
+        assert expected in refused
+        assert f" of rank 0 (host test, pid 1) in job '{job}'" in refused
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [([0, 1], "shards 2 differs from 3 of rank 0"), ([1, 0, 2], "shard 1 differs from 0 of rank 0")],
+)
+def test_workers_that_list_other_aggregators(daemon: Daemon, order: list[int], expected: str) -> None:
+    job = unique_job()
+    with RawPeer(daemon.addresses[0]) as first:
+        first.hello(job, 0, 2, shards=3)
+        await_pending(first, [1])
+        config = configured([daemon.addresses[i] for i in order], "cluster.join_timeout_s=20")
+        assert expected in join(config, 1, 2, job)
+
+
+def test_limits_of_the_daemon() -> None:
+    limits = ["aggregator.max_world_size=3", "aggregator.max_jobs=2", "aggregator.max_job_bytes=16777216"]
+    with Daemon(1, *limits) as daemon:
+        config = configured(daemon.addresses, "cluster.join_timeout_s=20")
+        assert "world size 4; aggregator.max_world_size is 3" in join(config, 0, 4, "wide")
+        large = configured(daemon.addresses, "protocol.slots=64")
+        expected = (
+            f"the job needs {3 * 64 * config.protocol.slot_bytes} bytes of slots; aggregator.max_job_bytes is 16777216"
+        )
+        assert expected in join(large, 0, 2, "large")
+        with RawPeer(daemon.addresses[0]) as gathering, Communicator(config, rank=0, size=1, job="running"):
+            gathering.hello("gathering", 0, 2)
+            await_pending(gathering, [1])
+            assert "2 jobs are here already, which is aggregator.max_jobs" in join(config, 0, 1, "third")
+        assert_serves(daemon, job="gathering", size=2)
+
+
+def test_another_protocol_version(daemon: Daemon) -> None:
+    with RawPeer(daemon.addresses[0]) as peer:
+        peer.hello(unique_job(), 0, 1, version=PROTOCOL_VERSION + 1)
+        answer = peer.control()
+        assert isinstance(answer, Refused)
+        assert answer.reason.startswith(f"protocol version {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}")
+        assert peer.is_closed()
+
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"rank": -1}, "rank -1 of 2 does not exist"),
+    ({"rank": 2}, "rank 2 of 2 does not exist"),
+    ({"world_size": 0}, "rank 0 of 0 does not exist"),
+    ({"world_size": 2**62}, f"world size {2**62}; aggregator.max_world_size is 1024"),
+    ({"shard": 1}, "shard 1 of 1 does not exist"),
+    ({"slots": 1}, "1 slots; expected 2 to 64"),
+    ({"slots": 10**9}, "1000000000 slots; expected 2 to 64"),
+    ({"slot_bytes": 65537}, "slots of 65537 bytes; expected a multiple of 4096"),
+    ({"slot_bytes": 2**40}, "bytes; expected a multiple of 4096"),
+    ({"job": ""}, "must have 1 to 200 characters"),
+    ({"job": "j" * 10_000}, "must have 1 to 200 characters"),
+    ({"host": "h" * 10_000}, "must have 1 to 200 characters"),
+    ({"timeout_s": -1.0}, "a time-out of -1 s; expected at least 0.1"),
+    ({"timeout_s": float("nan")}, "a time-out of nan s; expected at least 0.1"),
+    ({"rank": "zero"}, "malformed control message"),
+    ({"version": None}, "malformed control message"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), IMPOSSIBLE, ids=[str(sorted(f)) + str(i) for i, (f, _) in enumerate(IMPOSSIBLE)]
+)
+def test_impossible_hellos(daemon: Daemon, fields: dict[str, Any], expected: str) -> None:
+    with RawPeer(daemon.addresses[0]) as peer:
+        peer.hello(**({"job": unique_job(), "rank": 0, "world_size": 2} | fields))
+        answer = peer.control()
+        assert isinstance(answer, Refused)
+        assert expected in answer.reason
+
+
+def test_a_rank_that_fails_while_another_still_joins(daemon: Daemon) -> None:
+    """The first shard has admitted both, the second waits for the one that dies: its name is what the other learns."""
+    job = unique_job()
+    config = configured(daemon.addresses[:2], "cluster.join_timeout_s=20")
+    with RawPeer(daemon.addresses[0]) as peer:
+        peer.hello(job, 1, 2, shards=2)
+        ranks = Ranks(1, lambda rank: Communicator(config, rank=0, size=2, job=job))
+        while not isinstance(peer.control(), Welcome):
+            pass
+        asked = time.monotonic()
+        peer.close()
+        [error] = ranks.outcomes()
+        assert isinstance(error, AbortedError)
+        assert error.culprit == "rank 1 (host test, pid 1)"
+        assert time.monotonic() - asked < FAILURE_S
+
+
+def test_a_rank_that_begins_while_another_still_joins(daemon: Daemon) -> None:
+    """The first shard tells the one that still joins that others wait for it; that is no error."""
+    job = unique_job()
+    config = configured(daemon.addresses[:2], "cluster.join_timeout_s=20")
+    with RawPeer(daemon.addresses[0]) as first, RawPeer(daemon.addresses[1]) as second:
+        first.hello(job, 1, 2, shards=2, timeout_s=0.2)
+        ranks = Ranks(1, lambda rank: Communicator(config, rank=0, size=2, job=job))
+        while not isinstance(first.control(), Welcome):
+            pass
+        first.collective(Descriptor("barrier", "", "sum", "uint8", 0, 8))
+        while not isinstance(first.control(), Waiting):
+            pass
+        second.hello(job, 1, 2, shard=1, shards=2)
+        [comm] = ranks.results()
+        comm.shutdown()
+
+
+def test_jobs_of_many_sizes_gather_at_once(daemon: Daemon) -> None:
+    """Ranks of different jobs arrive interleaved."""
+    config = configured(daemon.addresses)
+
+    def job(number: int) -> list[int]:
+        return run_job(config, number + 1, lambda comm: comm.size)
+
+    assert Ranks(4, job).results() == [[n + 1] * (n + 1) for n in range(4)]

@@ -1,0 +1,265 @@
+"""The aggregator program: how it starts, how it ends, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round
+from local_cluster import (
+    READY_S,
+    WAIT_S,
+    Daemon,
+    Process,
+    Ranks,
+    configured,
+    gone_within,
+    open_files,
+    run_job,
+    unique_job,
+    workers,
+)
+from raw_peer import RawPeer, await_pending
+
+from omnireduce import Communicator, RefusedError, TransportError
+
+
+def abstract_sockets(daemon: Daemon) -> list[str]:
+    """The daemon's names among the abstract Unix sockets of this machine."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in lines if any(f"@omnireduce/{address}" in line for address in daemon.addresses)]
+
+
+def run_aggregator(*arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run the program to its end: status, standard output, standard error."""
+    with Process(sys.executable, "-m", "aggregator", *arguments, environ=environ) as process:
+        status = process.wait(READY_S)
+        assert process.popen.stdout is not None
+        return status, process.popen.stdout.read().decode(), process.log
+
+
+def test_an_address_in_use_is_one_line_and_status_1(daemon: Daemon) -> None:
+    status, out, log = run_aggregator("--listen", daemon.addresses[0])
+    assert (status, out) == (1, "")
+    assert log.count("\n") == 1
+    assert log.startswith(
+        f"Error: cannot listen on {daemon.addresses[0]}: Address already in use; is another aggregator"
+    )
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_an_address_is_taken_by_either_transport(kind: str) -> None:
+    """Two daemons cannot share an address, whatever transport each was told to offer."""
+    with Daemon(1, f"transport.kind={kind}") as daemon:
+        for other in ("auto", "shm", "tcp"):
+            status, _, log = run_aggregator("--listen", daemon.addresses[0], "--set", f"transport.kind={other}")
+            assert status == 1
+            assert f"cannot listen on {daemon.addresses[0]}: Address already in use" in log
+        assert_serves(daemon)
+
+
+def test_an_address_that_is_not_here_is_one_line_and_status_1() -> None:
+    status, _, log = run_aggregator("--listen", "192.0.2.1:7400")
+    assert status == 1
+    assert log.count("\n") == 1
+    assert "cannot listen on 192.0.2.1:7400" in log
+    assert "is aggregator.listen an address of this host?" in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (["--set", "aggregator.shard=2"], {}, "--set: aggregator.shard: unknown key, expected one of listen"),
+        (["--set", "aggregator.max_jobs=0"], {}, "--set: aggregator.max_jobs: got 0, expected"),
+        (["--shards", "65"], {}, "--shards: aggregator.shards: got 65, expected"),
+        (["--listen", "localhost"], {}, "--listen: aggregator.listen: got"),
+        (["--config", "none.toml"], {}, "none.toml: no such file, expected a TOML file"),
+        ([], {"OMNIREDUCE_AGGREGATOR_DRAIN_S": "soon"}, "OMNIREDUCE_AGGREGATOR_DRAIN_S: aggregator.drain_s: got"),
+        (["--set", "aggregator.listen=[::1"], {}, "--set: aggregator.listen: got"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_status_2(
+    arguments: list[str], environ: dict[str, str], expected: str
+) -> None:
+    status, out, log = run_aggregator(*arguments, environ=environ)
+    assert (status, out) == (2, "")
+    assert log.count("\n") == 1
+    assert expected in log
+
+
+def test_a_transport_that_is_not_there_yet() -> None:
+    status, _, log = run_aggregator("--set", "transport.kind=verbs", "--listen", "127.0.0.1:0")
+    assert status == 1
+    assert log.count("\n") == 1
+    assert "choose auto, shm or tcp" in log
+
+
+def test_shard_i_listens_on_port_plus_i() -> None:
+    for _ in range(20):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        try:
+            with Daemon(3, listen=f"127.0.0.1:{port}") as daemon:
+                assert daemon.addresses == [f"127.0.0.1:{port + i}" for i in range(3)]
+                assert_serves(daemon)
+                return
+        except AssertionError as error:
+            if "Address already in use" not in str(error):
+                raise
+    pytest.fail("found no three free ports in a row")
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "localhost:0", "[::1]:0"])
+def test_other_ways_to_name_the_address(listen: str) -> None:
+    if listen.startswith("[") and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    with Daemon(1, listen=listen) as daemon:
+        [address] = daemon.addresses
+        host, _, port = address.rpartition(":")
+        assert host == listen.rpartition(":")[0]
+        reachable = {"0.0.0.0": "127.0.0.1"}.get(host, host)
+        for kind in ("auto", "tcp"):
+            config = configured([f"{reachable}:{port}"], f"transport.kind={kind}")
+            found = run_job(config, 2, lambda comm: (comm.transport, float(comm.allreduce(np.ones(9))[0])))
+            assert found == [({"auto": "shm", "tcp": "tcp"}[kind], 2.0)] * 2
+
+
+def test_a_daemon_of_one_transport_only() -> None:
+    with Daemon(1, "transport.kind=tcp") as daemon:
+        assert abstract_sockets(daemon) == []
+        assert run_job(configured(daemon.addresses), 1, lambda comm: comm.transport) == ["tcp"]
+        with pytest.raises(TransportError, match=r"cannot reach aggregator .* by shm"):
+            Communicator(
+                configured(daemon.addresses, "transport.kind=shm", "cluster.join_timeout_s=0.2"), rank=0, size=1
+            )
+    with Daemon(1, "transport.kind=shm") as daemon:
+        assert run_job(configured(daemon.addresses), 1, lambda comm: comm.transport) == ["shm"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_idle_daemon_and_nothing_is_left(number: int) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with Daemon(2) as daemon:
+        assert_serves(daemon)
+        assert len(abstract_sockets(daemon)) == 2
+        with workers(daemon, 2, "--hold", "1", "1") as (first, second):
+            second.expect("held")
+            expect_round(first, "started", 1)
+            assert set(Path("/dev/shm").iterdir()) == before
+            assert any("memfd:omnireduce" in name for name in open_files(daemon.shard_pids[0]))
+        shards = daemon.shard_pids
+        signalled = daemon.signal(number)
+        assert daemon.wait() == 0
+        assert time.monotonic() - signalled < FAILURE_S
+        assert all(gone_within(pid, 0) for pid in shards)
+        assert abstract_sockets(daemon) == []
+        assert set(Path("/dev/shm").iterdir()) == before
+        for address in daemon.addresses:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+
+
+def test_sigterm_before_ready() -> None:
+    """It may come while kernels compile; the daemon ends all the same."""
+    command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0"]
+    with Process(*command) as process:
+        deadline = time.monotonic() + WAIT_S
+        while not any(name.startswith("socket:") for name in open_files(process.pid)):  # it has begun
+            assert time.monotonic() < deadline
+        while not catches(process.pid, signal.SIGTERM):
+            assert time.monotonic() < deadline
+        process.signal(signal.SIGTERM)
+        assert process.wait(READY_S) == 0
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal."""
+    mask = int(Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0], 16)
+    return bool(mask >> (number - 1) & 1)
+
+
+def test_sigterm_lets_a_running_collective_finish() -> None:
+    """Rank 1 comes late, after the signal; then the job is over, and only then the daemon."""
+    with Daemon(2, "aggregator.drain_s=30") as daemon:
+        with workers(daemon, 2, "--hold", "1", "1") as (first, late):
+            expect_round(first, "started", 1)
+            late.expect("held")
+            daemon.signal(signal.SIGTERM)
+            while "stopping" not in daemon.log:
+                assert daemon.popen.poll() is None
+            late.go_on()
+            for worker in (first, late):
+                expect_round(worker, "round", 1)
+            culprits = [f"aggregator {address}" for address in daemon.addresses]
+            errors = assert_aborted([first, late], time.monotonic(), FAILURE_S, *culprits)
+            assert all("shutting down" in error["text"] for error in errors)
+        assert daemon.wait() == 0
+
+
+def test_sigterm_waits_no_longer_than_drain_s() -> None:
+    with Daemon(2, "aggregator.drain_s=0.5") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
+        expect_round(first, "started", 1)
+        late.expect("held")
+        signalled = daemon.signal(signal.SIGTERM)
+        culprits = [f"aggregator {address}" for address in daemon.addresses]
+        [error] = assert_aborted([first], signalled, 0.5 + FAILURE_S, *culprits)
+        assert "shutting down; collectives did not finish within 0.5 s" in error["text"]
+        assert daemon.wait() == 0
+        assert time.monotonic() - signalled < 0.5 + FAILURE_S
+
+
+def test_sigterm_with_a_stopped_worker() -> None:
+    """Not even its goodbye is waited for."""
+    with Daemon(1, "aggregator.drain_s=0.5") as daemon, workers(daemon, 2, "--elements", "8000000") as ranks:
+        expect_round(ranks[0], "round", 1)
+        ranks[1].signal(signal.SIGSTOP)
+        signalled = daemon.signal(signal.SIGTERM)
+        assert_aborted(ranks[:1], signalled, 0.5 + FAILURE_S, f"aggregator {daemon.addresses[0]}")
+        assert daemon.wait() == 0
+        ranks[1].signal(signal.SIGCONT)
+        assert_aborted(ranks[1:], time.monotonic(), FAILURE_S, f"aggregator {daemon.addresses[0]}")
+
+
+def test_sigterm_refuses_who_is_still_joining() -> None:
+    with Daemon(1) as daemon, RawPeer(daemon.addresses[0]) as first:
+        config, job = configured(daemon.addresses), unique_job()
+        first.hello(job, 0, 3)
+        await_pending(first, [1, 2])
+        waiting = Ranks(1, lambda _: Communicator(config, rank=1, size=3, job=job))
+        await_pending(first, [2])
+        daemon.signal(signal.SIGTERM)
+        [error] = waiting.outcomes()
+        assert isinstance(error, RefusedError)
+        assert "the aggregator is shutting down" in str(error)
+        assert daemon.wait() == 0
+
+
+def test_a_second_sigterm_does_no_harm() -> None:
+    with Daemon(1, "aggregator.drain_s=0.5") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
+        expect_round(first, "started", 1)
+        late.expect("held")
+        for _ in range(5):
+            daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+
+
+def test_ctrl_c_in_the_terminal_of_a_daemon() -> None:
+    """The terminal signals the whole group of processes; the shards leave the answer to their supervisor."""
+    with Daemon(2, "aggregator.drain_s=30", start_new_session=True) as daemon:
+        with workers(daemon, 2, "--hold", "1", "1") as (first, late):
+            expect_round(first, "started", 1)
+            late.expect("held")
+            os.killpg(daemon.pid, signal.SIGINT)
+            while "stopping" not in daemon.log:
+                assert daemon.popen.poll() is None
+            late.go_on()
+            for worker in (first, late):
+                expect_round(worker, "round", 1)
+        assert daemon.wait() == 0
+        assert "Traceback" not in daemon.log

@@ -1,0 +1,54 @@
+"""The examples of the library do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from local_cluster import ROOT, Daemon, unique_job
+
+
+def outputs(daemon: Daemon, script: str) -> list[str]:
+    """What two ranks of an example print, each on one line."""
+    environ = os.environ | {
+        "OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(daemon.addresses),
+        "OMNIREDUCE_CLUSTER_JOB": unique_job("example"),
+        "WORLD_SIZE": "2",
+    }
+    command = [sys.executable, str(ROOT / "examples" / script)]
+    ranks = [
+        subprocess.Popen(command, env=environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        found = [process.communicate(timeout=60)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0]
+    return found
+
+
+def test_allreduce(daemon: Daemon) -> None:
+    for rank, line in enumerate(outputs(daemon, "allreduce.py")):
+        assert line.startswith(f"rank {rank} of 2 by shm: sum 122880, sent ")
+        sent, received, dense = (int(each) for each in re.findall(r"(\d+) kB", line))
+        assert 160 < sent < received < 350 < dense
+
+
+def test_embedding_rows(daemon: Daemon) -> None:
+    lines = outputs(daemon, "embedding_rows.py")
+    rows_and_norms = {tuple(re.findall(r"(\d+ rows out|norm [\d.]+)", line)) for line in lines}
+    assert len(rows_and_norms) == 1
+    assert all("for a matrix of 2.56 GB" in line for line in lines)
+
+
+@pytest.mark.parametrize("script", ["allreduce.py", "embedding_rows.py"])
+def test_the_commands_in_an_example_exist(script: str) -> None:
+    text = (ROOT / "examples" / script).read_text()
+    assert f"python examples/{script}" in text
+    assert all((ROOT / path).exists() for path in re.findall(r"configs/[\w.-]+", text))

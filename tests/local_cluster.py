@@ -1,0 +1,311 @@
+"""A cluster on this machine for tests: a real aggregator daemon, ranks as threads, ranks as processes.
+
+Every wait is for an event and has a bound. Processes are ended by their own id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omnireduce.config import Config, load_config
+from omnireduce.runtime.communicator import Communicator
+
+ROOT = Path(__file__).resolve().parent.parent
+READY_S = 120.0  # the first start on a machine compiles the kernels
+WAIT_S = 30.0  # longer than anything here takes on a busy machine
+CLOSED = "closed"
+
+_T = TypeVar("_T")
+_numbers = itertools.count(1)
+
+
+def unique_job(stem: str = "test") -> str:
+    """A job name that nobody else uses."""
+    return f"{stem}-{os.getpid()}-{next(_numbers)}"
+
+
+def configured(aggregators: Sequence[str], *overrides: str) -> Config:
+    """The defaults with these aggregators and `section.key=value` overrides; the environment does not count."""
+    return load_config(overrides=[f"cluster.aggregators={json.dumps(list(aggregators))}", *overrides], environ={})
+
+
+class Lines:
+    """Lines of a pipe, each waited for with a bound."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest = descriptor, b""
+
+    def next(self, deadline: float) -> str | None:
+        """The next line, `CLOSED` at the end of the file, or None when the deadline (monotonic) has passed."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._descriptor, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                data = os.read(self._descriptor, 65536)
+                if not data:
+                    return CLOSED
+                self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+
+class Process:
+    """A Python process of this project; its standard output is read line by line, its standard error kept in a file."""
+
+    def __init__(self, *arguments: str, environ: dict[str, str] | None = None, **options: Any) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
+        self.popen = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=kept | (environ or {}),
+            **options,
+        )
+        assert self.popen.stdout is not None
+        self._lines = Lines(self.popen.stdout.fileno())
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def log(self) -> str:
+        """What the process has written to standard error so far."""
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def line(self, timeout_s: float = WAIT_S) -> str:
+        """The next line of standard output; fails when none comes in time."""
+        found = self._lines.next(time.monotonic() + timeout_s)
+        assert found not in (None, CLOSED), f"no line of output: {found}, status {self.popen.poll()}\n{self.log}"
+        assert found is not None
+        return found
+
+    def wait(self, timeout_s: float = WAIT_S) -> int:
+        """The exit status."""
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"process {self.pid} still runs after {timeout_s:g} s\n{self.log}") from None
+
+    def signal(self, number: int) -> float:
+        """Send a signal; return the time just before (monotonic, the same clock in all processes)."""
+        now = time.monotonic()
+        self.popen.send_signal(number)
+        return now
+
+    def close(self) -> None:
+        """End the process by force if it still runs, and forget it."""
+        if self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.wait()
+        for stream in (self.popen.stdin, self.popen.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self._log.close()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Daemon(Process):
+    """`python -m aggregator`, ready. Leaving the `with` block stops it with SIGTERM and expects status 0."""
+
+    def __init__(self, shards: int = 1, *overrides: str, listen: str = "127.0.0.1:0", **options: Any) -> None:
+        self.expected_status: int | None = 0
+        settings = [word for override in overrides for word in ("--set", override)]
+        command = [sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards), *settings]
+        super().__init__(*command, **options)
+        try:
+            word, *self.addresses = self.line(READY_S).split()
+            assert (word, len(self.addresses)) == ("ready", shards)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def shard_pids(self) -> list[int]:
+        """The processes of the shards, oldest first."""
+        return children(self.pid)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if self.popen.poll() is None:
+                self.signal(signal.SIGTERM)
+            status = self.wait()
+            if kind is None and self.expected_status is not None:
+                assert status == self.expected_status, self.log
+        finally:
+            self.close()
+
+
+class Worker(Process):
+    """A rank as a process of its own, `cluster/looping_worker.py`; it reports events as lines of JSON."""
+
+    def __init__(
+        self, daemon: Daemon, job: str, rank: int, size: int, *arguments: str, overrides: Sequence[str] = ()
+    ) -> None:
+        script = str(ROOT / "tests" / "cluster" / "looping_worker.py")
+        settings = [word for override in overrides for word in ("--set", override)]
+        addresses = ",".join(daemon.addresses)
+        who = ["--job", job, "--rank", str(rank), "--size", str(size), "--aggregators", addresses]
+        super().__init__(sys.executable, script, *who, *settings, *arguments)
+
+    def expect(self, event: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
+        """The next event of this kind; others before it are skipped."""
+        deadline = time.monotonic() + timeout_s
+        seen = []
+        while True:
+            line = self._lines.next(deadline)
+            assert line not in (None, CLOSED), f"no event {event!r} ({line}) after {seen[-5:]}\n{self.log}"
+            found: dict[str, Any] = json.loads(line or "")
+            if found["event"] == event:
+                return found
+            seen.append(found)
+
+    def go_on(self) -> None:
+        """Let a worker that waits at `--hold-at` go on."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(b"\n")
+        self.popen.stdin.flush()
+
+
+@contextlib.contextmanager
+def workers(
+    daemon: Daemon,
+    size: int,
+    *arguments: str,
+    job: str = "",
+    overrides: Sequence[str] = (),
+    per_rank: Sequence[Sequence[str]] = (),
+) -> Iterator[list[Worker]]:
+    """All ranks of a job as processes, joined; they are gone at the end. `per_rank[r]` are for rank r alone."""
+    job = job or unique_job()
+    with contextlib.ExitStack() as stack:
+        found = []
+        for rank in range(size):
+            own = per_rank[rank] if per_rank else ()
+            found.append(stack.enter_context(Worker(daemon, job, rank, size, *arguments, *own, overrides=overrides)))
+        for worker in found:
+            worker.expect("joined")
+        yield found
+
+
+class Ranks:
+    """Threads that each run `function(rank)`."""
+
+    def __init__(self, size: int, function: Callable[[int], _T]) -> None:
+        self._results: list[Any] = [None] * size
+        self._errors: list[BaseException | None] = [None] * size
+        self._function = function
+        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, rank: int) -> None:
+        try:
+            self._results[rank] = self._function(rank)
+        except BaseException as error:
+            self._errors[rank] = error
+
+    def outcomes(self, timeout_s: float = WAIT_S) -> list[Any]:
+        """What each rank returned, or the exception that it raised."""
+        deadline = time.monotonic() + timeout_s
+        for rank, thread in enumerate(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), f"rank {rank} hangs"
+        return [self._results[i] if error is None else error for i, error in enumerate(self._errors)]
+
+    def results(self, timeout_s: float = WAIT_S) -> list[Any]:
+        """What each rank returned; raises the first exception."""
+        found = self.outcomes(timeout_s)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
+
+
+def start_job(
+    config: Config | Sequence[Config], size: int, function: Callable[[Communicator], _T], job: str = ""
+) -> Ranks:
+    """Join a job with `size` ranks, threads of this process, and run `function(communicator)` on each."""
+    job = job or unique_job()
+
+    def run(rank: int) -> _T:
+        own = config if isinstance(config, Config) else config[rank]
+        with Communicator(own, rank=rank, size=size, job=job) as comm:
+            return function(comm)
+
+    return Ranks(size, run)
+
+
+def run_job(
+    config: Config | Sequence[Config], size: int, function: Callable[[Communicator], _T], job: str = ""
+) -> list[_T]:
+    """`start_job`, and what each rank returned."""
+    return start_job(config, size, function, job).results()
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of a process, oldest first; none when it is gone."""
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone_within(pid: int, timeout_s: float) -> bool:
+    """Whether a process that need not be our child ends in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            return bool(selector.select(timeout_s))
+    finally:
+        os.close(descriptor)
+
+
+def open_files(pid: int) -> list[str]:
+    """What the descriptors of a process refer to."""
+    found = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(each))
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process, shared memory included."""
+    fields = Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()
+    return int(fields[0]) * 1024
