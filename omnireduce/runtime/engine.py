@@ -72,7 +72,10 @@ class Engine:
             machine, links, time.monotonic, on_finish=self._on_finish, on_end=self._on_end, on_warn=log.warning
         )
         self._handles: dict[int, Handle] = {}
-        self._changed = threading.Condition()
+        # Locked by `with self._lock`, never by `with self._changed`: Ctrl-C cannot come between a lock and its `with`
+        # when both are written in C, but it can inside the methods of a condition, and then nobody would ever unlock.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._driving = False
         self._waiters = 0
         self._background: threading.Thread | None = None
@@ -99,7 +102,7 @@ class Engine:
         """
         handle = Handle(self, result)
         handle.reads, handle.writes = reads, writes
-        with self._changed:
+        with self._lock:
             if self._machine.ended is not None:
                 raise error_of(self._machine.ended.cause)
             if not self._machine.fits(operand.block_bytes):
@@ -119,7 +122,7 @@ class Engine:
     def wait(self, handle: Handle, timeout_s: float | None = None) -> None:
         """Drive, or let another thread drive, until `handle` is finished. Raises TimeoutError after `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
-        with self._aborting_when_interrupted(), self._changed:
+        with self._aborting_when_interrupted(), self._lock:
             self._waiters += 1
             try:
                 self._wait(handle, deadline)
@@ -165,14 +168,14 @@ class Engine:
 
     def drive_in_background(self) -> None:
         """Let a thread drive whenever collectives are under way and nobody waits for them."""
-        with self._changed:
+        with self._lock:
             if self._background is None:
                 self._background = threading.Thread(target=self._run_background, name="omnireduce", daemon=True)
                 self._background.start()
             self._changed.notify_all()
 
     def _run_background(self) -> None:
-        with self._aborting_when_interrupted(), self._changed:
+        with self._aborting_when_interrupted(), self._lock:
             while self._machine.ended is None:
                 if self._driving or self._waiters or not self._machine.under_way:
                     self._changed.wait()
@@ -201,13 +204,20 @@ class Engine:
         now = time.monotonic()
         ends = [at for at in (deadline, self._machine.deadline) if at is not None]
         patience_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
-        self._changed.release()
         try:
+            self._lock.release()
             ready = self._spin(now) or self._poll.poll(patience_ms)
         finally:
-            self._changed.acquire()
+            self._lock_again()
         if any(descriptor == self._wake for descriptor, _ in ready):
             os.eventfd_read(self._wake)
+
+    def _lock_again(self) -> None:
+        try:
+            self._lock.acquire()
+        except BaseException:  # Ctrl-C while another thread had the lock
+            self._lock.acquire()
+            raise
 
     def _watch(self, shard: int) -> None:
         """Keep the poll object in step with what the link waits for."""
@@ -248,7 +258,7 @@ class Engine:
 
     def abort(self, reason: str) -> None:
         """End the job on every rank; `reason` says what happened to this one."""
-        with self._changed:
+        with self._lock:
             try:
                 self._driver.perform(self._machine.leave(reason))
             finally:  # a second interrupt may have cut the first abort short
@@ -257,7 +267,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Leave the job cleanly: the aggregators confirm, so that this rank may join again at once."""
-        with self._changed:
+        with self._lock:
             self._driver.perform(self._machine.leave())
             while self._driving:
                 self._changed.wait()

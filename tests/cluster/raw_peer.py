@@ -80,7 +80,6 @@ class RawPeer:
             "type": "Hello", "version": PROTOCOL_VERSION, "shard": 0, "shards": 1, "host": "test", "pid": 1,
             "slots": DEFAULTS.slots, "slot_bytes": DEFAULTS.slot_bytes, "stripe_blocks": DEFAULTS.stripe_blocks,
             "timeout_s": 60.0,
-            "stripe_blocks": DEFAULTS.stripe_blocks,
         }  # fmt: skip
         self.say(defaults | {"job": job, "rank": rank, "world_size": world_size} | fields)
 

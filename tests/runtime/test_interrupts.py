@@ -36,9 +36,8 @@ def test_an_interrupt_while_a_collective_is_submitted_aborts_it_on_all_ranks(loc
             comm._links[1].send = raising(KeyboardInterrupt)  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 comm.allreduce(x)
-        with pytest.raises(AbortedError) as caught:
-            comm.barrier()
-            comm.allreduce(np.ones(100 * BLOCK, np.float32))
+        with pytest.raises(AbortedError) as caught:  # rank 1 may learn of the abort while its barrier ends
+            comm.barrier() or comm.allreduce(np.ones(100 * BLOCK, np.float32))
         return caught.value.culprit
 
     culprits = start_job(local, 2, work).results(WAIT_S)
