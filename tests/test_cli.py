@@ -46,7 +46,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_options_reach_the_configuration() -> None:
-    assert run("show").output == "auto 4\n"
+    assert run("show").output == "auto 3\n"
     assert run("show", "--set", "transport.kind=tcp", "--set", "protocol.slots=8").output == "tcp 8\n"
 
 
