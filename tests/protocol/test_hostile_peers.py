@@ -240,7 +240,7 @@ def test_a_worker_that_tampers_is_named(seed: int) -> None:
     causes = [end.cause for end in cluster.worker_ends if end is not None and end.cause is not None]
     for cause in causes:
         if "a result that does not fit" in cause.reason:
-            # Rank 1's frontier was raised on the way: it is shown results beyond what it packed and can blame nobody else.
+            # Rank 1's frontier was raised on the way: it is shown results that it has not packed, and sees nobody else.
             assert cause.culprit.startswith("aggregator")
         else:
             assert cause.culprit in {RANK_1, "ranks 0 and 1", "ranks 1 and 2"}
