@@ -266,20 +266,22 @@ def run_job(
     return start_job(config, size, function, job).results()
 
 
+def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
+    """Whether the condition comes true in time; for what no event tells, such as another process's log."""
+    deadline, pause = time.monotonic() + timeout_s, threading.Event()
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        pause.wait(0.005)
+    return True
+
+
 def children(pid: int) -> list[int]:
     """The child processes of a process, oldest first; none when it is gone."""
     try:
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def gone_within(pid: int, timeout_s: float) -> bool:

@@ -217,7 +217,8 @@ class WorkerMachine:
             collective.operand.finish()
             self._oldest_since, self._waiting_for = now, ""
             yield Finish(collective.number)
-        yield from self._end_if_retired()
+        if self._retired:
+            yield from self._end_if_retired()
 
     def credited(self, shard: int, slot: int, now: float) -> Iterator[Effect]:
         """Send slot `slot` of `shard` is free again."""

@@ -14,11 +14,11 @@ import pytest
 from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round
 from local_cluster import (
     READY_S,
-    WAIT_S,
     Daemon,
     Process,
     Ranks,
     configured,
+    eventually,
     gone_within,
     open_files,
     run_job,
@@ -31,8 +31,8 @@ from omnireduce import Communicator, RefusedError, TransportError
 
 
 def abstract_sockets(daemon: Daemon) -> list[str]:
-    """The daemon's names among the abstract Unix sockets of this machine."""
-    lines = Path("/proc/net/unix").read_text().splitlines()
+    """The daemon's names among the abstract Unix sockets of this machine that listen."""
+    lines = [line for line in Path("/proc/net/unix").read_text().splitlines() if " 00010000 " in line]
     return [line for line in lines if any(f"@omnireduce/{address}" in line for address in daemon.addresses)]
 
 
@@ -169,11 +169,7 @@ def test_sigterm_before_ready() -> None:
     """It may come while kernels compile; the daemon ends all the same."""
     command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0"]
     with Process(*command) as process:
-        deadline = time.monotonic() + WAIT_S
-        while not any(name.startswith("socket:") for name in open_files(process.pid)):  # it has begun
-            assert time.monotonic() < deadline
-        while not catches(process.pid, signal.SIGTERM):
-            assert time.monotonic() < deadline
+        assert eventually(lambda: catches(process.pid, signal.SIGTERM))
         process.signal(signal.SIGTERM)
         assert process.wait(READY_S) == 0
 
@@ -191,8 +187,7 @@ def test_sigterm_lets_a_running_collective_finish() -> None:
             expect_round(first, "started", 1)
             late.expect("held")
             daemon.signal(signal.SIGTERM)
-            while "stopping" not in daemon.log:
-                assert daemon.popen.poll() is None
+            assert eventually(lambda: "stopping" in daemon.log)
             late.go_on()
             for worker in (first, late):
                 expect_round(worker, "round", 1)
@@ -256,8 +251,7 @@ def test_ctrl_c_in_the_terminal_of_a_daemon() -> None:
             expect_round(first, "started", 1)
             late.expect("held")
             os.killpg(daemon.pid, signal.SIGINT)
-            while "stopping" not in daemon.log:
-                assert daemon.popen.poll() is None
+            assert eventually(lambda: "stopping" in daemon.log)
             late.go_on()
             for worker in (first, late):
                 expect_round(worker, "round", 1)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
 
 import pytest
 from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round, name_of
-from local_cluster import WAIT_S, Daemon, Process, unique_job, workers
+from local_cluster import Daemon, Process, eventually, unique_job, workers
 
 LARGE = ("--elements", "8000000")  # 32 MB: always in the middle of something
 
@@ -134,10 +133,7 @@ def test_interrupt_of_the_worker_program(daemon: Daemon) -> None:
         return Process(sys.executable, "-m", "worker", "bench", "--rank", str(rank), "--size", "2", *words)
 
     with start(0) as victim, start(1) as other:
-        deadline = time.monotonic() + WAIT_S
-        while f"job '{job}'" not in daemon.log:  # it says so when all ranks have joined
-            assert time.monotonic() < deadline, victim.log + other.log
-            threading.Event().wait(0.01)
+        assert eventually(lambda: f"job '{job}'" in daemon.log), victim.log + other.log  # all ranks have joined
         interrupted = victim.signal(signal.SIGINT)
         assert victim.wait() == 130
         assert other.wait() == 1

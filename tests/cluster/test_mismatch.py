@@ -1,0 +1,80 @@
+"""Ranks that submit different collectives in the same place: every rank learns what both sides submitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cluster_checks import FAILURE_S, assert_serves
+from local_cluster import Daemon, configured, start_job, unique_job
+
+from omnireduce import AbortedError, Communicator
+
+Call = Callable[[Communicator], object]
+ONES = np.ones(1000, np.float32)
+
+
+def reduce(elements: int = 1000, dtype: str = "float32", **more: object) -> Call:
+    return lambda comm: comm.allreduce(np.ones(elements, dtype), **more)  # type: ignore[arg-type]
+
+
+MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
+    "two tensors": (
+        reduce(name="fc1.weight"),
+        reduce(10, name="fc2.bias"),
+        "allreduce 'fc1.weight' float32[1000] sum",
+        "allreduce 'fc2.bias' float32[10] sum",
+    ),
+    "name": (reduce(name="a"), reduce(name="b"), "allreduce 'a' float32[1000]", "allreduce 'b' float32[1000]"),
+    "size": (reduce(), reduce(999), "float32[1000]", "float32[999]"),
+    "dtype": (reduce(), reduce(dtype="int32"), "float32[1000]", "int32[1000]"),
+    "op": (reduce(), reduce(op="max"), "float32[1000] sum", "float32[1000] max"),
+    "block size": (reduce(), reduce(block_size=64), "blocks of 256", "blocks of 64"),
+    "nothing against something": (reduce(0), reduce(1), "float32[0]", "float32[1]"),
+    "kind": (reduce(), lambda comm: comm.broadcast(ONES.copy()), "allreduce float32[1000]", "broadcast uint8[4000]"),
+    "order": (
+        lambda comm: [comm.barrier(), comm.allreduce(ONES.copy())],
+        lambda comm: [comm.allreduce(ONES.copy()), comm.barrier()],
+        "barrier",
+        "allreduce float32[1000]",
+    ),
+    "several in flight": (
+        lambda comm: [comm.allreduce_async(ONES.copy(), name=name) for name in ("x", "y")] and comm.barrier(),
+        lambda comm: [comm.allreduce_async(ONES.copy(), name=name) for name in ("y", "x")] and comm.barrier(),
+        "'x' float32[1000]",
+        "'y' float32[1000]",
+    ),
+}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_both_sides_are_named_on_every_rank(daemon: Daemon, what: str, transport: str) -> None:
+    """Ranks 0 and 2 agree, rank 1 does not; whoever is compared first, rank 1 is one of the two."""
+    ours, theirs, our_text, their_text = MISMATCHES[what]
+    config, job = configured(daemon.addresses, f"transport.kind={transport}"), unique_job()
+    asked = time.monotonic()
+    outcomes = start_job(config, 3, lambda comm: (theirs if comm.rank == 1 else ours)(comm), job).outcomes()
+    assert time.monotonic() - asked < FAILURE_S
+    for error in outcomes:
+        assert isinstance(error, AbortedError)
+        assert error.culprit in ("ranks 0 and 1", "ranks 1 and 2")
+        assert error.reason.startswith("submitted different collectives: collective 0: ")
+        assert our_text in error.reason
+        assert their_text in error.reason
+    assert len({str(error) for error in outcomes}) <= 2  # one per pair that a shard compared first
+    assert_serves(daemon, job=job)
+
+
+def test_a_mismatch_later_on_says_where(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        for i in range(17):
+            comm.allreduce(np.ones(10), name=f"layer {i}")
+        comm.allreduce(np.ones(10), name=("left", "right")[comm.rank])
+
+    for error in start_job(configured(daemon.addresses), 2, run).outcomes():
+        assert isinstance(error, AbortedError)
+        assert "collective 17: rank 0 submitted allreduce 'left' float64[10] sum" in error.reason
+        assert "rank 1 submitted allreduce 'right' float64[10] sum" in error.reason
