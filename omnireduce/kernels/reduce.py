@@ -1,7 +1,7 @@
 """Aggregator side, second step: combine the ranks' blocks, always in rank order.
 
-Every kernel takes `parts` from `plan_union`. An absent block is a block of zeros: adding it changes nothing, but min,
-max and prod must see it, so they count the contributions.
+Every kernel takes `parts` from `plan_union`. An absent block is a block of zeros. Adding it would change no value (but
+the sign of a -0, which stays as it is); min, max and prod must see it, so they count the contributions.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ class Communicator:
         int64 or uint8. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only read). `op`:
         sum, mean, min, max or prod; mean needs a float type; 16-bit floats are summed in float32 and rounded once;
         integers wrap. `name` is compared between ranks and appears in errors. `block_size` overrides
-        `protocol.block_size`: elements, a multiple of 8. In a block that is zero everywhere, -0 becomes +0.
+        `protocol.block_size`: elements, a multiple of 8. A sum that is zero may be -0 where
+        NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0 becomes +0.
 
         Raises UsageError for unsuitable arrays and AbortedError when the job failed.
         """

@@ -61,6 +61,7 @@ def test_kill_of_all_but_one_at_once(daemon: Daemon) -> None:
     with workers(daemon, 4, "--hold", "0", "1") as (first, *victims):
         for worker in victims:
             expect_round(worker, "started", 1)
+        first.expect("held")
         for worker in victims:
             worker.signal(signal.SIGKILL)
         for worker in victims:
@@ -78,6 +79,7 @@ def test_interrupt_of_a_rank_that_waits(daemon: Daemon, transport: str) -> None:
     with workers(daemon, 3, "--hold", "2", "1", overrides=[transport]) as (first, victim, late):
         expect_round(first, "started", 1)
         expect_round(victim, "started", 1)
+        late.expect("held")
         interrupted = victim.signal(signal.SIGINT)
         assert victim.expect("error")["type"] == "KeyboardInterrupt"
         assert victim.wait() == 130
