@@ -212,9 +212,10 @@ def test_an_exception_inside_the_context_names_this_rank(config: Config) -> None
 
 
 def test_after_an_abort_every_call_raises_the_same_and_a_new_generation_may_join(config: Config) -> None:
-    job = unique_job("again")
+    job, joined = unique_job("again"), threading.Barrier(2)
 
     def run(comm: Communicator) -> None:
+        joined.wait(WAIT_S)  # an abort before that would be an error of joining
         if comm.rank == 1:
             raise ZeroDivisionError
         with pytest.raises(AbortedError) as first:
