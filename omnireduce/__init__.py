@@ -28,7 +28,8 @@ from omnireduce.errors import (
     TransportError,
     UsageError,
 )
-from omnireduce.runtime.communicator import Communicator, Handle, Statistics
+from omnireduce.runtime.communicator import Communicator, Statistics
+from omnireduce.runtime.engine import Handle
 from omnireduce.runtime.launcher import detect_launch, job_name
 
 __all__ = [
@@ -135,7 +136,7 @@ def allreduce(
 
 def allreduce_async(
     x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
-) -> Handle:
+) -> Handle[Array]:
     """See `Communicator.allreduce_async`."""
     return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size)
 

@@ -23,8 +23,7 @@ from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, RowSet
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.engine import Engine
-from omnireduce.runtime.engine import Handle as _Handle
+from omnireduce.runtime.engine import Engine, Handle
 from omnireduce.runtime.rendezvous import join
 from omnireduce.wire import NAME_CHARACTERS, Descriptor
 
@@ -39,25 +38,6 @@ class Statistics:
     sent_bytes: int
     received_bytes: int
     collectives: int
-
-
-class Handle:
-    """An asynchronous collective. Its arrays must not be touched before `wait` has returned."""
-
-    def __init__(self, inner: _Handle) -> None:
-        self._inner = inner
-
-    def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return self._inner.done()
-
-    def wait(self, timeout_s: float | None = None) -> Array:
-        """Return the result array.
-
-        Raises AbortedError or CollectiveTimeoutError when the collective failed, and TimeoutError when it is still
-        under way after `timeout_s` seconds (None: no such limit; `cluster.timeout_s` always applies).
-        """
-        return cast(Array, self._inner.wait(timeout_s))
 
 
 class Communicator:
@@ -130,13 +110,13 @@ class Communicator:
 
         Raises UsageError for unsuitable arrays and AbortedError when the job failed.
         """
-        return Handle(self._allreduce(x, out, op, name, block_size)).wait()
+        return self._allreduce(x, out, op, name, block_size).wait()
 
     def allreduce_async(
         self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
-    ) -> Handle:
+    ) -> Handle[Array]:
         """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started."""
-        handle = Handle(self._allreduce(x, out, op, name, block_size))
+        handle = self._allreduce(x, out, op, name, block_size)
         self._engine.drive_in_background()
         return handle
 
@@ -202,9 +182,9 @@ class Communicator:
         length = values.shape[1]
         operand = RowSet(numbers, rows, self._layout(n_rows * length, length))
         descriptor = Descriptor("rows", _name(name), "sum", element.name, n_rows * length, length)
-        return cast(tuple[Array, Array], self._engine.submit(descriptor, operand, lambda: operand.result).wait())
+        return self._engine.submit(descriptor, operand, lambda: operand.result).wait()
 
-    def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> _Handle:
+    def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> Handle[Array]:
         element = element_type(_array(x, "x").dtype)
         if op not in OPS:
             raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
@@ -249,7 +229,7 @@ class Communicator:
         *,
         reads: tuple[Array, ...] = (),
         writes: tuple[Array, ...] = (),
-    ) -> _Handle:
+    ) -> Handle[Array]:
         return self._engine.submit(descriptor, operand, lambda: result, reads=reads, writes=writes)
 
     def _layout(self, elements: int, block_size: int) -> Layout:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -26,13 +27,14 @@ from omnireduce.transport.base import Link
 from omnireduce.wire import Cause, Descriptor
 
 log = logging.getLogger("omnireduce")
+T = TypeVar("T")
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
 
-class Handle:
+class Handle(Generic[T]):
     """A collective under way. `wait` returns its result; the arrays belong to the collective until then."""
 
-    def __init__(self, engine: Engine, result: Callable[[], object]) -> None:
+    def __init__(self, engine: Engine, result: Callable[[], T]) -> None:
         self._engine, self._result = engine, result
         self.reads: tuple[Array, ...] = ()
         self.writes: tuple[Array, ...] = ()
@@ -43,11 +45,12 @@ class Handle:
         """Whether `wait` would return (or raise) at once."""
         return self.finished
 
-    def wait(self, timeout_s: float | None = None) -> object:
+    def wait(self, timeout_s: float | None = None) -> T:
         """Return the result.
 
         Raises AbortedError or CollectiveTimeoutError when the collective failed, and TimeoutError after `timeout_s`
-        seconds; the collective is then still under way and may be waited for again.
+        seconds (None: no such limit; `cluster.timeout_s` always applies); the collective is then still under way and
+        may be waited for again.
         """
         self._engine.wait(self, timeout_s)
         if self.error is not None:
@@ -71,7 +74,7 @@ class Engine:
         self._driver = Driver(
             machine, links, time.monotonic, on_finish=self._on_finish, on_end=self._on_end, on_warn=log.warning
         )
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, Handle[Any]] = {}
         # Locked by `with self._lock`, never by `with self._changed`: Ctrl-C cannot come between a lock and its `with`
         # when both are written in C, but it can inside the methods of a condition, and then nobody would ever unlock.
         self._lock = threading.RLock()
@@ -90,11 +93,11 @@ class Engine:
         self,
         descriptor: Descriptor,
         operand: Operand,
-        result: Callable[[], object],
+        result: Callable[[], T],
         *,
         reads: tuple[Array, ...] = (),
         writes: tuple[Array, ...] = (),
-    ) -> Handle:
+    ) -> Handle[T]:
         """Start a collective that owns the arrays it reads and writes until it is finished.
 
         Raises UsageError when another collective under way uses them or a block does not fit a slot, and the error of
@@ -119,7 +122,7 @@ class Engine:
                     os.eventfd_write(self._wake, 1)
         return handle
 
-    def wait(self, handle: Handle, timeout_s: float | None = None) -> None:
+    def wait(self, handle: Handle[Any], timeout_s: float | None = None) -> None:
         """Drive, or let another thread drive, until `handle` is finished. Raises TimeoutError after `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         with self._aborting_when_interrupted(), self._lock:
@@ -141,7 +144,7 @@ class Engine:
             self.abort(f"interrupted by {type(error).__name__}")
             raise
 
-    def _wait(self, handle: Handle, deadline: float | None) -> None:
+    def _wait(self, handle: Handle[Any], deadline: float | None) -> None:
         while not handle.finished and not self._settle_end(handle):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError("the collective is still under way")
@@ -151,7 +154,7 @@ class Engine:
             else:
                 self._drive(lambda: handle.finished, deadline)
 
-    def _settle_end(self, handle: Handle) -> bool:
+    def _settle_end(self, handle: Handle[Any]) -> bool:
         """Finish handles that an interrupted abort left behind; return whether `handle` is finished."""
         if self._machine.ended is not None and not handle.finished:
             self._on_end(self._machine.ended)
@@ -301,7 +304,7 @@ class Engine:
             link.close()
 
 
-def _refuse_shared(new: Handle, other: Handle) -> None:
+def _refuse_shared(new: Handle[Any], other: Handle[Any]) -> None:
     """Raise UsageError when one collective would write what the other reads or writes."""
     pairs = [(a, b) for a in new.writes for b in other.reads + other.writes]
     pairs += [(a, b) for a in new.reads for b in other.writes]
