@@ -56,6 +56,8 @@ def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
+    # Woken, a shard does not push a worker off its core in the middle of a kernel: workers wait for their own core.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every job is a descriptor
     settings = config.aggregator

@@ -94,7 +94,7 @@ def report(found: dict[str, object]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:

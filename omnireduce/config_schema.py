@@ -93,7 +93,7 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=67108864,
             multiple_of=4096,
         ),
-    ] = 1 << 20
+    ] = 3 << 19
     slots: Annotated[int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)] = 3
     scan_span: Annotated[
         int,

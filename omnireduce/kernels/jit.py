@@ -1,16 +1,25 @@
-"""The one decorator behind every kernel.
+"""The compiler behind every kernel: the one decorator, and the one hint that Python has no words for.
 
 Kernels release the GIL and are cached on disk. A kernel file calls no compiled function of another file, so numba's
-per-file cache stamp is enough to notice every edit. NUMBA_DISABLE_JIT=1 runs the same code as plain Python.
+per-file cache stamp is enough to notice every edit (but not one to `prefetch`: `make clean` after that).
+NUMBA_DISABLE_JIT=1 runs the same code as plain Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from numba.np import arrayobj
 
+from omnireduce.dtypes import Array
+
+array_of: Any = arrayobj.make_array
+insert_function: Any = cgutils.get_or_insert_function
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -20,3 +29,28 @@ def kernel(function: F) -> F:
         return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
     except RuntimeError:  # no writable folder for the cache: compile in every process
         return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def prefetch(words: Array, index: int) -> None:
+    """Begin to load the cache line of `words[index]`, which may lie outside the array. `words`: one-dimensional."""
+
+
+@intrinsic
+def _prefetch(typing_context: Any, words: Any, index: Any) -> Any:
+    """The machine's instruction; see `prefetch`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> None:
+        data = array_of(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        hints = [ir.Constant(cgutils.int32_t, number) for number in (0, 3, 1)]  # to read; into all caches; data
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[cgutils.int32_t] * 3])
+        function = insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [address, *hints])
+
+    return numba.void(words, numba.intp), generate
+
+
+@overload(prefetch, strict=False)
+def _compile_prefetch(words: Any, index: Any) -> Any:
+    emit: Any = _prefetch
+    return lambda words, index: emit(words, index)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.jit import kernel, prefetch
 
-CHUNK = 64  # blocks that are scanned before the non-zero ones among them are copied, still in a near cache
+LINE = 8  # words in a cache line
+AHEAD = 1024
 
 
 @kernel
@@ -18,38 +19,33 @@ def _pack_run(
     mask: np.uint64,
     start: int,
     stop: int,
-    seen: Array,
+    skip: int,
     rows: Array,
     indices: Array,
     count: int,
 ) -> tuple[int, int]:
     """Pack blocks start…stop-1 until `rows` is full; return (blocks in `rows`, first block not dealt with).
 
-    Chunk by chunk in two loops: the scan runs at the speed of memory only when nothing stands between its reads.
+    Every block is copied while it is scanned; a zero block's copy is overwritten by the next, still in the nearest
+    cache. The blocks that will be scanned next follow on each other up to `stop`, and go on at `stop + skip`.
     """
-    while start < stop:
-        end = min(start + seen.size, stop)
-        for block in range(start, end):
-            row = source[block]
-            bits = np.uint64(0)
-            for i in range(row.size):  # to the end even if a first word decides: so it vectorises
-                bits |= row[i]
-            seen[block - start] = bits
-        for block in range(start, end):
-            bits = seen[block - start]
-            if bits & mask != 0:
-                if count == rows.shape[0]:
-                    return count, block
-                row, out = source[block], rows[count]
-                for i in range(row.size):
-                    out[i] = row[i]
-                indices[count] = block
-                count += 1
-            elif bits != 0 or not in_place:  # a zero block: -0 becomes +0, and a separate target starts as zero
-                out = target[block]
-                for i in range(out.size):
-                    out[i] = 0
-        start = end
+    width = source.shape[1]
+    ahead = max(1, AHEAD // width)
+    for block in range(start, stop):
+        if count == rows.shape[0]:
+            return count, block
+        row, out, bits = source[block], rows[count], np.uint64(0)
+        distance = ahead if block + ahead < stop else ahead + skip
+        for i in range(0, width, LINE):
+            prefetch(row, distance * width + i)
+        for i in range(width):  # to the end even if the first word decides: so it vectorises
+            out[i] = row[i]
+            bits |= row[i]
+        if bits & mask != 0:
+            indices[count] = block
+            count += 1
+        elif bits != 0 or not in_place:  # a zero block: -0 becomes +0, and a separate target starts as zero
+            target[block, :] = 0
     return count, stop
 
 
@@ -70,21 +66,21 @@ def pack_blocks(
 
     `source`, `target`: uint64 (blocks, words per block), the same memory when `in_place`. `rows`: uint64 (capacity,
     words per block). Stops when `rows` is full, after `span` blocks, or at the end. Zero blocks are cleared in
-    `target`. Returns (blocks packed, next cursor); every block of the shard below the next cursor is dealt with.
+    `target`; the row behind the last block is scratch. Returns (blocks packed, next cursor); every block of the shard below the next cursor is dealt with.
     """
     blocks, count = source.shape[0], 0
-    seen = np.empty(CHUNK, np.uint64)
+    skip = (shards - 1) * stripe
     while cursor < blocks and span > 0:
         stop = min(cursor + span, blocks)
         if shards > 1:
             stop = min(stop, (cursor // stripe + 1) * stripe)
-        count, reached = _pack_run(source, target, in_place, mask, cursor, stop, seen, rows, indices, count)
+        count, reached = _pack_run(source, target, in_place, mask, cursor, stop, skip, rows, indices, count)
         span -= reached - cursor
         cursor = reached
         if reached < stop:
             break
         if shards > 1 and cursor % stripe == 0:
-            cursor += (shards - 1) * stripe
+            cursor += skip
     return count, min(cursor, blocks)
 
 

@@ -78,10 +78,10 @@ def pack_slowly(
     zero: list[int] = []
     owned = [block for block in range(cursor, layout.blocks) if layout.owner(block) == shard]
     for block in owned[:span]:
+        if len(packed) == capacity:
+            return packed, zero, block
         if not data[block]:
             zero.append(block)
-        elif len(packed) == capacity:
-            return packed, zero, block
         else:
             packed.append(block)
     return packed, zero, owned[span] if len(owned) > span else layout.blocks
@@ -127,7 +127,7 @@ def test_pack_blocks(
             count, cursor = pack_blocks(source, target, in_place, mask, cursor, span, stripe, shards, rows, indices)
             assert (list(indices[:count]), cursor) == (packed, following)
             assert (rows[:count] == original[packed]).all()
-            assert (rows[count:] == 9).all(), "a row behind the last one was touched"
+            assert (rows[count + 1 :] == 9).all(), "only the row behind the last one may serve as scratch"
             expected_target[zero] = 0
             assert (target == expected_target).all()
     if not in_place:
