@@ -45,6 +45,8 @@ class Daemon:
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status. Raises TransportError when an address is taken."""
         self._watch_signals()
+        if self._config.transport.kind == "verbs":
+            _check_rdma(self._config)
         bound = self._bind()
         started = time.monotonic()
         warm_up_aggregator()
@@ -120,3 +122,10 @@ class Daemon:
                 shard.process.join()
             clean &= shard.process.exitcode == 0
         return clean
+
+
+def _check_rdma(config: Config) -> None:
+    """Raise TransportError, which says what there is, unless some RDMA port can be used."""
+    from omnireduce.transport.verbs.devices import choose
+
+    choose(config.verbs, near="")

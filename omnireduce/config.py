@@ -29,6 +29,7 @@ from omnireduce.config_schema import (
     Protocol,
     Train,
     Transport,
+    Verbs,
 )
 from omnireduce.errors import ConfigError
 
@@ -41,6 +42,7 @@ __all__ = [
     "Protocol",
     "Train",
     "Transport",
+    "Verbs",
     "check_config",
     "dump_config",
     "load_config",

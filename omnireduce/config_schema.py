@@ -62,7 +62,7 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kind: Annotated[
         Kind,
-        _meta('"auto" picks for each link: shm on one host, else tcp; "verbs" is reserved, this version refuses it'),
+        _meta('"auto" picks for each link: shm on one host, verbs where both ends have it on the way, else tcp'),
     ] = "auto"
     spin_us: Annotated[
         int, _meta("how long a waiting thread polls before it sleeps", "microseconds", ge=0, le=1_000_000)
@@ -76,6 +76,43 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=600,
         ),
     ] = 4.0
+
+
+class Verbs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """RDMA: which device, and how its connections behave."""
+
+    device: Annotated[
+        str,
+        _meta(
+            'RDMA device, as `ibv_devices` lists it; "auto" takes the one on the way to the aggregator, else the first '
+            "that is active (OmniReduce: ib_hca)",
+            pattern=r"^[A-Za-z0-9_.-]{1,64}\Z",
+            allowed='"auto" or the name of a device',
+        ),
+    ] = "auto"
+    port: Annotated[int, _meta("port of the device (OmniReduce: ib_port)", ge=1, le=255)] = 1
+    gid_index: Annotated[
+        int,
+        _meta(
+            "entry of the port's GID table; -1 takes the one for RoCE v2 with an IPv4 address (OmniReduce: gid_idx)",
+            ge=-1,
+            le=65535,
+        ),
+    ] = -1
+    service_level: Annotated[
+        int, _meta("service level of InfiniBand, priority of RoCE (OmniReduce: sl)", ge=0, le=15)
+    ] = 0
+    traffic_class: Annotated[int, _meta("traffic class: DSCP x 4, for switches with PFC or ECN", ge=0, le=255)] = 0
+    path_mtu: Annotated[
+        Literal[0, 256, 512, 1024, 2048, 4096], _meta("payload of the largest packet; 0 takes the port's", "bytes")
+    ] = 0
+    ack_timeout: Annotated[
+        int, _meta("exponent of the wait for an acknowledgement: 4.096 us x 2^n before a retry", ge=1, le=31)
+    ] = 14
+    retry_count: Annotated[
+        int,
+        _meta("retries before a connection counts as broken; not 7, which some devices take as endless", ge=0, le=6),
+    ] = 6
 
 
 class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +216,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     cluster: Cluster = Cluster()
     transport: Transport = Transport()
+    verbs: Verbs = Verbs()
     protocol: Protocol = Protocol()
     aggregator: Aggregator = Aggregator()
     bench: Bench = Bench()

@@ -142,6 +142,10 @@ def message_extra(slot: Array, header: Header) -> bytes:
     return slot[start : start + header.extra_bytes].tobytes()
 
 
+_U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_U64 = Annotated[int, msgspec.Meta(ge=0)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
 
 
@@ -156,6 +160,21 @@ class Cause(msgspec.Struct, frozen=True):
     reason: _Text
     timeout: bool = False
     orderly: bool = False
+
+
+Mtu = Literal[256, 512, 1024, 2048, 4096]  # bytes
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where one end of an RDMA connection is: its GID and LID, queue pair, first sequence number, receive slots."""
+
+    gid: Annotated[str, msgspec.Meta(max_length=39)]
+    lid: _U16
+    queue: _U24
+    sequence: _U24
+    key: _U32
+    address: _U64
+    mtu: Mtu
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -173,6 +192,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     pid: int
     stripe_blocks: int  # how blocks are dealt to shards: ranks that differ would never meet
     timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
+    verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -183,9 +203,14 @@ class Pending(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to worker: all ranks are here; collectives may start."""
+    """Aggregator to worker: all ranks are here; collectives may start.
+
+    `verbs` answers the worker's; without it blocks go over this connection, and `note` says why.
+    """
 
     generation: int
+    verbs: Endpoint | None = None
+    note: _Text = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -54,6 +54,8 @@ def values_of(hint: Any, path: str) -> st.SearchStrategy[Any]:
         return st.one_of([values_of(argument, path) for argument in arguments])
     if path == "cluster.job":
         return st.from_regex(r"[A-Za-z0-9._:@+-]{1,128}", fullmatch=True)
+    if path == "verbs.device":
+        return st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
     if hint is str:
         return st.builds("{}:{}".format, st.sampled_from(["host", "[::1]"]), st.integers(1, 65535))
     if hint is float:

@@ -66,7 +66,8 @@ def pack_blocks(
 
     `source`, `target`: uint64 (blocks, words per block), the same memory when `in_place`. `rows`: uint64 (capacity,
     words per block). Stops when `rows` is full, after `span` blocks, or at the end. Zero blocks are cleared in
-    `target`; the row behind the last block is scratch. Returns (blocks packed, next cursor); every block of the shard below the next cursor is dealt with.
+    `target`; the row behind the last block is scratch. Returns (blocks packed, next cursor); every block of the shard
+    below the next cursor is dealt with.
     """
     blocks, count = source.shape[0], 0
     skip = (shards - 1) * stripe

@@ -28,6 +28,7 @@ from omnireduce.wire import Cause, Descriptor
 
 log = logging.getLogger("omnireduce")
 T = TypeVar("T")
+PEEKED = [(-1, 0)]  # a link has news that no descriptor told
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
 
@@ -212,7 +213,7 @@ class Engine:
             ready = self._spin(now) or self._poll.poll(patience_ms)
         finally:
             self._lock_again()
-        if any(descriptor == self._wake for descriptor, _ in ready):
+        if any(descriptor == self._wake >= 0 for descriptor, _ in ready):
             os.eventfd_read(self._wake)
 
     def _lock_again(self) -> None:
@@ -235,6 +236,8 @@ class Engine:
     def _spin(self, now: float) -> list[tuple[int, int]]:
         end = now + self._spin_s
         while self._spin_s and time.monotonic() < end:
+            if any(link.peek() for link in self._links):
+                return PEEKED
             ready = self._poll.poll(0)
             if ready:
                 return ready
@@ -296,7 +299,8 @@ class Engine:
         for shard, link in enumerate(self._links):
             link.flush()
             while link.wants_write and time.monotonic() < deadline:
-                select.select([], [link], [], max(0.0, deadline - time.monotonic()))
+                select.select([link], [link], [], max(0.0, deadline - time.monotonic()))
+                link.poll()  # nobody wants its news any more
                 link.flush()
             if self._masks[shard]:
                 self._poll.unregister(link)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from omnireduce.config import Verbs
+from omnireduce.dtypes import Array
+from omnireduce.errors import TransportError
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.membership import member_name
@@ -12,7 +15,8 @@ from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.transport.base import Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
-from omnireduce.wire import Hello, Welcome, encode_control
+from omnireduce.transport.tcp import TcpLink
+from omnireduce.wire import Endpoint, Hello, Welcome, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
@@ -29,8 +33,9 @@ class Job:
         hellos: Sequence[Hello],
         clock: Clock,
         on_end: Callable[[Job, End], None],
+        verbs: Verbs | None = None,
     ) -> None:
-        self.generation, self.name, self.links = generation, name, links
+        self.generation, self.name, self.links = generation, name, list(links)
         slots, slot_bytes, ranks = hellos[0].slots, hellos[0].slot_bytes, len(links)
         self._arena = Region(ranks * slots, slot_bytes)
         try:
@@ -43,19 +48,32 @@ class Job:
         self.machine = AggregatorMachine(members, self._arena.slots, self._results.slots, warn_after_s=warn_after_s)
         self.driver = Driver(
             self.machine,
-            links,
+            self.links,
             clock,
             on_end=lambda end: on_end(self, end),
             on_warn=lambda text: log.warning("%s: %s", self, text),
         )
-        welcome = encode_control(Welcome(generation))
-        for rank, link in enumerate(links):
-            link.attach(self._results.slots, self._arena.slots[rank * slots : (rank + 1) * slots])
-            if isinstance(link, ShmLink):
-                link.send_control_with_memory(welcome, self._arena.fd, self._results.fd)
-            else:
-                link.send_control(welcome)
-        log.info("%s: %d ranks joined by %s", self, ranks, "+".join(sorted({link.kind for link in links})))
+        for rank, hello in enumerate(hellos):
+            self.links[rank] = self._welcome(rank, hello, verbs)
+        log.info("%s: %d ranks joined by %s", self, ranks, "+".join(sorted({link.kind for link in self.links})))
+
+    def _welcome(self, rank: int, hello: Hello, verbs: Verbs | None) -> Link:
+        """Tell the rank that all are here; return the link with its slots, over RDMA if both ends can."""
+        link, welcome = self.links[rank], Welcome(self.generation)
+        send_slots = self._results.slots
+        receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
+        if hello.verbs is not None and isinstance(link, TcpLink):
+            try:
+                return _welcome_by_verbs(link, welcome, hello.verbs, verbs, send_slots, receive_slots)
+            except TransportError as error:
+                log.info("%s: rank %d by tcp, not verbs: %s", self, rank, error)
+                welcome = Welcome(self.generation, note=str(error))
+        link.attach(send_slots, receive_slots)
+        if isinstance(link, ShmLink):
+            link.send_control_with_memory(encode_control(welcome), self._arena.fd, self._results.fd)
+        else:
+            link.send_control(encode_control(welcome))
+        return link
 
     def __str__(self) -> str:
         return f"job '{self.name}' generation {self.generation}"
@@ -68,3 +86,22 @@ class Job:
         self._results.close()
         # They refer to this job: without this the slots would wait for the cycle collector.
         del self.driver, self.machine
+
+
+def _welcome_by_verbs(
+    control: TcpLink,
+    welcome: Welcome,
+    offered: Endpoint,
+    settings: Verbs | None,
+    send_slots: Array,
+    receive_slots: Array,
+) -> Link:
+    """Answer a worker's offer of RDMA. Raises TransportError."""
+    if settings is None:
+        raise TransportError("the aggregator's transport.kind does not allow verbs")
+    from omnireduce.transport.verbs.connect import answer
+    from omnireduce.transport.verbs.link import VerbsLink
+
+    endpoint, queue = answer(control, settings, offered, send_slots, receive_slots)
+    control.send_control(encode_control(Welcome(welcome.generation, verbs=endpoint)))
+    return VerbsLink(control, queue, send_slots, receive_slots)

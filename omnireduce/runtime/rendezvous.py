@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import ProtocolError, RefusedError, TransportError
@@ -15,7 +16,7 @@ from omnireduce.runtime.engine import error_of
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm
-from omnireduce.transport.tcp import connect_tcp
+from omnireduce.transport.tcp import TcpLink, connect_tcp
 from omnireduce.wire import (
     PROTOCOL_VERSION,
     Aborted,
@@ -27,6 +28,9 @@ from omnireduce.wire import (
     decode_control,
     encode_control,
 )
+
+if TYPE_CHECKING:  # importing it needs pyverbs
+    from omnireduce.transport.verbs.connect import Offer
 
 log = logging.getLogger("omnireduce")
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet
@@ -42,23 +46,44 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     deadline = time.monotonic() + config.cluster.join_timeout_s
     addresses = config.cluster.aggregators
     links: list[Link] = []
+    offers: list[Offer | None] = []
     try:
         for address in addresses:
             link = _connect(address, config, deadline)
             links.append(link)  # one by one, so that a failure closes those that were made
-        for shard, link in enumerate(links):
-            link.send_control(encode_control(_hello(config, job, rank, size, shard)))
-        _await_welcome(links, job, deadline, config)
-        for link in links:
-            _attach(link, config, rank)
+        offers += [_offer(link, config) for link in links]
+        for shard, (link, offer) in enumerate(zip(links, offers, strict=True)):
+            link.send_control(encode_control(_hello(config, job, rank, size, shard, offer)))
+        welcomes = _await_welcome(links, job, deadline, config)
+        for shard, offer in enumerate(offers):
+            links[shard] = _attach(links[shard], welcomes[links[shard]], offer, config, rank)
     except BaseException:
         for link in links:
             link.close()
+        for offer in offers:
+            if offer is not None:
+                offer.close()
         raise
     return links
 
 
-def _hello(config: Config, job: str, rank: int, size: int, shard: int) -> Hello:
+def _offer(link: Link, config: Config) -> Offer | None:
+    """Get ready for RDMA with this aggregator, if it is wanted and possible. Raises TransportError."""
+    kind, protocol = config.transport.kind, config.protocol
+    if not isinstance(link, TcpLink) or kind not in ("auto", "verbs"):
+        return None
+    try:
+        from omnireduce.transport.verbs.connect import Offer
+
+        return Offer(link, config.verbs, protocol.slots, protocol.slot_bytes, required=kind == "verbs")
+    except TransportError as error:
+        if kind == "verbs":
+            raise
+        log.info("aggregator %s by tcp, not verbs: %s", link.peer, error)
+        return None
+
+
+def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Offer | None) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
         job=job,
@@ -72,6 +97,7 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int) -> Hello:
         pid=os.getpid(),
         stripe_blocks=config.protocol.stripe_blocks,
         timeout_s=config.cluster.timeout_s,
+        verbs=None if offer is None else offer.endpoint,
     )
 
 
@@ -80,8 +106,6 @@ def _connect(address: str, config: Config, deadline: float) -> Link:
     host, port = parse_address(address)
     kind, complained = config.transport.kind, False
     started = time.monotonic()
-    if kind == "verbs":
-        raise TransportError("transport.kind is 'verbs', which this version does not have; choose auto, shm or tcp")
     while True:
         try:
             return _connect_once(host, port, kind, config.transport.dead_peer_s, deadline)
@@ -109,9 +133,10 @@ def _connect_once(host: str, port: int, kind: str, dead_peer_s: float, deadline:
     return connect_tcp(host, port, timeout_s, dead_peer_s)
 
 
-def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Config) -> None:
+def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Config) -> dict[Link, Welcome]:
     """Wait until every aggregator has said Welcome. Raises RefusedError, TransportError or AbortedError."""
     missing: dict[Link, Pending] = {}
+    welcomes: dict[Link, Welcome] = {}
     waiting = set(links)
     with selectors.DefaultSelector() as selector:
         for link in links:
@@ -128,6 +153,8 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
                         missing[asked] = answer
                     elif isinstance(answer, Welcome):
                         waiting.discard(asked)
+                        welcomes[asked] = answer
+    return welcomes
 
 
 def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
@@ -166,9 +193,20 @@ def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, 
     )
 
 
-def _attach(link: Link, config: Config, rank: int) -> None:
+def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, rank: int) -> Link:
+    """The link with its slots, over RDMA if the aggregator took the offer. Raises TransportError."""
     slots, slot_bytes = config.protocol.slots, config.protocol.slot_bytes
+    if offer is not None and welcome.verbs is not None:
+        return offer.accepted(welcome.verbs)
+    if offer is not None:
+        if config.transport.kind == "verbs":
+            raise TransportError(
+                f"aggregator {link.peer} offers no RDMA: {welcome.note}; or choose transport.kind = 'tcp'"
+            )
+        log.info("aggregator %s by tcp, not verbs: %s", link.peer, welcome.note)
+        offer.close()
     if isinstance(link, ShmLink):
         link.attach_memory(rank * slots, slots, slot_bytes)
     else:
         link.attach(private_slots(slots, slot_bytes), private_slots(slots, slot_bytes))
+    return link

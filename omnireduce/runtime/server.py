@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.membership import Admit, Limits, Membership, MembershipEffect
@@ -44,8 +45,8 @@ class ShardServer:
     """Serves jobs until `stop`.
 
     `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
-    address, as workers see it in errors. A simulation brings its own `clock` and `selector`, and hands links to
-    `adopt`.
+    address, as workers see it in errors. `verbs` allows RDMA. A simulation brings its own `clock` and
+    `selector`, and hands links to `adopt`.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class ShardServer:
         limits: Limits,
         *,
         drain_s: float,
+        verbs: Verbs | None = None,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s = clock, drain_s
+        self._clock, self._drain_s, self._verbs = clock, drain_s, verbs
         self._membership = Membership(limits)
         self._selector = selector or selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
@@ -233,7 +235,7 @@ class ShardServer:
         connections = [key for key in admit.keys if isinstance(key, _Connection)]
         links = [connection.link for connection in connections]
         try:
-            job = Job(admit.generation, admit.job, links, admit.hellos, self._clock, self._job_ended)
+            job = Job(admit.generation, admit.job, links, admit.hellos, self._clock, self._job_ended, self._verbs)
         except OSError as error:
             self._membership.finished(admit.generation)
             for connection in connections:
@@ -243,6 +245,10 @@ class ShardServer:
         self._of_job[job.generation] = connections
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
+            if job.links[rank] is not connection.link:  # it goes on over RDMA
+                self._selector.unregister(connection.link)
+                connection.link, connection.interest = job.links[rank], selectors.EVENT_READ
+                self._selector.register(connection.link, selectors.EVENT_READ, connection)
 
     def _feed(self, connection: _Connection, job: Job, events: Sequence[Event]) -> None:
         machine = job.machine  # the events may end the job, and close it

@@ -41,9 +41,10 @@ class Credited(NamedTuple):
 
 
 class Control(NamedTuple):
-    """A control message."""
+    """A control message. `after` counts block messages and credits that the peer sent before by another path."""
 
     body: bytes
+    after: int = 0
 
 
 class Lost(NamedTuple):
@@ -129,9 +130,13 @@ class Link(ABC):
     def flush(self) -> None:
         """Hand as much of the waiting output to the system as it takes."""
 
+    def peek(self) -> bool:
+        """Whether `poll` has something to report, as far as that can be told without asking the system."""
+        return False
+
     @property
     def wants_write(self) -> bool:
-        """Output is waiting until the descriptor becomes writable."""
+        """Output is waiting until the descriptor becomes writable, or readable where it never becomes writable."""
         return False
 
     @abstractmethod

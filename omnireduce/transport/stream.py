@@ -4,7 +4,7 @@ A frame is 8 bytes: kind (u8), -, slot (u16), length (u32).
 
     DATA     a block message of `length` bytes. tcp: the bytes follow. shm: they lie in the slot that both sides map
     CREDIT   the slot is free again
-    CONTROL  a control message of `length` bytes follows
+    CONTROL  a control message of `length` bytes follows; `slot` is its `after`
 
 Small frames gather until `flush`, so that a turn of the driver costs one system call per peer.
 """
@@ -45,6 +45,7 @@ class StreamLink(Link):
         self._body: memoryview | None = None  # unread rest of the current DATA message
         self._arriving = Received(0, 0)
         self._lost: Lost | None = None
+        self.controls_sent = self.controls_received = 0
 
     def attach(self, send_slots: Array, receive_slots: Array) -> None:
         super().attach(send_slots, receive_slots)
@@ -80,9 +81,10 @@ class StreamLink(Link):
         self._small += FRAME.pack(CREDIT, slot, 0)
         self.counters.sent_bytes += FRAME.size
 
-    def send_control(self, body: bytes) -> None:
+    def send_control(self, body: bytes, after: int = 0) -> None:
         assert len(body) <= CONTROL_LIMIT, f"a control message of {len(body)} bytes"
-        self._small += FRAME.pack(CONTROL, 0, len(body)) + body
+        self.controls_sent += 1
+        self._small += FRAME.pack(CONTROL, after, len(body)) + body
         self.counters.sent_bytes += FRAME.size + len(body)
         self.flush()
 
@@ -169,7 +171,8 @@ class StreamLink(Link):
             if kind == CONTROL and length <= CONTROL_LIMIT:
                 if self._filled - body < length:
                     break
-                events.append(Control(bytes(self._view[body : body + length])))
+                events.append(Control(bytes(self._view[body : body + length]), slot))
+                self.controls_received += 1
                 at = body + length
             elif kind in (DATA, CREDIT):
                 at = body + self._credit_or_data(kind, slot, length, body, events)

@@ -17,6 +17,7 @@ class TcpLink(StreamLink):
         super().__init__(sock, peer)
         _detect_dead_peer(sock, dead_peer_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.local_host, self.remote_host = str(sock.getsockname()[0]), str(sock.getpeername()[0])
 
 
 def _detect_dead_peer(sock: socket.socket, dead_peer_s: float) -> None:

@@ -93,11 +93,12 @@ def test_a_wrong_configuration_is_one_line_and_status_2(
     assert expected in log
 
 
-def test_a_transport_that_is_not_there_yet() -> None:
-    status, _, log = run_aggregator("--set", "transport.kind=verbs", "--listen", "127.0.0.1:0")
+def test_a_device_that_is_not_there() -> None:
+    settings = ("--set", "transport.kind=verbs", "--set", "verbs.device=no-such-device")
+    status, _, log = run_aggregator(*settings, "--listen", "127.0.0.1:0")
     assert status == 1
     assert log.count("\n") == 1
-    assert "choose auto, shm or tcp" in log
+    assert "RDMA" in log
 
 
 def test_shard_i_listens_on_port_plus_i() -> None:

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from omnireduce.errors import TransportError
+
 from .pairs import PAIRS, Pair, StreamPair
+
+kinds = list(PAIRS)
+try:
+    from .rdma_pair import RdmaPair
+
+    kinds.append(RdmaPair)
+except (ImportError, TransportError):  # no RDMA here; `make test-rdma` has it
+    pass
 
 
 def _open(kind: type[Pair]) -> Iterator[Pair]:
@@ -15,7 +25,7 @@ def _open(kind: type[Pair]) -> Iterator[Pair]:
     found.close()
 
 
-@pytest.fixture(params=PAIRS, ids=lambda kind: kind.name)
+@pytest.fixture(params=kinds, ids=lambda kind: kind.name)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield from _open(request.param)
 

@@ -7,7 +7,9 @@ the rules looks on its wire; add it to PAIRS. If it needs hardware, leave it out
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import os
 import select
 import socket
 import time
@@ -16,12 +18,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from omnireduce.dtypes import Array
 from omnireduce.transport import inproc, sim
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.memory import Region, private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
 from omnireduce.transport.stream import CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+from omnireduce.transport.verbs import link as verbs
+from omnireduce.transport.verbs.link import Connection, Failure, VerbsLink, Write
 
 SLOTS, SLOT_BYTES = 4, 65536
 WAIT_S = 20.0  # longer than anything here takes on a busy machine
@@ -173,8 +178,94 @@ class ShmPair(StreamPair):
         self.down.close()
 
 
+class Wire:
+    """RDMA as the link sees it, within this process: writes arrive at once, and an eventfd tells.
+
+    It stands in for a queue where there is no device, so that the order that the link restores is tested everywhere;
+    tests/rdma runs the same suite over real queues.
+    """
+
+    peer: Wire
+    unacknowledged = 0
+
+    def __init__(self, send_slots: Array, receive_slots: Array) -> None:
+        self.send_slots, self.receive_slots = send_slots, receive_slots
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+        self.news: list[Write | Failure] = []
+        self.open = True
+
+    def write(self, slot: int, nbytes: int, immediate: int) -> None:
+        if self.peer.open:
+            self.peer.receive_slots[slot, :nbytes] = self.send_slots[slot, :nbytes]
+            self.peer.arrive(Write(immediate, nbytes))
+
+    def announce(self, immediate: int) -> None:
+        if self.peer.open:
+            self.peer.arrive(Write(immediate, 0))
+
+    def arrive(self, news: Write | Failure) -> None:
+        self.news.append(news)
+        os.eventfd_write(self.descriptor, 1)
+
+    def poll(self) -> list[Write | Failure]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+        return self.drain()
+
+    def drain(self) -> list[Write | Failure]:
+        found, self.news = self.news, []
+        return found
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            os.close(self.descriptor)
+
+
+class VerbsPair(Pair):
+    """Two verbs links over TCP and queues that `queues` makes."""
+
+    name = "verbs"
+    left: VerbsLink
+    right: VerbsLink
+
+    def __init__(self) -> None:
+        with listen_tcp("127.0.0.1", 0) as listener:
+            right = connect_tcp("127.0.0.1", listener.getsockname()[1], WAIT_S, DEAD_PEER_S)
+            left = TcpLink(accept(listener), "right", DEAD_PEER_S)
+        slots = [private_slots(SLOTS, SLOT_BYTES) for _ in range(4)]
+        self.queues = self.connected(slots[:2], slots[2:])
+        self.left = VerbsLink(left, self.queues[0], *slots[:2])
+        self.right = VerbsLink(right, self.queues[1], *slots[2:])
+
+    def connected(self, left: Sequence[Array], right: Sequence[Array]) -> tuple[Connection, Connection]:
+        """Two connected queues, each for these send and receive slots."""
+        one, two = Wire(*left), Wire(*right)
+        one.peer, two.peer = two, one
+        return one, two
+
+    def wait(self, links: Sequence[Link], timeout_s: float) -> None:
+        wait_for(links, timeout_s)
+
+    def forge(self, link: Link, event: Received | Credited) -> None:
+        queue = self.queues[1] if link is self.left else self.queues[0]
+        peer = self.right if link is self.left else self.left
+        kind = verbs.CREDIT if isinstance(event, Credited) else verbs.MESSAGE
+        slot = min(event.slot, verbs.SLOT_MASK)  # a larger number cannot be said
+        immediate = kind << verbs.KIND_SHIFT | slot << verbs.SLOT_SHIFT | peer._control.controls_sent
+        if isinstance(event, Received) and event.nbytes > SLOT_BYTES:
+            self.overlong(queue, event.nbytes, immediate)
+        else:
+            queue.announce(immediate)
+
+    def overlong(self, queue: Connection, nbytes: int, immediate: int) -> None:
+        """Let `queue` write more than a slot holds."""
+        assert isinstance(queue, Wire)
+        queue.peer.arrive(Write(immediate, nbytes))
+
+
 SHM_PORT = 65535  # a name only: nothing listens on it by TCP
-PAIRS: tuple[type[Pair], ...] = (InprocPair, SimPair, ShmPair, TcpPair)
+PAIRS: tuple[type[Pair], ...] = (InprocPair, SimPair, ShmPair, TcpPair, VerbsPair)
 
 
 def accept(listener: socket.socket) -> socket.socket:

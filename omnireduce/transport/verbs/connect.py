@@ -1,0 +1,74 @@
+"""How two ends agree on RDMA: the worker's Hello carries an endpoint, the aggregator's Welcome the answer.
+
+With "auto", RDMA is used where it takes the path of the control connection: each end needs a port with the address that
+it has on that connection. A worker that insists ("verbs") takes any active port else.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from omnireduce.config import Verbs
+from omnireduce.dtypes import Array
+from omnireduce.errors import TransportError
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.tcp import TcpLink
+from omnireduce.transport.verbs.devices import choose
+from omnireduce.transport.verbs.link import VerbsLink
+from omnireduce.transport.verbs.queue import Queue
+from omnireduce.wire import Endpoint
+
+
+class Offer:
+    """A worker's readiness for RDMA with one aggregator: a queue, and slots that are registered already.
+
+    `required`: take any active port, if none has the address of `control`. Raises TransportError.
+    """
+
+    def __init__(self, control: TcpLink, settings: Verbs, slots: int, slot_bytes: int, *, required: bool) -> None:
+        self._control = control
+        self._send_slots, self._receive_slots = private_slots(slots, slot_bytes), private_slots(slots, slot_bytes)
+        self._queue = _queue(control, settings, self._send_slots, self._receive_slots, anywhere=required)
+        self.endpoint = self._queue.endpoint
+
+    def accepted(self, answer: Endpoint) -> VerbsLink:
+        """The link, now that the aggregator has answered. Raises TransportError."""
+        self._queue.connect(answer)
+        return VerbsLink(self._control, self._queue, self._send_slots, self._receive_slots)
+
+    def close(self) -> None:
+        """Withdraw the offer."""
+        self._queue.close()
+
+
+def answer(
+    control: TcpLink, settings: Verbs, offered: Endpoint, send_slots: Array, receive_slots: Array
+) -> tuple[Endpoint, Queue]:
+    """Aggregator side: connect to a worker's endpoint; return ours, for the Welcome, and the queue for the link.
+
+    Raises TransportError.
+    """
+    insists = _ipv4(offered.gid) != _ipv4(control.remote_host)
+    queue = _queue(control, settings, send_slots, receive_slots, anywhere=insists)
+    try:
+        queue.connect(offered)
+    except BaseException:
+        queue.close()
+        raise
+    return queue.endpoint, queue
+
+
+def _queue(control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: Array, *, anywhere: bool) -> Queue:
+    near = _ipv4(control.local_host)
+    choice = choose(settings, near)
+    if not anywhere and choice.gid.ipv4 != near:
+        raise TransportError(f"no RDMA port here has the address of the connection, {near or control.local_host}")
+    return Queue(choice, settings, send_slots, receive_slots)
+
+
+def _ipv4(text: str) -> str:
+    """The IPv4 address in `text`, a mapped one too, or nothing."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped or "")
+    return str(address)

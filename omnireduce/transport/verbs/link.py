@@ -1,0 +1,216 @@
+"""RDMA links: blocks are written into the peer's slots, everything else goes over a TCP connection beside them.
+
+The write of a message announces itself with 32 bits: kind, slot, and how many control messages were sent before it.
+A control message says how many writes were announced before it. So the receiver can restore the common order of both
+paths: it holds back what overtook. The TCP connection stays open for the life of the link: a peer that dies is seen
+there even when nothing is written.
+
+A credit is a write of no bytes. At most a message and a credit of every slot are under way, and a receive request
+waits for each, so the peer is always ready.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from omnireduce.dtypes import Array
+from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.tcp import TcpLink
+
+MESSAGE, CREDIT = 0, 1
+KIND_SHIFT, SLOT_SHIFT = 30, 24
+SLOT_MASK, CONTROLS_MASK, WRITES_MASK = 63, (1 << SLOT_SHIFT) - 1, 0xFFFF
+IMMEDIATE_BYTES = 4
+FAREWELL_S = 0.25  # how long a close waits until the peer has acknowledged what was written
+
+
+class Write(NamedTuple):
+    """The peer wrote `nbytes` bytes, and said `immediate`."""
+
+    immediate: int
+    nbytes: int
+
+
+class Failure(NamedTuple):
+    """The RDMA connection is over."""
+
+    reason: str
+
+
+class Connection(Protocol):
+    """What a link needs of `verbs.queue.Queue`."""
+
+    descriptor: int
+    unacknowledged: int
+
+    def write(self, slot: int, nbytes: int, immediate: int) -> None: ...
+    def announce(self, immediate: int) -> None: ...
+    def poll(self) -> Iterable[Write | Failure]: ...
+    def drain(self) -> Iterable[Write | Failure]: ...
+    def close(self) -> None: ...
+
+
+class VerbsLink(Link):
+    """A link over `queue`, which is connected, and `control`, whose other end is a VerbsLink as well."""
+
+    kind = "verbs"
+
+    def __init__(self, control: TcpLink, queue: Connection, send_slots: Array, receive_slots: Array) -> None:
+        super().__init__(control.peer)
+        self.counters = control.counters
+        self._control, self._queue = control, queue
+        self._announced = 0  # writes that were announced to the peer
+        self._reported = 0  # writes of the peer that `poll` has reported
+        self._controls = control.controls_received  # control messages of the peer that were reported
+        self._writes: deque[Write] = deque()  # arrived, not reported yet
+        self._letters: deque[Control | Lost] = deque()
+        self._failure: Lost | None = None
+        self._lost: Lost | None = None
+        self._interest = select.EPOLLIN
+        self._epoll = select.epoll()
+        self._epoll.register(control, select.EPOLLIN)
+        self._epoll.register(queue.descriptor, select.EPOLLIN)
+        self.attach(send_slots, receive_slots)
+
+    @property
+    def over(self) -> bool:
+        return self._lost is not None
+
+    @property
+    def wants_write(self) -> bool:
+        return self._control.wants_write
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    # output
+
+    def _send(self, slot: int, nbytes: int) -> None:
+        self._announce(MESSAGE, slot, nbytes)
+
+    def _return_credit(self, slot: int) -> None:
+        self._announce(CREDIT, slot, 0)
+
+    def _announce(self, kind: int, slot: int, nbytes: int) -> None:
+        if self._lost is not None or self._failure is not None:
+            return
+        immediate = kind << KIND_SHIFT | slot << SLOT_SHIFT | self._control.controls_sent & CONTROLS_MASK
+        self._announced += 1
+        self.counters.sent_bytes += IMMEDIATE_BYTES + nbytes
+        if kind == MESSAGE:
+            self._queue.write(slot, nbytes, immediate)
+        else:
+            self._queue.announce(immediate)
+
+    def send_control(self, body: bytes) -> None:
+        self._control.send_control(body, after=self._announced & WRITES_MASK)
+        self._watch()
+
+    def flush(self) -> None:
+        if self._control.wants_write:
+            self._control.flush()
+            self._watch()
+
+    def _watch(self) -> None:
+        """Let the descriptor also tell when the control connection takes output, or is not to be read."""
+        wanted = (0 if self._letters else select.EPOLLIN) | (select.EPOLLOUT if self._control.wants_write else 0)
+        if wanted != self._interest and self._lost is None:
+            self._interest = wanted
+            self._epoll.modify(self._control, wanted)
+
+    # input
+
+    def poll(self) -> Sequence[Event]:
+        events: list[Event] = []
+        if self._lost is not None:
+            return events
+        self.flush()
+        self._take_writes()
+        self._take_letters()
+        self._report(events)
+        self._watch()
+        return events
+
+    def peek(self) -> bool:
+        if self._lost is None:
+            self._take(self._queue.drain())
+        return bool(self._writes or self._failure)
+
+    def _take_writes(self) -> None:
+        self._take(self._queue.poll())
+
+    def _take(self, arrived: Iterable[Write | Failure]) -> None:
+        for news in arrived:
+            if isinstance(news, Failure):
+                self._failure = self._failure or Lost(news.reason)
+            else:
+                self._writes.append(news)
+        if len(self._writes) > 2 * len(self.receive_slots):
+            self._failure = self._failure or Lost("more writes than credits", violation=True)
+
+    def _take_letters(self) -> None:
+        """Read control messages, unless one waits for a write: the peer's haste may not fill our memory."""
+        if not self._letters:
+            self._letters.extend(event for event in self._control.poll() if isinstance(event, (Control, Lost)))
+
+    def _report(self, events: list[Event]) -> None:
+        """Report, in the order in which they were sent, what has arrived."""
+        while self._lost is None:
+            if self._writes and self._writes[0].immediate & CONTROLS_MASK == self._controls & CONTROLS_MASK:
+                self._report_write(self._writes.popleft(), events)
+            elif self._letters and self._report_letter(self._letters[0], events):
+                self._letters.popleft()
+            elif self._failure is not None:
+                self._end(events, self._failure)
+            else:
+                return
+
+    def _report_letter(self, letter: Control | Lost, events: list[Event]) -> bool:
+        """Report a control message, or the loss of its connection, unless writes that were sent before are missing."""
+        if isinstance(letter, Control):
+            if letter.after != self._reported & WRITES_MASK:
+                return False
+            self._controls += 1
+            events.append(Control(letter.body))
+            return True
+        known = len(self._writes)
+        self._take_writes()  # the last ones may have come since the control connection was read
+        if len(self._writes) > known:
+            return False
+        self._end(events, letter)
+        return True
+
+    def _report_write(self, write: Write, events: list[Event]) -> None:
+        kind, slot = write.immediate >> KIND_SHIFT, write.immediate >> SLOT_SHIFT & SLOT_MASK
+        event = Credited(slot) if kind == CREDIT else Received(slot, write.nbytes)
+        wrong = self._admit(event) if kind in (MESSAGE, CREDIT) else f"an announcement of unknown kind {kind}"
+        if wrong:
+            self._end(events, Lost(wrong, violation=True))
+            return
+        self._reported += 1
+        self.counters.received_bytes += IMMEDIATE_BYTES + write.nbytes
+        events.append(event)
+
+    def _end(self, events: list[Event], lost: Lost) -> None:
+        self._lost = lost
+        events.append(lost)
+
+    def close(self) -> None:
+        if self._lost is None:
+            self._lost = Lost("closed by this side")
+            self._say_farewell()
+        if not self._epoll.closed:
+            self._epoll.close()
+            self._control.close()
+            self._queue.close()
+
+    def _say_farewell(self) -> None:
+        """Wait a moment until the peer has what was written: closing the queue would take it back."""
+        deadline = time.monotonic() + FAREWELL_S
+        while self._queue.unacknowledged and self._failure is None and time.monotonic() < deadline:
+            select.select([self._queue.descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            self._take_writes()

@@ -1,0 +1,212 @@
+"""One reliable connection of verbs: a queue pair, its registered slots and its completions.
+
+Everything is made once, for the life of the link. A write announces itself with 32 bits of immediate data.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import resource
+import secrets
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pyverbs.enums as enums
+from pyverbs.addr import GID, AHAttr, GlobalRoute
+from pyverbs.cq import CQ, CompChannel, cqe_status_to_str
+from pyverbs.device import Context
+from pyverbs.mr import MR
+from pyverbs.pd import PD
+from pyverbs.pyverbs_error import PyverbsError
+from pyverbs.qp import QPAttr, QPCap, QPEx, QPInitAttrEx
+from pyverbs.wr import SGE, RecvWR
+
+from omnireduce.config import Verbs
+from omnireduce.dtypes import Array
+from omnireduce.errors import TransportError
+from omnireduce.transport.verbs.devices import MTU_BYTES, Choice
+from omnireduce.transport.verbs.link import Failure, Write
+from omnireduce.wire import Endpoint
+
+MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
+MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready
+BATCH = 32  # completions per poll
+EVENT_LINK = "anon_inode:[infinibandevent]"
+MEMORY_REFUSED = (12, 11)  # ENOMEM, EAGAIN: what the kernel says beyond the limit of locked memory
+
+
+class Queue:
+    """The end of one connection. `send_slots`, `receive_slots`: uint8 (slots, slot bytes), registered here.
+
+    The peer may write to the receive slots, and to nothing else. Raises TransportError when the device refuses.
+    """
+
+    def __init__(self, choice: Choice, settings: Verbs, send_slots: Array, receive_slots: Array) -> None:
+        self.choice, self._settings = choice, settings
+        self._slot_bytes = receive_slots.shape[1]
+        self._depth = 2 * len(send_slots)  # a message and a credit of each slot may be under way
+        self.unacknowledged = 0
+        self._armed = False
+        self._owned = ExitStack()
+        try:
+            self._open(send_slots, receive_slots)
+        except PyverbsError as error:
+            self.close()
+            raise TransportError(_explained(error, send_slots.nbytes + receive_slots.nbytes)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, send_slots: Array, receive_slots: Array) -> None:
+        own, port = self._owned.enter_context, self.choice.port
+        context = own(Context(name=port.device))
+        domain = own(PD(context))
+        before = _event_descriptors()
+        self._channel = own(CompChannel(context))
+        (self.descriptor,) = _event_descriptors() - before
+        self._readable = select.poll()
+        self._readable.register(self.descriptor, select.POLLIN)
+        self._completions = own(CQ(context, 4 * self._depth, None, self._channel, 0))
+        local, remote = enums.IBV_ACCESS_LOCAL_WRITE, enums.IBV_ACCESS_REMOTE_WRITE
+        sent = own(MR(domain, send_slots.nbytes, local, address=send_slots.ctypes.data))
+        taken = own(MR(domain, receive_slots.nbytes, local | remote, address=receive_slots.ctypes.data))
+        self._slots = [
+            SGE(send_slots.ctypes.data + slot * self._slot_bytes, 0, sent.lkey) for slot in range(len(send_slots))
+        ]
+        self._nothing = SGE(receive_slots.ctypes.data, 0, taken.lkey)
+        self._receive = own(RecvWR(sg=[self._nothing], num_sge=1))  # verbs want a place, even for no bytes
+        self._queue = own(QPEx(context, self._attributes(domain)))
+        self._queue.to_init(self._path(QPAttr(port_num=port.number)))
+        for _ in range(self._depth):
+            self._queue.post_recv(self._receive)
+        self.endpoint = Endpoint(
+            gid=self.choice.gid.text,
+            lid=port.lid,
+            queue=self._queue.qp_num,
+            sequence=secrets.randbits(24),
+            key=taken.rkey,
+            address=receive_slots.ctypes.data,
+            mtu=self._settings.path_mtu or port.mtu,
+        )
+
+    def _attributes(self, domain: Any) -> QPInitAttrEx:
+        capacity = QPCap(max_send_wr=2 * self._depth, max_recv_wr=self._depth, max_send_sge=1, max_recv_sge=1)
+        return QPInitAttrEx(
+            qp_type=enums.IBV_QPT_RC,
+            scq=self._completions,
+            rcq=self._completions,
+            cap=capacity,
+            sq_sig_all=1,
+            pd=domain,
+            comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+            send_ops_flags=enums.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM,
+        )
+
+    def _path(self, attributes: QPAttr) -> QPAttr:
+        attributes.qp_access_flags = enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_LOCAL_WRITE
+        return attributes
+
+    def connect(self, peer: Endpoint) -> None:
+        """Get ready to write to `peer`, which connects to us. Raises TransportError."""
+        wanted, port = self._settings, self.choice.port
+        attributes = self._path(QPAttr(port_num=port.number))
+        attributes.path_mtu = MTU_CODES[min(peer.mtu, self.endpoint.mtu)]
+        attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.queue, peer.sequence, self.endpoint.sequence
+        attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
+        attributes.min_rnr_timer, attributes.rnr_retry = MIN_RNR_TIMER, wanted.retry_count
+        attributes.timeout, attributes.retry_cnt = wanted.ack_timeout, wanted.retry_count
+        route = GlobalRoute(
+            dgid=_gid(peer.gid), sgid_index=self.choice.gid.index, hop_limit=64, traffic_class=wanted.traffic_class
+        )
+        attributes.ah_attr = AHAttr(port_num=port.number, is_global=1, gr=route, dlid=peer.lid, sl=wanted.service_level)
+        try:
+            self._queue.to_rts(attributes)
+        except PyverbsError as error:
+            raise TransportError(f"cannot connect {port} to the GID {peer.gid}: {error}") from error
+        self._peer = peer
+
+    def write(self, slot: int, nbytes: int, immediate: int) -> None:
+        """Write the first `nbytes` bytes of send slot `slot` into the peer's receive slot of that number."""
+        place = self._slots[slot]
+        place.length = nbytes
+        self._post(place, self._peer.address + slot * self._slot_bytes, immediate)
+
+    def announce(self, immediate: int) -> None:
+        """Say `immediate` without writing anything."""
+        self._post(self._nothing, self._peer.address, immediate)
+
+    def _post(self, place: SGE, address: int, immediate: int) -> None:
+        queue = self._queue
+        queue.wr_start()
+        queue.wr_id = 0
+        queue.wr_flags = enums.IBV_SEND_SIGNALED
+        queue.wr_rdma_write_imm(self._peer.key, address, socket.htonl(immediate))  # pyverbs turns only what arrives
+        queue.wr_set_sge(place)
+        queue.wr_complete()
+        self.unacknowledged += 1
+
+    def poll(self) -> Iterator[Write | Failure]:
+        """What has happened since the last call. Afterwards `descriptor` becomes readable with the next news."""
+        if self._readable.poll(0):
+            self._channel.get_cq_event(self._completions)
+            self._completions.ack_events(1)
+            self._armed = False
+        yield from self.drain()
+        if not self._armed:
+            self._completions.req_notify()
+            self._armed = True
+            yield from self.drain()  # what came before the request would never be told
+
+    def drain(self) -> Iterator[Write | Failure]:
+        """What has happened since the last call, without a system call."""
+        count = BATCH
+        while count == BATCH:
+            count, completions = self._completions.poll(BATCH)
+            for completion in completions:
+                if completion.status != enums.IBV_WC_SUCCESS:
+                    yield Failure(f"RDMA failed: {cqe_status_to_str(completion.status)}")
+                    return
+                if completion.opcode == enums.IBV_WC_RECV_RDMA_WITH_IMM:
+                    self._queue.post_recv(self._receive)
+                    yield Write(completion.imm_data, completion.byte_len)
+                else:
+                    self.unacknowledged -= 1
+
+    def close(self) -> None:
+        """Release everything. May be called twice."""
+        self._owned.close()
+
+
+def _gid(text: str) -> GID:
+    """A peer's GID. Raises TransportError."""
+    try:
+        return GID(ipaddress.IPv6Address(text).exploded)
+    except ValueError:
+        raise TransportError(f"the peer's GID is {text!r}, expected eight groups of hexadecimal digits") from None
+
+
+def _event_descriptors() -> set[int]:
+    """Open descriptors of verbs events: pyverbs does not tell those of its channels."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == EVENT_LINK:
+                found.add(int(name))
+        except OSError:  # closed meanwhile
+            continue
+    return found
+
+
+def _explained(error: PyverbsError, nbytes: int) -> str:
+    if getattr(error, "error_code", 0) not in MEMORY_REFUSED:
+        return f"the RDMA device refuses: {error}"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return (
+        f"cannot register {nbytes} bytes of slots: {error}; the limit of locked memory is "
+        f"{'unlimited' if limit == resource.RLIM_INFINITY else f'{limit} bytes'}: raise it (ulimit -l unlimited, or "
+        "LimitMEMLOCK=infinity of a systemd unit), or lower protocol.slots or protocol.slot_bytes"
+    )

@@ -1,0 +1,35 @@
+"""The verbs pair over real queues. Importing this raises TransportError where there is no active RDMA port."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyverbs.wr import SGE
+
+from omnireduce.config import Verbs
+from omnireduce.dtypes import Array
+from omnireduce.transport.verbs.devices import choose
+from omnireduce.transport.verbs.link import Connection
+from omnireduce.transport.verbs.queue import Queue
+
+from .pairs import VerbsPair
+
+SETTINGS = Verbs()
+CHOICE = choose(SETTINGS, near="")
+
+
+class RdmaPair(VerbsPair):
+    """Both ends on the same port."""
+
+    name = "rdma"
+
+    def connected(self, left: Sequence[Array], right: Sequence[Array]) -> tuple[Connection, Connection]:
+        one, two = Queue(CHOICE, SETTINGS, *left), Queue(CHOICE, SETTINGS, *right)
+        one.connect(two.endpoint)
+        two.connect(one.endpoint)
+        return one, two
+
+    def overlong(self, queue: Connection, nbytes: int, immediate: int) -> None:
+        assert isinstance(queue, Queue)
+        place = queue._slots[0]
+        queue._post(SGE(place.addr, nbytes, place.lkey), queue._peer.address, immediate)
