@@ -9,10 +9,10 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check clean
+.PHONY: help demo test lint types check rdma test-rdma clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 10
 
 demo: $(READY) ## start two aggregator shards, run the bench, density and train workers, stop everything
 	@$(BIN)/python examples/demo.py
@@ -31,6 +31,12 @@ types: $(READY) ## mypy --strict
 	@$(BIN)/mypy
 
 check: lint types test ## lint, types and tests: what CI runs
+
+rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are
+	@tools/pyverbs.sh $(VENV)
+
+test-rdma: $(READY) ## boot guests with Soft-RoCE and run the RDMA tests in them
+	@tools/test_rdma.sh $(ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -22,6 +23,7 @@ from omnireduce.kernels.warm import warm_up_aggregator
 log = logging.getLogger("omnireduce.aggregator")
 RESTART_WINDOW_S = 60.0
 RESTARTS_PER_WINDOW = 5
+MOMENT_S = 1.0  # longer than it takes to load compiled kernels
 STOP_MARGIN_S = 5.0  # beyond drain_s, before a shard that does not stop is killed
 
 
@@ -48,9 +50,10 @@ class Daemon:
         if self._config.transport.kind == "verbs":
             _check_rdma(self._config)
         bound = self._bind()
-        started = time.monotonic()
-        warm_up_aggregator()
-        log.info("kernels ready after %.1f s", time.monotonic() - started)
+        _make_kernels_ready()
+        if wait([self._signals], 0):
+            log.info("stopped before the start")
+            return 0
         for listeners in bound:
             self._shards.append(self._start(listeners))
         print("ready", *(each.address for each in bound), flush=True)
@@ -122,6 +125,19 @@ class Daemon:
                 shard.process.join()
             clean &= shard.process.exitcode == 0
         return clean
+
+
+def _make_kernels_ready() -> None:
+    """Load or compile the kernels, and say so when that takes long. No thread is left at the end: shards are forked."""
+    started = time.monotonic()
+    slow = threading.Timer(MOMENT_S, log.info, ["compiling kernels (at the first start only)"])
+    slow.start()
+    try:
+        warm_up_aggregator()
+    finally:
+        slow.cancel()
+        slow.join()
+    log.info("kernels ready after %.1f s", time.monotonic() - started)
 
 
 def _check_rdma(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 
+log = logging.getLogger("omnireduce.aggregator")
 WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -50,12 +52,19 @@ def open_listeners(host: str, port: int, kind: str) -> Listeners:
     return Listeners(f"{shown}:{port}", f"{name}:{port}", tcp, shm)
 
 
+def _run_as_batch() -> None:
+    """Woken, a shard does not push a worker off its core in the middle of a kernel: workers wait for their own core."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError as error:  # a sandbox may forbid it; it is only faster
+        log.info("not a batch task: %s", error.strerror)
+
+
 def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
-    # Woken, a shard does not push a worker off its core in the middle of a kernel: workers wait for their own core.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    _run_as_batch()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every job is a descriptor
     settings = config.aggregator

@@ -29,10 +29,11 @@ MEMORY_TARGET_MIB = 64.0
 
 
 @contextmanager
-def aggregator(shards: int) -> Iterator[tuple[list[str], float]]:
+def aggregator(shards: int, *overrides: str) -> Iterator[tuple[list[str], float]]:
     """Run a daemon; yield its addresses and the seconds it took to get ready."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0", "--shards", str(shards)]
+    command += [word for override in overrides for word in ("--set", override)]
     daemon = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert daemon.stdout is not None

@@ -23,7 +23,6 @@ from omnireduce.errors import (
     CollectiveTimeoutError,
     ConfigError,
     OmniReduceError,
-    ProtocolError,
     RefusedError,
     TransportError,
     UsageError,
@@ -41,7 +40,6 @@ __all__ = [
     "ConfigError",
     "Handle",
     "OmniReduceError",
-    "ProtocolError",
     "RefusedError",
     "Statistics",
     "TransportError",
@@ -68,22 +66,23 @@ _global: Communicator | None = None
 def connect(
     config: str | Path | Config | None = None,
     *,
-    aggregators: Sequence[str] | None = None,
+    aggregators: str | Sequence[str] | None = None,
     job: str | None = None,
     rank: int | None = None,
     size: int | None = None,
 ) -> Communicator:
     """Join a job and return its communicator.
 
-    `config`: a Config, a TOML file, or None for OMNIREDUCE_CONFIG or the defaults; `aggregators` ("host:port" each) and
-    `job` override it. `rank` and `size` come from the launcher unless given, both or neither.
+    `config`: a Config, a TOML file, or None for OMNIREDUCE_CONFIG or the defaults; `aggregators` ("host:port",
+    or several of them) and `job` override it. `rank` and `size` come from the launcher unless given, both or neither.
 
-    Raises ConfigError, UsageError, TransportError or RefusedError; see `Communicator`.
+    Raises ConfigError, also for a file that cannot be read; UsageError, also when the launcher's variables make no
+    sense; otherwise what `Communicator` raises.
     """
     settings = config if isinstance(config, Config) else load_config(config)
     changes: dict[str, object] = {}
     if aggregators is not None:
-        changes["cluster.aggregators"] = list(aggregators)
+        changes["cluster.aggregators"] = [aggregators] if isinstance(aggregators, str) else list(aggregators)
     if job is not None:
         changes["cluster.job"] = job
     settings = override_config(settings, changes, source="argument")
@@ -100,12 +99,12 @@ def connect(
 def init(
     config: str | Path | Config | None = None,
     *,
-    aggregators: Sequence[str] | None = None,
+    aggregators: str | Sequence[str] | None = None,
     job: str | None = None,
     rank: int | None = None,
     size: int | None = None,
 ) -> Communicator:
-    """Make the global communicator with `connect`. Raises UsageError when there is one already."""
+    """Make the global communicator: see `connect`. Raises UsageError when there is one already."""
     global _global
     if _global is not None:
         raise UsageError("omnireduce is initialised already; call omnireduce.shutdown() first")

@@ -53,7 +53,6 @@ __all__ = [
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
-_INTERNAL_PREFIX = "OMNIREDUCE_INTERNAL_"  # how the programs talk to processes that they start; no configuration
 
 
 def load_config(
@@ -75,7 +74,7 @@ def load_config(
         label = _label(path)
         layers.add_tables(label, _read(path, label))
     for name in sorted(environ):
-        if name.startswith(_PREFIX) and name != _FILE_VARIABLE and not name.startswith(_INTERNAL_PREFIX):
+        if name.startswith(_PREFIX) and name != _FILE_VARIABLE:
             layers.add_text(name, _key_of_variable(name), environ[name])
     for override in overrides:
         name, equals, text = override.partition("=")

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from omnireduce.config_schema import Config
+from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ConfigError
 
 FRAMING_BYTES = 2048  # what a message needs in its slot beside one block
@@ -191,6 +192,14 @@ def conflicts(config: Config) -> Iterator[dict[str, str]]:
                 path: f"at most {most} because protocol.slot_bytes is {protocol.slot_bytes} {why}",
                 "protocol.slot_bytes": f"at least {least} because {path} is {block_size} {why}",
             }
+    ops = bench.op if isinstance(bench.op, tuple) else (bench.op,)
+    dtypes = bench.dtype if isinstance(bench.dtype, tuple) else (bench.dtype,)
+    integers = [name for name in dtypes if not ELEMENT_TYPES[name].is_float]
+    if "mean" in ops and integers:
+        yield {
+            "bench.op": f"an op other than mean because bench.dtype is {integers[0]}",
+            "bench.dtype": "float types because bench.op is mean",
+        }
     port = parse_address(daemon.listen)[1]
     if port and port + daemon.shards - 1 > 65535:
         yield {

@@ -24,7 +24,7 @@ def _meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> 
 
 
 JOB_PATTERN = r"^[A-Za-z0-9._:@+-]{1,128}\Z"
-_JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
+JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
 _ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
 
 _Address = Annotated[str, _meta("", allowed=_ADDRESS_ALLOWED)]
@@ -48,7 +48,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _meta(
             'name of the job, the same on every worker; "auto" takes the launcher\'s own id, or "default"',
             pattern=JOB_PATTERN,
-            allowed=_JOB_ALLOWED,
+            allowed=JOB_ALLOWED,
         ),
     ] = "auto"
     timeout_s: Annotated[float, _meta("longest time that one collective may take", "seconds", ge=0.1, le=86400)] = 60.0
@@ -152,9 +152,16 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shards: Annotated[int, _meta("shards of this daemon, each its own process", "processes", ge=1, le=64)] = 1
     max_jobs: Annotated[int, _meta("jobs served at once; more are refused", "jobs", ge=1, le=65536)] = 64
     max_world_size: Annotated[int, _meta("largest world size of a job", "ranks", ge=1, le=32_000)] = 1024
-    max_job_bytes: Annotated[int, _meta("most slot memory of one job on one shard", "bytes", ge=2**20, le=2**40)] = (
-        1 << 30
-    )
+    max_job_bytes: Annotated[
+        int,
+        _meta(
+            "most slot memory of one job on one shard, which is (world size + 1) x protocol.slots x "
+            "protocol.slot_bytes: the default is enough for 226 ranks with the default slots",
+            "bytes",
+            ge=2**20,
+            le=2**40,
+        ),
+    ] = 1 << 30
     drain_s: Annotated[
         float,
         _meta("how long running collectives may take to finish after SIGTERM", "seconds", ge=0, le=86400),

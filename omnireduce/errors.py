@@ -1,8 +1,10 @@
-"""Every exception of the library, sorted by whose fault it is.
+"""Every exception of the library, sorted by whose fault it is; `OmniReduceError` is the base of all.
 
-`ConfigError` the configuration, `UsageError` the caller, `RefusedError` the aggregator's answer to a request to join,
-`AbortedError` a collective that a peer, the network or a protocol violation ended, `ClosedError` our own code closed
-it. Messages say what was expected, what came and what to do.
+`ConfigError` the configuration, `UsageError` the caller, `TransportError` a connection that cannot be made,
+`RefusedError` the aggregator's answer to a request to join, `AbortedError` a collective that a peer, the network or a
+protocol violation ended, `CollectiveTimeoutError` one that took too long, `ClosedError` our own code closed it.
+`ProtocolError` stays inside: it reaches the caller as an `AbortedError` that names the peer. Messages say what was
+expected, what came and what to do.
 """
 
 from __future__ import annotations
@@ -49,5 +51,9 @@ class AbortedError(OmniReduceError):
         self.reason = reason
 
 
-class CollectiveTimeoutError(AbortedError, TimeoutError):
-    """A collective took longer than `cluster.timeout_s`; `culprit` names the ranks that the others waited for."""
+class CollectiveTimeoutError(AbortedError):
+    """A collective took longer than `cluster.timeout_s`, and the job is over.
+
+    `culprit` names the ranks that the others waited for, or the aggregators that hang. It is no TimeoutError: that is
+    what `Handle.wait` raises when its own limit has passed, and then waiting again makes sense.
+    """

@@ -14,6 +14,7 @@ type.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -27,6 +28,7 @@ PROTOCOL_VERSION = 1
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
+MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 SHOWN = 200  # characters of a peer's malformed message that an error repeats
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what bytes from a peer can make msgspec raise
@@ -81,10 +83,12 @@ def decode_descriptor(data: bytes) -> Descriptor:
     try:
         found = _descriptor_decoder.decode(data)
     except UNDECODABLE as error:
-        raise ProtocolError(f"malformed descriptor: {str(error)[:SHOWN]}") from None
+        raise ProtocolError(f"malformed descriptor: {shown(str(error)[:SHOWN])}") from None
     if found.dtype not in ELEMENT_TYPES:
         raise ProtocolError(f"descriptor names the unknown dtype {found.dtype[:40]!r}")
-    in_range = 0 <= found.elements < 2**62 and 1 <= found.block_size < 2**31 and found.layout.blocks < MAX_BLOCKS
+    in_range = 0 <= found.elements < MAX_ELEMENTS and 1 <= found.block_size < 2**31 and found.layout.blocks < MAX_BLOCKS
+    if not (found.name + found.note).isprintable():
+        raise ProtocolError(f"descriptor whose name or note cannot be printed: {(found.name + found.note)[:SHOWN]!r}")
     if not in_range or len(found.name) > NAME_CHARACTERS:
         raise ProtocolError(f"descriptor out of range: {found.elements} elements in blocks of {found.block_size}")
     if found.op == "mean" and not ELEMENT_TYPES[found.dtype].is_float:
@@ -99,6 +103,11 @@ def _indices_start(count: int, block_bytes: int) -> int:
 def capacity(slot_bytes: int, block_bytes: int) -> int:
     """How many blocks of `block_bytes` fit in one slot."""
     return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + 8))
+
+
+def largest_block(slot_bytes: int) -> int:
+    """The size in bytes of the largest block that fits in one slot."""
+    return slot_bytes - HEADER_BYTES - EXTRA_BYTES - 16
 
 
 def block_rows(slot: Array, block_bytes: int, dtype: np.dtype[Any]) -> Array:
@@ -147,6 +156,16 @@ _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names for a text that a peer is told: short, however many there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def shown(text: str) -> str:
+    """What a peer wrote, fit for a log line or a message: as it is, or escaped where it cannot be printed."""
+    return text if text.isprintable() else repr(text)
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -216,15 +235,14 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: you cannot join, and why."""
 
-    reason: str
+    reason: _Text
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to workers: the collective has not moved for `seconds` because of `ranks`."""
+    """Aggregator to workers: no result of the collective `what` has left for `seconds`, because of `who`."""
 
-    collective: int
-    what: str
-    who: str
+    what: _Text
+    who: _Text
     seconds: float
 
 
@@ -258,4 +276,4 @@ def decode_control(body: bytes) -> ControlMessage:
         message: ControlMessage = _control_decoder.decode(body)
         return message
     except UNDECODABLE as error:
-        raise ProtocolError(f"malformed control message: {str(error)[:SHOWN]}") from None
+        raise ProtocolError(f"malformed control message: {shown(str(error)[:SHOWN])}") from None

@@ -25,7 +25,7 @@ from omnireduce.runtime.communicator import Communicator
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_S = 120.0  # the first start on a machine compiles the kernels
-WAIT_S = 30.0  # longer than anything here takes on a busy machine
+WAIT_S = 60.0  # longer than anything here takes on a busy machine, or an emulated one
 CLOSED = "closed"
 
 _T = TypeVar("_T")

@@ -84,7 +84,7 @@ def test_element_types_are_those_of_the_kernels() -> None:
 
 
 def test_without_any_source_the_defaults_hold() -> None:
-    assert load_config(environ={"HOME": "/", "OMNIREDUCE_CONFIG": "", "OMNIREDUCE_INTERNAL_X": "1"}) == Config()
+    assert load_config(environ={"HOME": "/", "OMNIREDUCE_CONFIG": ""}) == Config()
 
 
 def test_file_then_environment_then_overrides(tmp_path: Path) -> None:
@@ -285,6 +285,13 @@ def test_ports_of_all_shards_must_exist() -> None:
     assert text.startswith("--set: aggregator.shards: got 2, expected at most 1 because shard i listens on")
     text = message(None, "aggregator.shards=2", "aggregator.listen=h:65535")
     assert text == '--set: aggregator.listen: got "h:65535", expected a port up to 65534 for 2 shards'
+
+
+def test_integers_have_no_mean() -> None:
+    text = message(None, 'bench.dtype=["float32", "int8"]', 'bench.op=["sum", "mean"]')
+    assert text == '--set: bench.op: got ["sum", "mean"], expected an op other than mean because bench.dtype is int8'
+    text = message(None, "bench.op=mean", "bench.dtype=int64")
+    assert text == '--set: bench.dtype: got "int64", expected float types because bench.op is mean'
 
 
 # Addresses

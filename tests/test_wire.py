@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from samples import DTYPES
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ProtocolError
+from omnireduce.runtime.engine import error_of
 from omnireduce.wire import (
     EXTRA_BYTES,
     HEADER_BYTES,
@@ -139,7 +141,7 @@ def test_a_count_that_fits_no_slot_is_refused_even_if_the_length_agrees() -> Non
     elements=st.integers(0, 2**62 - 1),
     block_size=st.integers(1, 2**31 - 1),
     dtype=st.sampled_from(DTYPES),
-    name=st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTERS),
+    name=st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTERS).filter(str.isprintable),
 )
 def test_a_descriptor_reads_back(elements: int, block_size: int, dtype: str, name: str) -> None:
     elements = min(elements, block_size * (MAX_BLOCKS - 1))
@@ -147,6 +149,22 @@ def test_a_descriptor_reads_back(elements: int, block_size: int, dtype: str, nam
     assert decode_descriptor(encode_descriptor(descriptor)) == descriptor
     assert descriptor.block_bytes == block_size * ELEMENT_TYPES[dtype].itemsize
     assert descriptor.layout.blocks == -(-elements // block_size)
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "two\nlines", "\u202e"])
+def test_texts_that_would_spoil_a_log_are_refused_or_escaped(text: str) -> None:
+    for fields in ({"name": text}, {"note": text * 100}):
+        descriptor = msgspec.structs.replace(Descriptor("allreduce", "", "sum", "int8", 8, 8), **fields)
+        with pytest.raises(ProtocolError, match="cannot be printed") as caught:
+            decode_descriptor(encode_descriptor(descriptor))
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 2000
+    with pytest.raises(ProtocolError, match="malformed control message") as caught:
+        decode_control(msgspec.msgpack.encode({"type": text}))
+    assert str(caught.value).isprintable()
+    error = error_of(Cause(text, f"said {text}"))
+    assert str(error).isprintable()
+    assert error_of(Cause("rank 1", "ünïcode, 'quoted'")).args == ("rank 1: ünïcode, 'quoted'",)
 
 
 def test_more_blocks_than_an_index_can_number_are_refused() -> None:
@@ -184,7 +202,7 @@ def test_descriptors_travel_as_before() -> None:
         Pending([1, 2], 2),
         Welcome(2**40),
         Refused("because"),
-        Waiting(3, "collective 3", "rank 1", 1.5),
+        Waiting("collective 3", "rank 1", 1.5),
         Aborted(Cause("rank 1", "died")),
         Aborted(Cause("rank 1", "slow", timeout=True)),
         Leave(),

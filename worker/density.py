@@ -10,7 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.bench.estimate import Density, Estimate, estimate, measure
+from omnireduce.bench.estimate import (
+    COLLECTIVE_MS,
+    DENSE_COLLECTIVE_MS,
+    Density,
+    Estimate,
+    estimate,
+    measure,
+)
 from omnireduce.bench.output import check_writable, write_json
 from omnireduce.bench.report import density_text, make_console, short_count, short_time, times_text
 from omnireduce.bench.tensor_files import FileError, Tensor, read_tensors
@@ -122,8 +129,9 @@ def _print(console: Console, report: FileReport) -> None:
     console.print(
         Text(
             f"\nPredicted all-reduce of this among {report.world_size} workers, {report.link_gbps:g} Gbit/s "
-            "each way (bandwidth only), non-zero\n"
-            "blocks at independent places on each worker; up and down are bytes per worker"
+            "each way, non-zero blocks at\n"
+            "independent places on each worker; up and down are bytes per worker, the times include\n"
+            f"{COLLECTIVE_MS:g} ms for messages and wake-ups of each array, {DENSE_COLLECTIVE_MS:g} ms for the ring"
         )
     )
     console.print(_estimates_table(report))
@@ -173,7 +181,9 @@ def _verdict(report: FileReport) -> str:
         return "There is nothing to reduce in this file"
     compared = f"{times_text(best.speedup)} as fast as a dense ring all-reduce"
     if not report.helps:
-        return f"The service would not help: at best {compared}"
+        latency = best.time_ms < 2 * COLLECTIVE_MS * len(report.arrays)
+        why = "; arrays this small pay for latency: reduce them together" if latency else ""
+        return f"The service would not help: at best {compared}{why}"
     return f"The service would help: {compared}, with protocol.block_size={best.block_size}"
 
 

@@ -109,12 +109,12 @@ class Dataset:
     @property
     def density(self) -> float:
         """Chosen blocks / blocks of each rank, as it came out; 0 for an empty tensor."""
-        return _fraction(self._masks[0])
+        return share_set(self._masks[0])
 
     @property
     def union_density(self) -> float:
         """Blocks chosen on at least one rank / blocks; 0 for an empty tensor."""
-        return _fraction(self._union)
+        return share_set(self._union)
 
     def fill(self, rank: int, round_number: int, out: Array) -> None:
         """Write the tensor of `rank` in one round to `out`, a contiguous array of any shape."""
@@ -275,5 +275,6 @@ def _bits(values: Array) -> Array:
     return bits
 
 
-def _fraction(mask: Array) -> float:
+def share_set(mask: Array) -> float:
+    """Which part of `mask` is true; 0 if it is empty."""
     return int(np.count_nonzero(mask)) / mask.size if mask.size else 0.0

@@ -2,13 +2,14 @@
 
 The estimate for world size N, link bandwidth B in each direction, tensor bytes S, block density D:
 
-    up bytes = D S, down bytes = Du S, time = max(D, Du) S / B      with  Du = 1 - (1 - D)**N
-    dense ring all-reduce: time = 2 (N - 1) / N S / B               (Patarasu and Yuan 2009)
+    up bytes = D S, down bytes = Du S, time = L + max(D, Du) S / B      with  Du = 1 - (1 - D)**N
+    dense ring all-reduce: time = Ld + 2 (N - 1) / N S / B              (Patarasu and Yuan 2009)
 
 Du assumes that the workers' non-zero blocks are where they are independently of each other (random overlap);
 overlap that is greater makes Du smaller and the service faster. Each block also carries its index and each
-direction one header, which these numbers include. They leave out latency, computation, and shards that share
-a link with workers.
+direction one header, which these numbers include. L and Ld are what a collective costs however small it is, as
+measured on one host (docs/performance.md): they decide for small tensors. Left out are computation, the latency of
+the network, and shards that share a link with workers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from omnireduce.wire import HEADER_BYTES
 
 INDEX_BYTES = 8  # that travel with each block
 _CHUNK_ELEMENTS = 1 << 20
+COLLECTIVE_MS, DENSE_COLLECTIVE_MS = 0.3, 0.03  # L and Ld: messages and wake-ups
 HELPS = 1.1  # least speed-up that is worth a service of one's own
 
 
@@ -56,7 +58,7 @@ class Density(msgspec.Struct, frozen=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """One all-reduce as the module's formulas have it; bytes are per worker."""
+    """One all-reduce of each array, one after another, as the module's formulas have it; bytes are per worker."""
 
     block_size: int
     density: float
@@ -114,8 +116,10 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
         down += HEADER_BYTES + union * blocks * block_bytes
     bytes_per_ms = link_gbps * 1e6 / 8
     blocks = sum(part.blocks(block_size) for part in parts)
-    time_ms = max(up, down) / bytes_per_ms
+    collectives = sum(part.elements > 0 for part in parts)
+    time_ms = max(up, down) / bytes_per_ms + COLLECTIVE_MS * collectives
     dense_ms = 2 * (world_size - 1) / world_size * sum(part.bytes for part in parts) / bytes_per_ms
+    dense_ms += DENSE_COLLECTIVE_MS * collectives
     return Estimate(
         block_size=block_size,
         density=sent / blocks if blocks else 0.0,

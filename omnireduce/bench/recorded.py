@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.bench.data import check_reduction, reduce_in_rank_order
+from omnireduce.bench.data import check_reduction, reduce_in_rank_order, share_set
 from omnireduce.bench.estimate import find_blocks
 from omnireduce.bench.tensor_files import FileError, Tensor, read_tensors
 from omnireduce.dtypes import Array, element_type
@@ -98,12 +98,12 @@ class RecordedTensors:
     @property
     def density(self) -> float:
         """Non-zero blocks / blocks, mean over ranks; 0 for an empty array."""
-        return float(np.mean([_fraction(flags) for flags in self._flags]))
+        return float(np.mean([share_set(flags) for flags in self._flags]))
 
     @property
     def union_density(self) -> float:
         """Blocks that are non-zero on at least one rank / blocks; 0 for an empty array."""
-        return _fraction(np.logical_or.reduce(self._flags))
+        return share_set(np.logical_or.reduce(self._flags))
 
     @property
     def any_order(self) -> bool:
@@ -173,7 +173,3 @@ def _differences(found: Array, expected: Array) -> int:
     with np.errstate(invalid="ignore"):  # signalling NaN
         numbers = (found == found) | (expected == expected)
         return int(np.count_nonzero((found != expected) & numbers))
-
-
-def _fraction(flags: Array) -> float:
-    return int(np.count_nonzero(flags)) / flags.size if flags.size else 0.0

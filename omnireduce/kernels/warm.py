@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.kernels.merge import mark_sole, plan_union, split_marks
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
-from omnireduce.kernels.scatter import admit_indices, scatter_blocks
+from omnireduce.kernels.scatter import add_rows, admit_indices, scatter_blocks
 
 
 def warm_up_aggregator() -> None:
@@ -28,9 +28,21 @@ def warm_up_aggregator() -> None:
 def warm_up_worker() -> None:
     """Make the worker's kernels ready."""
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
-    pack_blocks(words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index)
-    pack_rows(index, words.view(np.uint8), 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
+    for source in _as_callers_have_it(words):
+        pack_blocks(source, words, source is words, np.uint64(1), 0, 1, 1, 1, words.copy(), index)
+        pack_rows(index, source.view(np.uint8), 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
+    storages = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # halves as float32
+    for values in (np.zeros((1, 1), storage) for storage in storages):
+        for source in _as_callers_have_it(values):
+            add_rows(source, index, np.array([0, 1]), values.copy())
     admit_indices(index, 0, 1, index.copy())
     unchanged = np.zeros(1, np.bool_)
     split_marks(index, 0, index.copy(), unchanged)
     scatter_blocks(words, words.copy(), index, unchanged)
+
+
+def _as_callers_have_it(array: Array) -> tuple[Array, Array]:
+    """The array itself and a read-only view, which is another type to the compiler."""
+    read_only = array.view()
+    read_only.flags.writeable = False
+    return array, read_only

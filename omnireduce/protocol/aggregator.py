@@ -21,6 +21,7 @@ from omnireduce.wire import (
     Waiting,
     capacity,
     decode_descriptor,
+    listed,
     message_extra,
     read_header,
 )
@@ -41,8 +42,9 @@ class AggregatorMachine:
     """One generation of one job.
 
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
-    r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. When nothing moves for
-    `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait has doubled.
+    r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. When no result leaves
+    for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait has doubled: a rank
+    that hears nothing for longer knows that the aggregator hangs.
     """
 
     def __init__(self, members: Sequence[str], arena: Array, results: Array, *, warn_after_s: float = 1.0) -> None:
@@ -110,16 +112,16 @@ class AggregatorMachine:
             yield from self.abort(Cause(self._ranks[rank].name, reason))
 
     def timer(self, now: float) -> Iterator[Effect]:
-        """Time has passed; if nothing moved for long, tell everybody who is waited for."""
+        """Time has passed; if no result left for long, tell everybody who is waited for."""
         deadline = self.deadline
         if deadline is None or now < deadline or self._current is None:
             return
         self._warned_at = now
         names = [self._ranks[rank].name for rank in self._waited_for(self._current)]
-        who = _listed(names)
+        what, who = f"collective {self._number} ({self._descriptor})", listed(names)
         seconds = now - self._quiet_since
-        yield Warn(f"collective {self._number} ({self._descriptor}) waits for {who} since {seconds:.0f} s")
-        yield Tell(ALL, Waiting(self._number, f"collective {self._number} ({self._descriptor})", who, seconds))
+        yield Warn(f"{what} waits for {who} since {seconds:.0f} s")
+        yield Tell(ALL, Waiting(what, who, seconds))
 
     def abort(self, cause: Cause) -> Iterator[Effect]:
         """End the job on every rank."""
@@ -132,6 +134,8 @@ class AggregatorMachine:
 
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send whatever the messages at hand allow."""
+        if self._current is None:
+            self._quiet_since = now
         moved = True
         while moved and self.ended is None:
             moved = False
@@ -150,10 +154,8 @@ class AggregatorMachine:
             moved |= self._merge(self._current)
             yield from self._return_used(self._current)
             if self._worth_sending(self._current, moved):
-                moved = True
+                moved, self._quiet_since = True, now
                 yield self._emit(self._current)
-            if moved:
-                self._quiet_since = now
 
     def _open_next(self, rank: int, state: _Rank) -> bool:
         """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
@@ -265,7 +267,7 @@ class AggregatorMachine:
 
     def _ranks_gone_cause(self) -> Cause:
         return Cause(
-            _listed(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began"
+            listed(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began"
         )
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
@@ -273,10 +275,6 @@ class AggregatorMachine:
             low, high = sorted((self._first[0], rank))
             return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"))
         return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class _MismatchError(ProtocolError):

@@ -7,13 +7,17 @@ twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
+from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.wire import PROTOCOL_VERSION, SHOWN, Hello, Pending, Refused
 
 LISTED = 16  # how many missing ranks a Pending names
+NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
+HOST_CHARACTERS = 255
 MAX_SLOTS = 64
 MIN_TIMEOUT_S = 0.1
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
@@ -52,12 +56,19 @@ MembershipEffect = Answer | Admit
 class _Gathering:
     spec: Hello
     since: float
+    told_at: float  # when all members were told last who is missing
+    is_news: bool = False  # that has changed since
     members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
 
 
-def member_name(hello: Hello) -> str:
+def worker_name(rank: int, host: str, pid: int) -> str:
     """How errors call a worker."""
-    return f"rank {hello.rank} (host {hello.host}, pid {hello.pid})"
+    return f"rank {rank} (host {host}, pid {pid})"
+
+
+def member_name(hello: Hello) -> str:
+    """How errors call the worker that said this."""
+    return worker_name(hello.rank, hello.host, hello.pid)
 
 
 class Membership:
@@ -73,8 +84,9 @@ class Membership:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        starts = [each.since for each in self._gathering.values()]
-        return min(starts) + self._limits.join_timeout_s if starts else None
+        ends = [each.since + self._limits.join_timeout_s for each in self._gathering.values()]
+        ends += [each.told_at + NEWS_S for each in self._gathering.values() if each.is_news]
+        return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float) -> Iterator[MembershipEffect]:
         """A worker asks to join."""
@@ -82,10 +94,11 @@ class Membership:
         if wrong:
             yield Answer(key, Refused(wrong))
             return
-        gathering = self._gathering.setdefault(hello.job, _Gathering(hello, now))
+        gathering = self._gathering.setdefault(hello.job, _Gathering(hello, now, now))
         gathering.members[hello.rank] = key, hello
         if len(gathering.members) < hello.world_size:
-            yield from self._tell_missing(gathering)
+            yield Answer(key, _pending(gathering))
+            gathering.is_news = len(gathering.members) > 1
             return
         del self._gathering[hello.job]
         ranked = [gathering.members[rank] for rank in range(hello.world_size)]
@@ -93,7 +106,7 @@ class Membership:
         self._running[generation] = hello.job, {each.rank: each for _, each in ranked}
         yield Admit(generation, hello.job, [key for key, _ in ranked], [each for _, each in ranked])
 
-    def gone(self, key: Hashable) -> Iterator[MembershipEffect]:
+    def gone(self, key: Hashable) -> None:
         """A connection that was not yet admitted is over."""
         for job, gathering in list(self._gathering.items()):
             ranks = [rank for rank, (member, _) in gathering.members.items() if member == key]
@@ -102,7 +115,7 @@ class Membership:
             if not gathering.members:
                 del self._gathering[job]
             elif ranks:
-                yield from self._tell_missing(gathering)
+                gathering.is_news = True
 
     def departed(self, generation: int, rank: int) -> None:
         """A rank of a running generation has left."""
@@ -114,7 +127,7 @@ class Membership:
         self._running.pop(generation, None)
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
-        """Refuse jobs that gather for too long."""
+        """Time has passed: refuse jobs that gather for too long, tell the others who is missing."""
         for job, gathering in list(self._gathering.items()):
             if now - gathering.since >= self._limits.join_timeout_s:
                 del self._gathering[job]
@@ -123,6 +136,10 @@ class Membership:
                 reason = f"job '{job}' was still waiting for rank {ranks} after {self._limits.join_timeout_s:g} s"
                 for key, _ in gathering.members.values():
                     yield Answer(key, Refused(reason))
+            elif gathering.is_news and now - gathering.told_at >= NEWS_S:
+                gathering.told_at, gathering.is_news = now, False
+                for key, _ in gathering.members.values():
+                    yield Answer(key, _pending(gathering))
 
     def drain(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""
@@ -145,12 +162,15 @@ class Membership:
 
     def _over_limit(self, hello: Hello, limits: Limits) -> str:
         if hello.world_size > limits.max_world_size:
-            return f"world size {hello.world_size}; aggregator.max_world_size is {limits.max_world_size}"
+            return f"world size {hello.world_size}; aggregator.max_world_size is {limits.max_world_size}: raise it"
         need = (hello.world_size + 1) * hello.slots * hello.slot_bytes
         if need > limits.max_job_bytes:
-            return f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {limits.max_job_bytes}"
+            return (
+                f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {limits.max_job_bytes}: "
+                "raise it on the aggregator, or lower protocol.slots or protocol.slot_bytes"
+            )
         if hello.job not in self._gathering and len(self._gathering) + len(self._running) >= limits.max_jobs:
-            return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs"
+            return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
         return ""
 
     def _conflict(self, hello: Hello) -> str:
@@ -163,16 +183,26 @@ class Membership:
         if hello.rank in gathering.members:
             other = gathering.members[hello.rank][1]
             return f"{member_name(other)} is already in job '{hello.job}'; choose another cluster.job"
-        for name in ("world_size", "shards", "shard", "slots", "slot_bytes", "stripe_blocks"):
+        for name in _ADVICE:
             ours, theirs = getattr(gathering.spec, name), getattr(hello, name)
             if ours != theirs:
-                return f"{name} {theirs} differs from {ours} of {member_name(gathering.spec)} in job '{hello.job}'"
+                what = f"{name} {theirs} differs from {ours} of {member_name(gathering.spec)} in job '{hello.job}'"
+                return f"{what}: {_ADVICE[name]}"
         return ""
 
-    def _tell_missing(self, gathering: _Gathering) -> Iterator[MembershipEffect]:
-        missing = _missing(gathering)
-        for key, _ in gathering.members.values():
-            yield Answer(key, Pending(missing[:LISTED], len(missing)))
+
+_SAME_LIST = "list cluster.aggregators in the same order on every worker"
+_ADVICE = {  # for ranks that disagree, by the field of their hello
+    "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
+    "shards": _SAME_LIST,
+    "shard": _SAME_LIST,
+    **{name: f"give every worker the same protocol.{name}" for name in ("slots", "slot_bytes", "stripe_blocks")},
+}
+
+
+def _pending(gathering: _Gathering) -> Pending:
+    missing = _missing(gathering)
+    return Pending(missing[:LISTED], len(missing))
 
 
 def _missing(gathering: _Gathering) -> list[int]:
@@ -180,8 +210,10 @@ def _missing(gathering: _Gathering) -> list[int]:
 
 
 def _malformed(hello: Hello) -> str:
-    if not 0 < len(hello.job) <= 200 or len(hello.host) > 255:
-        return "job and host names must have 1 to 200 characters"
+    if not re.match(JOB_PATTERN, hello.job):
+        return f"job {hello.job[:SHOWN]!r}; expected {JOB_ALLOWED}"
+    if len(hello.host) > HOST_CHARACTERS or not hello.host.isprintable():
+        return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
     if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
         return f"rank {hello.rank} of {hello.world_size} does not exist"
     if hello.shards < 1 or not 0 <= hello.shard < hello.shards:

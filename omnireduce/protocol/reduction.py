@@ -62,9 +62,12 @@ class Reduction:
 
     def open(self, rank: int, row: int, header: Header) -> None:
         """Make the message in arena row `row` the one that `rank`'s blocks are taken from. Raises ProtocolError."""
-        low = max(0, self._frontier[rank])
-        if header.block_bytes != self._block_bytes or not low <= header.frontier <= self.blocks:
-            raise ProtocolError(f"a message that does not fit its collective of {self.blocks} blocks: {header}")
+        before = self._frontier[rank]  # a message that does not raise it would be one of endless many
+        if header.block_bytes != self._block_bytes or not before < header.frontier <= self.blocks:
+            raise ProtocolError(
+                f"a message that does not fit its collective of {self.blocks} blocks, after frontier {before}: {header}"
+            )
+        low = max(0, before)
         own = self._indices[rank, : header.block_count]
         if not admit_indices(message_indices(self._slots[row], header), low, header.frontier, own):
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")

@@ -23,12 +23,14 @@ from omnireduce.wire import (
     Leave,
     Waiting,
     block_rows,
-    capacity,
     encode_descriptor,
+    largest_block,
+    listed,
     message_extra,
     message_indices,
     read_header,
     seal,
+    shown,
 )
 
 
@@ -60,6 +62,8 @@ class _Stream:
         self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
         self._sent_frontier = 0
         self._result_frontier = 0
+        self.heard_at = 0.0  # when anything came
+        self.waiting: Waiting | None = None  # the last thing that came, unless work went on since
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
 
     def submit(self, collective: Collective) -> None:
@@ -68,6 +72,16 @@ class _Stream:
 
     def credited(self, slot: int) -> None:
         self._free.append(slot)
+
+    def heard(self, now: float, waiting: Waiting | None = None) -> None:
+        """Something came: a sign of work, or word of `waiting`."""
+        self.heard_at, self.waiting = now, waiting
+
+    def hangs(self, now: float, since: float, timeout_s: float) -> bool:
+        """Whether this shard is quiet for longer than it would be: it says Waiting when it sends no result for half of
+        the time limit, and again when twice as much has passed."""
+        waited_s = 0.0 if self.waiting is None else self.waiting.seconds
+        return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
 
     def owes(self, collective: Collective) -> bool:
         """Whether results of the oldest collective under way are still to come from this shard."""
@@ -145,6 +159,7 @@ class WorkerMachine:
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
         self._under_way: deque[Collective] = deque()
         self._oldest_since = 0.0
+        self._longest: Waiting | None = None  # wait during the oldest collective
         self._next = 0
         self._waiting_for = ""
         self._warned_at_s = 0.0
@@ -154,7 +169,12 @@ class WorkerMachine:
 
     def fits(self, block_bytes: int) -> bool:
         """Whether at least one block of this size fits in a slot."""
-        return capacity(self._slot_bytes, block_bytes) > 0
+        return block_bytes <= self.largest_block_bytes
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """The size of the largest block that fits in a slot."""
+        return largest_block(self._slot_bytes)
 
     @property
     def submitted(self) -> int:
@@ -182,10 +202,12 @@ class WorkerMachine:
         collective = Collective(self._next, descriptor, operand, len(self._streams))
         self._next += 1
         if not self._under_way:
-            self._oldest_since = now
-        self._under_way.append(collective)
+            self._oldest_since, self._longest = now, None
         for stream in self._streams:
             stream.submit(collective)
+            if not self._under_way:
+                stream.waiting = None  # for this worker, most likely
+        self._under_way.append(collective)
         return collective.number
 
     def advance(self, now: float) -> Iterator[Effect]:
@@ -208,6 +230,7 @@ class WorkerMachine:
         except ProtocolError as error:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {error}"))
             return
+        self._streams[shard].heard(now)
         self._waiting_for = ""
         yield Return(shard, slot)
         if done is not None:
@@ -215,7 +238,7 @@ class WorkerMachine:
         while self._under_way and self._under_way[0].shards_left == 0:
             collective = self._under_way.popleft()
             collective.operand.finish()
-            self._oldest_since, self._waiting_for = now, ""
+            self._oldest_since, self._longest, self._waiting_for = now, None, ""
             yield Finish(collective.number)
         if self._retired:
             yield from self._end_if_retired()
@@ -223,6 +246,7 @@ class WorkerMachine:
     def credited(self, shard: int, slot: int, now: float) -> Iterator[Effect]:
         """Send slot `slot` of `shard` is free again."""
         self._streams[shard].credited(slot)
+        self._streams[shard].heard(now)
         return iter(())
 
     def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[Effect]:
@@ -237,11 +261,16 @@ class WorkerMachine:
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
+            stream = self._streams[shard]
+            stream.heard(now, message)
+            about_oldest = self._under_way and stream.owes(self._under_way[0])
+            if about_oldest and (self._longest is None or message.seconds > self._longest.seconds):
+                self._longest = message
             news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who
             if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
                 self._warned_at_s = message.seconds
-                yield Warn(f"{message.what}: waiting for {message.who} since {message.seconds:.1f} s")
+                yield Warn(f"{shown(message.what)}: waiting for {shown(message.who)} since {message.seconds:.1f} s")
         else:
             unexpected = f"protocol error: unexpected {type(message).__name__}"
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))
@@ -255,11 +284,7 @@ class WorkerMachine:
         """Time has passed; end the job if its oldest collective is overdue."""
         deadline = self.deadline
         if self.ended is None and deadline is not None and now >= deadline:
-            what = self._under_way[0].descriptor
-            reason = f"collective {self._under_way[0].number} ({what}) not complete after {self._timeout_s:g} s"
-            if not self._waiting_for:
-                reason += ", though it moves on; raise cluster.timeout_s"
-            yield from self._end(Cause(self._waiting_for or self._me, reason, timeout=True))
+            yield from self._end(self._overdue(now))
 
     def leave(self, reason: str = "") -> Iterator[Effect]:
         """Go, because of `reason` or, without one, because the work is done."""
@@ -268,6 +293,25 @@ class WorkerMachine:
         if not reason and self._under_way:
             reason = f"shut down with {self.under_way} collectives under way"
         yield from self._end(Cause(self._me, reason) if reason else None)
+
+    def _overdue(self, now: float) -> Cause:
+        """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
+        oldest = self._under_way[0]
+        reason = f"collective {oldest.number} ({oldest.descriptor}) not complete after {self._timeout_s:g} s"
+        owing = [stream for stream in self._streams if stream.owes(oldest)]
+        hanging = [each for each in owing if each.hangs(now, self._oldest_since, self._timeout_s)]
+        waits = [each.waiting for each in owing if each.waiting is not None]
+        if hanging:
+            silent_s = now - max(self._oldest_since, *(each.heard_at for each in hanging))
+            reason += f"; nothing came from there for {silent_s:.1f} s: is it stopped or overloaded?"
+            return Cause(
+                listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
+            )
+        if waits:
+            return Cause(max(waits, key=lambda each: each.seconds).who, reason, timeout=True)
+        if self._longest is not None and self._longest.seconds >= self._timeout_s / 2:
+            return Cause(self._longest.who, f"{reason}; {self._longest.seconds:.1f} s of it all waited", timeout=True)
+        return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
 
     def _end_if_retired(self) -> Iterator[Effect]:
         """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one."""

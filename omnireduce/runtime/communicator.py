@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import operator
 import os
+import re
 import socket
 import weakref
 import zlib
@@ -15,17 +15,20 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 
 from omnireduce.config import Config, check_config
+from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
+from omnireduce.protocol.membership import worker_name
 from omnireduce.protocol.operands import DenseTensor, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.engine import Engine, Handle
+from omnireduce.runtime.launcher import whole
 from omnireduce.runtime.rendezvous import join
-from omnireduce.wire import NAME_CHARACTERS, Descriptor
+from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, NAME_CHARACTERS, Descriptor
 
 BYTES = np.dtype(np.uint8)
 
@@ -43,26 +46,35 @@ class Statistics:
 class Communicator:
     """Membership of this process in one job; every rank must call the same collectives in the same order.
 
-    `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is. Construction
-    returns once all ranks have joined. Raises ConfigError, TransportError when an aggregator cannot be reached,
-    RefusedError when it does not admit this worker. Methods may be called from several threads.
+    `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
+    (None: as `cluster.job` says). Construction returns once all ranks have joined. Methods may be called from several
+    threads.
+
+    Attributes, not to be changed: `rank`, `size` and `local_rank` of this worker, `config`, `transport` ("shm", "tcp",
+    "verbs", or several joined by "+") and `shards`, the number of aggregators.
+
+    Raises ConfigError; UsageError for a `job` or `rank` that cannot be; TransportError when an aggregator cannot be
+    reached; RefusedError when it does not admit this worker, or ranks are missing after `cluster.join_timeout_s`;
+    AbortedError when another rank failed meanwhile.
     """
 
     def __init__(self, config: Config, *, rank: int, size: int, local_rank: int = 0, job: str | None = None) -> None:
         check_config(config)
+        rank, size, local_rank = whole(rank, "rank"), whole(size, "size"), whole(local_rank, "local_rank")
         if not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
         self.rank, self.size, self.local_rank, self.config = rank, size, local_rank, config
         name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
+        if not re.match(JOB_PATTERN, name):
+            raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
         warm_up_worker()
         self._links = join(config, name, rank, size)
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
-        me = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in self._links],
             [link.peer for link in self._links],
-            me,
+            worker_name(rank, socket.gethostname(), os.getpid()),
             rank=rank,
             scan_span=config.protocol.scan_span,
             timeout_s=config.cluster.timeout_s,
@@ -81,13 +93,13 @@ class Communicator:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the job. Collectives under way are aborted on all ranks. May be called twice."""
+        """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing."""
         if self in _open_communicators:
             _open_communicators.discard(self)
             self._engine.shutdown()
 
     def statistics(self) -> Statistics:
-        """What this worker has moved so far."""
+        """What this worker has moved so far. Raises nothing, also after `shutdown`."""
         counters = [link.counters for link in self._links]
         return Statistics(
             sum(each.sent_bytes for each in counters),
@@ -108,20 +120,29 @@ class Communicator:
         `protocol.block_size`: elements, a multiple of 8. A sum that is zero may be -0 where
         NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0 becomes +0.
 
-        Raises UsageError for unsuitable arrays and AbortedError when the job failed.
+        Raises UsageError for unsuitable arguments and for arrays that a collective under way uses; AbortedError or its
+        subclass CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
         return self._allreduce(x, out, op, name, block_size).wait()
 
     def allreduce_async(
         self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
     ) -> Handle[Array]:
-        """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started."""
+        """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started.
+
+        The arrays belong to the collective until the handle was waited for. Raises what `allreduce` raises, except that
+        a failure after the start is raised by the handle's `wait`.
+        """
         handle = self._allreduce(x, out, op, name, block_size)
         self._engine.drive_in_background()
         return handle
 
     def broadcast(self, x: Array, root: int = 0, *, name: str = "") -> Array:
-        """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects."""
+        """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
+
+        `x`: a C-contiguous array, of the same dtype and size on all ranks. Raises what `allreduce` raises.
+        """
+        root = whole(root, "root")
         if not 0 <= root < self.size:
             raise UsageError(f"root {root}: expected 0 to {self.size - 1}")
         flat = _flat(x, "x", writable=True)
@@ -130,7 +151,10 @@ class Communicator:
         return x
 
     def allgather(self, x: Array, *, name: str = "") -> Array:
-        """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects."""
+        """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
+
+        `x`: a C-contiguous array, of the same dtype and size on all ranks. Raises what `allreduce` raises.
+        """
         flat = _flat(x, "x", writable=False)
         result = np.zeros((self.size, *x.shape), x.dtype)
         result[self.rank] = x
@@ -141,7 +165,8 @@ class Communicator:
     def reduce_scatter(self, x: Array, *, op: str = "sum", name: str = "") -> Array:
         """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
 
-        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce.
+        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
+        raises.
         """
         if _array(x, "x").ndim == 0:
             raise UsageError("reduce_scatter needs an array of at least one dimension")
@@ -149,7 +174,7 @@ class Communicator:
         return np.array_split(result, self.size)[self.rank].copy()
 
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Return when all ranks have called it. Raises what `allreduce` raises, but for UsageError."""
         empty = np.zeros(0, BYTES)
         layout = self._layout(0, 8)
         descriptor = Descriptor("barrier", "", "sum", BYTES.name, 0, 8)
@@ -163,7 +188,7 @@ class Communicator:
         length may not. Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row
         length).
 
-        Raises UsageError for unsuitable arrays and AbortedError when the job failed.
+        Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
         """
         _array(indices, "indices")
         element = element_type(_array(values, "values").dtype)
@@ -173,13 +198,13 @@ class Communicator:
             )
         if not np.issubdtype(indices.dtype, np.integer):
             raise UsageError(f"expected integer indices, got {indices.dtype}")
-        n_rows = operator.index(n_rows)
-        if n_rows < 0:
-            raise UsageError(f"n_rows {n_rows}: expected 0 or more")
+        n_rows, length = whole(n_rows, "n_rows"), values.shape[1]
+        most = min(MAX_BLOCKS, -(-MAX_ELEMENTS // length)) - 1
+        if not 0 <= n_rows <= most:
+            raise UsageError(f"n_rows {n_rows}: expected 0 to {most} for rows of {length} elements")
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
             raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
         numbers, rows = _combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
-        length = values.shape[1]
         operand = RowSet(numbers, rows, self._layout(n_rows * length, length))
         descriptor = Descriptor("rows", _name(name), "sum", element.name, n_rows * length, length)
         return self._engine.submit(descriptor, operand, lambda: operand.result).wait()
@@ -190,10 +215,10 @@ class Communicator:
             raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
         if op == "mean" and not element.is_float:
             raise UsageError(f"the mean of {element.name} is not an {element.name}; convert to a float type first")
-        block_size = self.config.protocol.block_size if block_size is None else operator.index(block_size)
+        block_size = self.config.protocol.block_size if block_size is None else whole(block_size, "block_size")
         if block_size < 8 or block_size % 8:
             raise UsageError(f"block_size {block_size}: expected a multiple of 8 elements")
-        source = _flat(x, "x", writable=out is None)
+        source = _flat(x, "x", writable=out is None, instead="pass out=")
         target = source
         if out is not None:
             if _array(out, "out").shape != x.shape or out.dtype != x.dtype:
@@ -243,12 +268,12 @@ def _array(x: Array, what: str) -> Array:
     return x
 
 
-def _flat(x: Array, what: str, *, writable: bool) -> Array:
+def _flat(x: Array, what: str, *, writable: bool, instead: str = "pass a copy") -> Array:
     """`x` as a flat view. Raises UsageError when that would need a copy, or when the array cannot take the result."""
     if not _array(x, what).flags.c_contiguous:
         raise UsageError(f"{what} is not C-contiguous; pass numpy.ascontiguousarray({what}) or work on its base array")
     if writable and not x.flags.writeable:
-        raise UsageError(f"{what} is read-only and cannot take the result; pass out=")
+        raise UsageError(f"{what} is read-only and cannot take the result; {instead}")
     if x.dtype.hasobject:
         raise UsageError(f"{what} holds Python objects, which cannot be sent")
     return np.asarray(x).reshape(-1)

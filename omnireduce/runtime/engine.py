@@ -24,7 +24,7 @@ from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.base import Link
-from omnireduce.wire import Cause, Descriptor
+from omnireduce.wire import Cause, Descriptor, shown
 
 log = logging.getLogger("omnireduce")
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Handle(Generic[T]):
         self.reads: tuple[Array, ...] = ()
         self.writes: tuple[Array, ...] = ()
         self.finished = False
-        self.error: OmniReduceError | None = None
+        self.failure: End | None = None  # of the job, before this was complete
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
@@ -49,13 +49,13 @@ class Handle(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result.
 
-        Raises AbortedError or CollectiveTimeoutError when the collective failed, and TimeoutError after `timeout_s`
-        seconds (None: no such limit; `cluster.timeout_s` always applies); the collective is then still under way and
-        may be waited for again.
+        Raises AbortedError or its subclass CollectiveTimeoutError when the job failed, and TimeoutError after
+        `timeout_s` seconds (None: no such limit; `cluster.timeout_s` always applies); the collective is then still
+        under way and may be waited for again.
         """
         self._engine.wait(self, timeout_s)
-        if self.error is not None:
-            raise self.error
+        if self.failure is not None:
+            raise error_of(self.failure.cause)
         return self._result()
 
 
@@ -64,7 +64,7 @@ def error_of(cause: Cause | None) -> OmniReduceError:
     if cause is None:
         return ClosedError("the communicator was shut down; make a new one to go on")
     kind = CollectiveTimeoutError if cause.timeout else AbortedError
-    return kind(cause.culprit, cause.reason)
+    return kind(shown(cause.culprit), shown(cause.reason))
 
 
 class Engine:
@@ -76,6 +76,14 @@ class Engine:
             machine, links, time.monotonic, on_finish=self._on_finish, on_end=self._on_end, on_warn=log.warning
         )
         self._handles: dict[int, Handle[Any]] = {}
+        self._start_afresh()
+        self._poll = select.poll()
+        self._masks = [0] * len(links)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._wake, select.POLLIN)
+
+    def _start_afresh(self) -> None:
+        """No thread drives, waits or holds the lock."""
         # Locked by `with self._lock`, never by `with self._changed`: Ctrl-C cannot come between a lock and its `with`
         # when both are written in C, but it can inside the methods of a condition, and then nobody would ever unlock.
         self._lock = threading.RLock()
@@ -83,10 +91,6 @@ class Engine:
         self._driving = False
         self._waiters = 0
         self._background: threading.Thread | None = None
-        self._poll = select.poll()
-        self._masks = [0] * len(links)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll.register(self._wake, select.POLLIN)
 
     # collectives
 
@@ -111,7 +115,9 @@ class Engine:
                 raise error_of(self._machine.ended.cause)
             if not self._machine.fits(operand.block_bytes):
                 raise UsageError(
-                    f"a block of {operand.block_bytes} bytes does not fit a slot; raise protocol.slot_bytes"
+                    f"a block of {operand.block_bytes} bytes does not fit a slot, which holds one of up to "
+                    f"{self._machine.largest_block_bytes} bytes; choose a smaller block_size (or shorter rows), "
+                    "or raise protocol.slot_bytes"
                 )
             for other in self._handles.values():
                 _refuse_shared(handle, other)
@@ -163,8 +169,9 @@ class Engine:
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connections without a word, and refuse further use."""
+        self._start_afresh()  # the lock may be held by a thread that this process does not have
         self._machine.ended = End(Cause("this process", "was forked from the one that joined; connect in it anew"))
-        self._handles.clear()
+        self._fail_all(self._machine.ended)
         for link in self._links:
             link.close()
         os.close(self._wake)
@@ -253,14 +260,16 @@ class Engine:
             self._changed.notify_all()
 
     def _on_end(self, end: End) -> None:
-        error = error_of(end.cause)
-        for handle in self._handles.values():
-            handle.finished, handle.error, handle.reads, handle.writes = True, error, (), ()
-        self._handles.clear()
+        self._fail_all(end)
         self._changed.notify_all()
         os.eventfd_write(self._wake, 1)  # closing a link does not wake a thread that polls it
         if end.cause is not None:
             self._close_links()
+
+    def _fail_all(self, end: End) -> None:
+        for handle in self._handles.values():
+            handle.finished, handle.failure, handle.reads, handle.writes = True, end, (), ()
+        self._handles.clear()
 
     def abort(self, reason: str) -> None:
         """End the job on every rank; `reason` says what happened to this one."""
@@ -299,7 +308,9 @@ class Engine:
         for shard, link in enumerate(self._links):
             link.flush()
             while link.wants_write and time.monotonic() < deadline:
-                select.select([link], [link], [], max(0.0, deadline - time.monotonic()))
+                room = select.poll()  # not `select`, which has a limit of 1024 descriptors
+                room.register(link, select.POLLIN | select.POLLOUT)
+                room.poll(max(0.0, deadline - time.monotonic()) * 1000)
                 link.poll()  # nobody wants its news any more
                 link.flush()
             if self._masks[shard]:

@@ -10,6 +10,7 @@ Sources: Open MPI documentation, "Environment variables set for MPI applications
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import socket
@@ -88,11 +89,12 @@ def detect_launch(
 ) -> Launch:
     """This process's rank and size: from the arguments, else from its launcher, else rank 0 of 1.
 
-    Raises UsageError if `rank` comes without `size`, is not below it, or a launcher's variables say so.
+    Raises UsageError if `rank` comes without `size`, is not below it, is no integer, or a launcher's variables say so.
     """
     if rank is not None or size is not None:
         if rank is None or size is None:
             raise UsageError(f"got rank {rank} and size {size}, expected both or neither")
+        rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
         return Launch(rank, size, 0, None, "arguments")
@@ -101,6 +103,16 @@ def detect_launch(
         if is_inside and any(name in environ for name in (variables.rank, *variables.size)):
             return _launch(variables, environ)
     return Launch(0, 1, 0, None, "none")
+
+
+def whole(value: object, what: str) -> int:
+    """An integer of any type as an int. Raises UsageError, also for a bool: it is most likely a mix-up."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        pass
+    raise UsageError(f"{what} is {value!r}, a {type(value).__name__}; expected an int")
 
 
 def job_name(config_job: str, launch: Launch) -> str:

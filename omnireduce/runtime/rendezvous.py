@@ -27,6 +27,7 @@ from omnireduce.wire import (
     Welcome,
     decode_control,
     encode_control,
+    shown,
 )
 
 if TYPE_CHECKING:  # importing it needs pyverbs
@@ -138,14 +139,18 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
     missing: dict[Link, Pending] = {}
     welcomes: dict[Link, Welcome] = {}
     waiting = set(links)
+    complain_at = time.monotonic() + QUIET_S
     with selectors.DefaultSelector() as selector:
         for link in links:
             selector.register(link, selectors.EVENT_READ, link)
         while waiting:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 raise RefusedError(_who_is_missing(waiting, missing, job, config.cluster.join_timeout_s))
-            for key, _ in selector.select(left):
+            if now >= complain_at:
+                log.warning("waiting for %s", _what_is_missing(waiting, missing, job))
+                complain_at = deadline
+            for key, _ in selector.select(min(deadline, complain_at) - now):
                 asked: Link = key.data
                 for event in asked.poll():
                     answer = read_answer(asked, event)
@@ -173,7 +178,7 @@ def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
     except ProtocolError as error:
         raise TransportError(f"aggregator {link.peer}: {error}") from error
     if isinstance(message, Refused):
-        raise RefusedError(f"aggregator {link.peer} refused: {message.reason}")
+        raise RefusedError(f"aggregator {link.peer} refused: {shown(message.reason)}")
     if isinstance(message, Aborted):
         raise error_of(message.cause)
     if not isinstance(message, Pending | Welcome | Waiting):
@@ -181,16 +186,19 @@ def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
     return message
 
 
-def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, timeout_s: float) -> str:
+def _what_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str) -> str:
     link = min(waiting, key=lambda each: each.peer)
     pending = missing.get(link)
     if pending is None:
-        return f"aggregator {link.peer} did not answer within cluster.join_timeout_s = {timeout_s:g}"
+        return f"an answer of aggregator {link.peer}"
     names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
-    return (
-        f"job '{job}' at aggregator {link.peer} still lacks rank {names} after cluster.join_timeout_s = {timeout_s:g}; "
-        "were all workers started, with the same world size and job?"
-    )
+    return f"rank {names} of job '{job}' at aggregator {link.peer}"
+
+
+def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, timeout_s: float) -> str:
+    what = _what_is_missing(waiting, missing, job)
+    hint = "; were all workers started, with the same world size and job?" if missing.keys() & waiting else ""
+    return f"still waiting for {what} after cluster.join_timeout_s = {timeout_s:g}{hint}"
 
 
 def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, rank: int) -> Link:
@@ -201,9 +209,9 @@ def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, r
     if offer is not None:
         if config.transport.kind == "verbs":
             raise TransportError(
-                f"aggregator {link.peer} offers no RDMA: {welcome.note}; or choose transport.kind = 'tcp'"
+                f"aggregator {link.peer} offers no RDMA: {shown(welcome.note)}; or choose transport.kind = 'tcp'"
             )
-        log.info("aggregator %s by tcp, not verbs: %s", link.peer, welcome.note)
+        log.info("aggregator %s by tcp, not verbs: %s", link.peer, shown(welcome.note))
         offer.close()
     if isinstance(link, ShmLink):
         link.attach_memory(rank * slots, slots, slot_bytes)

@@ -22,7 +22,7 @@ from omnireduce.protocol.membership import Admit, Limits, Membership, Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control
+from omnireduce.wire import Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 HELLO_S = 10.0  # how long a connection may stay without a Hello
@@ -201,7 +201,7 @@ class ShardServer:
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
         except ProtocolError as error:
             self._refuse(connection, str(error))
-            self._answer(self._membership.gone(connection))
+            self._membership.gone(connection)
             return False
         connection.said_hello = True
         self._timed.discard(connection)
@@ -221,13 +221,13 @@ class ShardServer:
                 connection.link.send_control(encode_control(effect.message))
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
-        log.warning("refused %s: %s", connection.link.peer, reason)
+        log.warning("refused %s: %s", connection.link.peer, shown(reason))
         connection.link.send_control(encode_control(Refused(reason)))
         self._leave(connection)
 
     def _forget(self, connection: _Connection) -> None:
         self._drop(connection)
-        self._answer(self._membership.gone(connection))
+        self._membership.gone(connection)
 
     # jobs
 
@@ -259,7 +259,7 @@ class ShardServer:
 
     def _job_ended(self, job: Job, end: End) -> None:
         if end.cause is not None:
-            log.warning("%s ended: %s: %s", job, end.cause.culprit, end.cause.reason)
+            log.warning("%s ended: %s: %s", job, shown(end.cause.culprit), shown(end.cause.reason))
         else:
             log.info("%s ended: all ranks left", job)
         self._membership.finished(job.generation)

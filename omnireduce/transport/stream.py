@@ -25,6 +25,7 @@ READ_BYTES = 65536
 READS_PER_POLL = 16  # then others get their turn, however fast the peer sends; the socket stays readable
 CONTROL_LIMIT = READ_BYTES - FRAME.size  # bytes: a control message and its frame fit the input buffer
 GATHER = 16  # buffers per sendmsg
+SMALL_LIMIT = 1 << 20  # bytes of frames and control messages that may wait for the peer; an honest one leaves few
 
 
 class StreamLink(Link):
@@ -37,7 +38,7 @@ class StreamLink(Link):
         sock.setblocking(False)
         self._sock = sock
         self._small = bytearray()
-        self._output: deque[memoryview] = deque()
+        self._output: deque[memoryview] = deque()  # slots, which are writable, and small frames, which are not
         self._output_dead = False
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
@@ -94,10 +95,12 @@ class StreamLink(Link):
             self._small.clear()
 
     def flush(self) -> None:
-        self._queue_small()
         if self._output_dead or self._lost:
+            self._small.clear()
             self._output.clear()
-        while self._output:
+        while self._small or self._output:
+            if len(self._output) < GATHER:  # else they go on gathering: a peer decides how often we get here
+                self._queue_small()
             views = [self._output[i] for i in range(min(len(self._output), GATHER))]
             try:
                 sent = self._sock.sendmsg(views)
@@ -119,6 +122,11 @@ class StreamLink(Link):
             sent -= len(head)
             self._output.popleft()
 
+    def _too_much_waits(self) -> bool:
+        """More than could wait for a peer that gives credit only for what it has read."""
+        small = len(self._small) + sum(len(view) for view in self._output if view.readonly)
+        return small > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
+
     # input
 
     def _receive(self, into: memoryview) -> int:
@@ -126,6 +134,8 @@ class StreamLink(Link):
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
+        if self._output and self._too_much_waits():
+            self._end(events, "it sends, but does not read what it is sent", violation=True)
         for _ in range(READS_PER_POLL):
             if self._lost is not None:
                 break

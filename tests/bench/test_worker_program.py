@@ -173,7 +173,11 @@ def run(*arguments: str) -> Result:
     ("arguments", "status", "line"),
     [
         (["bench", "--rank", "0"], 1, "got rank 0 and size None, expected both or neither"),
-        (["bench", "--set", "bench.op=mean", "--set", "bench.dtype=int8"], 1, "the mean of int8 is not defined"),
+        (
+            ["bench", "--set", "bench.op=mean", "--set", "bench.dtype=int8"],
+            2,
+            '--set: bench.dtype: got "int8", expected float types because bench.op is mean',
+        ),
         (
             ["bench", "--rank", "0", "--size", "2", "--set", "bench.overlap=none"],
             1,
@@ -278,6 +282,14 @@ def test_density_of_dense_arrays_says_no(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "bfloat16" in result.stdout
     assert "would not help: at best" in result.stdout
+
+
+def test_density_of_a_small_sparse_array_says_that_latency_decides(tmp_path: Path) -> None:
+    path = tmp_path / "small.npy"
+    np.save(path, np.eye(1, 5000, dtype=np.float32))
+    result = run("density", str(path))
+    assert "would not help: at best 0.1" in result.stdout
+    assert "pay for latency: reduce them together" in " ".join(result.stdout.split())
 
 
 def test_density_reports_the_other_files_beside_a_broken_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 from local_cluster import Daemon, Worker, configured, run_job, unique_job
 
-DEATH_S = 1.0  # how soon the death of a process must be known to all
-FAILURE_S = 5.0  # how soon every other failure
+SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor
+DEATH_S = 1.0 * SLOWNESS  # how soon the death of a process must be known to all
+FAILURE_S = 5.0 * SLOWNESS  # how soon every other failure
 
 
 def assert_serves(daemon: Daemon, *overrides: str, job: str = "", size: int = 3) -> None:

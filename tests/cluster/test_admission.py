@@ -11,8 +11,10 @@ import pytest
 from cluster_checks import FAILURE_S, assert_serves
 from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, unique_job
 from raw_peer import RawPeer, await_pending
+from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError
+from omnireduce.runtime import rendezvous
 from omnireduce.wire import PROTOCOL_VERSION, Descriptor, Refused, Waiting, Welcome
 
 
@@ -25,7 +27,7 @@ def join(config: Config, rank: int, size: int, job: str) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", KINDS)
 def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
     config = configured(daemon.addresses[:1], "cluster.join_timeout_s=0.3", f"transport.kind={transport}")
     job = unique_job()
@@ -33,13 +35,22 @@ def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
         other.hello(job, 2, 5)
         await_pending(other, [0, 1, 3, 4])
         text = join(config, 0, 5, job)
-        assert f"job '{job}' at aggregator {daemon.addresses[0]} still lacks rank 1, 3, 4 " in text
+        assert f"still waiting for rank 1, 3, 4 of job '{job}' at aggregator {daemon.addresses[0]} after" in text
         assert "after cluster.join_timeout_s = 0.3; were all workers started, with the same world size" in text
+
+
+def test_a_worker_says_once_for_whom_it_waits(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "QUIET_S", 0.05)
+    join(configured(daemon.addresses[:1], "cluster.join_timeout_s=0.4"), 0, 2, "alone")
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
+    assert said == f"waiting for rank 1 of job 'alone' at aggregator {daemon.addresses[0]}"
 
 
 def test_many_missing_ranks_are_not_all_listed(daemon: Daemon) -> None:
     config = configured(daemon.addresses, "cluster.join_timeout_s=0.2")
-    assert "still lacks rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 … after" in join(
+    assert "still waiting for rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 … of job" in join(
         config, 0, 100, unique_job()
     )
 
@@ -126,7 +137,9 @@ def test_workers_that_list_other_aggregators(daemon: Daemon, order: list[int], e
         first.hello(job, 0, 2, shards=3)
         await_pending(first, [1])
         config = configured([daemon.addresses[i] for i in order], "cluster.join_timeout_s=20")
-        assert expected in join(config, 1, 2, job)
+        refused = join(config, 1, 2, job)
+        assert expected in refused
+        assert "list cluster.aggregators in the same order on every worker" in refused
 
 
 def test_limits_of_the_daemon() -> None:
@@ -165,9 +178,9 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"slots": 10**9}, "1000000000 slots; expected 2 to 64"),
     ({"slot_bytes": 65537}, "slots of 65537 bytes; expected a multiple of 4096"),
     ({"slot_bytes": 2**40}, "bytes; expected a multiple of 4096"),
-    ({"job": ""}, "must have 1 to 200 characters"),
-    ({"job": "j" * 10_000}, "must have 1 to 200 characters"),
-    ({"host": "h" * 10_000}, "must have 1 to 200 characters"),
+    ({"job": ""}, "expected a string of 1 to 128 characters"),
+    ({"job": "j" * 10_000}, "expected a string of 1 to 128 characters"),
+    ({"host": "h" * 10_000}, "expected at most 255 characters"),
     ({"timeout_s": -1.0}, "a time-out of -1 s; expected at least 0.1"),
     ({"timeout_s": float("nan")}, "a time-out of nan s; expected at least 0.1"),
     ({"rank": "zero"}, "malformed control message"),

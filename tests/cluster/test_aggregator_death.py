@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round
 from local_cluster import WAIT_S, Daemon, configured, eventually, gone_within, run_job, start_job, workers
+from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, TransportError
 
@@ -32,7 +33,7 @@ def names_of(daemon: Daemon) -> list[str]:
     return [f"aggregator {address}" for address in daemon.addresses]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", KINDS)
 def test_kill_of_a_shard_in_mid_collective(mortal: Daemon, transport: str) -> None:
     before = mortal.shard_pids
     culprit = f"aggregator {mortal.addresses[1]}"

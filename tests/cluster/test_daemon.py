@@ -27,6 +27,7 @@ from local_cluster import (
 )
 from raw_peer import RawPeer, await_pending
 
+from aggregator.shard import _run_as_batch
 from omnireduce import Communicator, RefusedError, TransportError
 
 
@@ -51,6 +52,45 @@ def test_an_address_in_use_is_one_line_and_status_1(daemon: Daemon) -> None:
     assert log.startswith(
         f"Error: cannot listen on {daemon.addresses[0]}: Address already in use; is another aggregator"
     )
+
+
+def run_with(patch: str, *arguments: str) -> tuple[int, str, str]:
+    """Run the program, changed by `patch`, as `run_aggregator` does."""
+    program = f"import logging, os, signal\nfrom aggregator import cli, daemon, shard\n{patch}\ncli.main()"
+    with Process(sys.executable, "-c", program, "--listen", "127.0.0.1:0", *arguments) as process:
+        status = process.wait(READY_S)
+        assert process.popen.stdout is not None
+        return status, process.popen.stdout.read().decode(), process.log
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_kernels_are_compiled(number: str) -> None:
+    patch = f"daemon.warm_up_aggregator = lambda: os.kill(os.getpid(), signal.{number})"
+    status, out, log = run_with(patch)
+    assert (status, out) == (0, "")
+    assert "stopped before the start" in log
+    assert "compiling" not in log
+
+
+def test_a_first_start_says_what_takes_so_long() -> None:
+    patch = """
+said, daemon.MOMENT_S = daemon.threading.Event(), 0.01
+daemon.log.addFilter(lambda record: said.set() or True)
+daemon.warm_up_aggregator = lambda: said.wait(30) and os.kill(os.getpid(), signal.SIGTERM)
+"""
+    status, _, log = run_with(patch)
+    assert status == 0
+    assert "compiling kernels (at the first start only)" in log
+
+
+def test_a_sandbox_that_forbids_batch_tasks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with caplog.at_level("INFO"):
+        _run_as_batch()
+    assert "not a batch task: Operation not permitted" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])

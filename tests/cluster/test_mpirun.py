@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from local_cluster import ROOT, WAIT_S, Daemon, Process, Ranks
+from transports import KINDS
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 SCRIPT = str(ROOT / "tests" / "cluster" / "looping_worker.py")
@@ -31,7 +32,7 @@ def events(daemon: Daemon, size: int, *arguments: str) -> tuple[int, list[dict[s
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", KINDS)
 def test_rank_size_and_job_come_from_the_launcher(daemon: Daemon, transport: str) -> None:
     """Twice, so that the second launch is a job of its own."""
     for size in (2, 3):

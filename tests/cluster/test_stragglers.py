@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round, name_of
 from local_cluster import WAIT_S, Daemon, configured, run_job, unique_job, workers
+from transports import KINDS
 
 from omnireduce import CollectiveTimeoutError, Communicator
 
@@ -43,7 +44,7 @@ def test_two_late_ranks_are_both_named(daemon: Daemon) -> None:
         assert_aborted([first], time.monotonic(), 0.5 + FAILURE_S, culprits, kind=TIMEOUT)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", KINDS)
 def test_a_stopped_rank_is_named_and_told_when_it_goes_on(daemon: Daemon, transport: str) -> None:
     """SIGSTOP in full flow: to the system it is alive, and it has messages and results under way."""
     job = unique_job("stopped")

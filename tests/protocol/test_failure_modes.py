@@ -199,6 +199,67 @@ def test_a_collective_that_takes_too_long_names_who_is_waited_for() -> None:
         assert "allreduce 'w' float32[50] sum" in end.cause.reason
 
 
+def test_a_shard_that_hangs_is_named() -> None:
+    """Not the rank that the others waited for before."""
+    cluster = InprocCluster(2, shards=2, timeout_s=5.0)
+    hung = [cluster.aggregator_drivers[1]]
+    cluster.allreduce(0, np.ones(50, np.float32))
+    for now in (0.0, 1.0):
+        cluster.now = now
+        cluster.settle()
+    assert "waiting for rank 1" in cluster.warnings[-1]
+    cluster.allreduce(1, np.ones(50, np.float32))
+    cluster.settle(paused=hung)
+    cluster.now = 4.9
+    cluster.settle(paused=hung)
+    assert cluster.worker_ends == [None] * 2
+    cluster.now = 5.0
+    cluster.settle(paused=hung)
+    assert cluster.culprits() == {"aggregator 127.0.0.1:7401"}
+    assert "nothing came from there for 4.0 s: is it stopped or overloaded?" in str(cluster.worker_ends[0])
+
+
+def test_a_shard_whose_results_come_until_the_end_is_not_blamed() -> None:
+    cluster = InprocCluster(1, slot_bytes=ONE_BLOCK_SLOTS, timeout_s=5.0)
+    cluster.allreduce(0, np.ones(100 * BLOCK, np.float32))
+    for second in range(6):
+        cluster.now = float(second)
+        for driver in (*cluster.worker_drivers, *cluster.aggregator_drivers):
+            driver.turn()
+    assert cluster.culprits() == {"rank 0 (host h0, pid 100)"}
+    assert "though it moves on; raise cluster.timeout_s" in str(cluster.worker_ends[0])
+
+
+def test_a_rank_that_came_just_before_the_end_is_the_one_that_was_waited_for() -> None:
+    cluster = InprocCluster(2, slot_bytes=ONE_BLOCK_SLOTS, timeout_s=5.0)
+    cluster.allreduce(0, np.ones(100 * BLOCK, np.float32))
+    for now in (0.0, 1.0, 2.0, 4.0):
+        cluster.now = now
+        cluster.settle()
+    cluster.allreduce(1, np.ones(100 * BLOCK, np.float32))
+    cluster.now = 4.9
+    for driver in (*cluster.worker_drivers, *cluster.aggregator_drivers):
+        driver.turn()
+    cluster.now = 5.0
+    cluster.settle()
+    assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
+    assert "4.0 s of it all waited" in str(cluster.worker_ends[0])
+
+
+def test_a_rank_that_sends_for_long_without_finding_a_block_is_waited_for() -> None:
+    """Its messages move the shard on, but nothing of that reaches the ranks that are done sending."""
+    cluster = InprocCluster(2, slots=2, scan_span=1, timeout_s=5.0)
+    for rank in range(2):
+        cluster.allreduce(rank, np.zeros(200 * BLOCK, np.float32))
+    slow = cluster.worker_drivers[1]
+    for tenth in range(51):
+        cluster.now = tenth / 10
+        slow.turn()
+        cluster.settle(paused=[slow])
+    slow.turn()
+    assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
+
+
 def test_a_rank_that_takes_no_results_is_the_one_that_is_waited_for() -> None:
     cluster = InprocCluster(2, slots=2, slot_bytes=ONE_BLOCK_SLOTS)
     for rank in range(2):

@@ -51,7 +51,7 @@ MESSAGES: list[ControlMessage] = [
     Pending([1, 2], 2),
     Welcome(3),
     Refused("no"),
-    Waiting(1, "what", "who", 2.5),
+    Waiting("what", "who", 2.5),
     Aborted(Cause("who", "why")),
     Leave(),
     Leave(Cause("who", "why", timeout=True)),

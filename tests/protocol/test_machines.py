@@ -33,7 +33,7 @@ CONTROL: list[ControlMessage] = [
     Pending([1, 2], 2),
     Welcome(3),
     Refused("no"),
-    Waiting(0, "what", "who", 2.5),
+    Waiting("what", "who", 2.5),
     Aborted(Cause("who", "why")),
     Leave(),
     Leave(Cause("who", "why")),
@@ -258,7 +258,7 @@ def test_aggregator_warns_when_nothing_moves_and_whenever_the_wait_has_doubled()
         bench.pass_time(now - bench.now)
         assert sum(isinstance(effect, Warn) for effect in bench.effects) == warnings
     waiting = [effect.message for effect in bench.effects if isinstance(effect, Tell)]
-    assert waiting[-1] == Waiting(0, f"collective 0 ({DESCRIPTOR})", "rank 1", 4.0)
+    assert waiting[-1] == Waiting(f"collective 0 ({DESCRIPTOR})", "rank 1", 4.0)
     bench.receive(1, message(0, BLOCKS, [1]))
     bench.advance()
     assert bench.machine.deadline == 15.0

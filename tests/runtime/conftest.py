@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from local_cluster import Daemon, configured
+from transports import KINDS
 
 from omnireduce.config import Config
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=KINDS)
 def config(daemon: Daemon, request: pytest.FixtureRequest) -> Config:
     """Three shards, over each transport."""
     return configured(daemon.addresses, f"transport.kind={request.param}")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from local_cluster import configured, run_job, start_job
+from local_cluster import configured, run_job, start_job, unique_job
 
 from omnireduce import Communicator, Config, ConfigError, UsageError
 
@@ -39,7 +39,12 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "block size 0": (lambda c: c.allreduce(X, block_size=0), "block_size 0: expected a multiple of 8"),
     "block size -8": (lambda c: c.allreduce(X, block_size=-8), "block_size -8: expected a multiple of 8"),
     "block size 12": (lambda c: c.allreduce(X, block_size=12), "block_size 12: expected a multiple of 8"),
-    "a block that fits no slot": (lambda c: c.allreduce(X, block_size=1 << 20), "raise protocol.slot_bytes"),
+    "block size of float": (lambda c: c.allreduce(X, block_size=8.0), "block_size is 8.0, a float; expected an int"),
+    "a block that fits no slot": (
+        lambda c: c.allreduce(X, block_size=1 << 20),
+        "a block of 4194304 bytes does not fit a slot, which holds one of up to 1571760 bytes; choose a smaller "
+        "block_size (or shorter rows), or raise protocol.slot_bytes",
+    ),
     "a long name": (lambda c: c.allreduce(X, name="n" * 201), "a name of 201 characters; expected at most 200"),
     "out is x": (lambda c: c.allreduce(X, out=X), "out overlaps x"),
     "out overlaps": (lambda c: c.allreduce(X[:32], out=X[31:63]), "leave out away to work in place"),
@@ -54,8 +59,13 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "async": (lambda c: c.allreduce_async(READ_ONLY), "read-only"),
     "root -1": (lambda c: c.broadcast(X, root=-1), "root -1: expected 0 to 1"),
     "root 2": (lambda c: c.broadcast(X, root=2), "root 2: expected 0 to 1"),
+    "root of float": (lambda c: c.broadcast(X, root=0.5), "root is 0.5, a float; expected an int"),
+    "root of bool": (lambda c: c.broadcast(X, root=True), "root is True, a bool; expected an int"),
     "broadcast of a list": (lambda c: c.broadcast([1]), "x is a list"),
-    "broadcast into read-only": (lambda c: c.broadcast(READ_ONLY), "read-only"),
+    "broadcast into read-only": (
+        lambda c: c.broadcast(READ_ONLY),
+        "x is read-only and cannot take the result; pass a copy",
+    ),
     "allgather of a list": (lambda c: c.allgather([1]), "x is a list"),
     "allgather of a strided view": (lambda c: c.allgather(X[::2]), "not C-contiguous"),
     "reduce_scatter of a list": (lambda c: c.reduce_scatter([1]), "x is a list"),
@@ -65,7 +75,16 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "indices of float": (lambda c: c.allreduce_rows(INDICES * 1.0, ROWS, 9), "expected integer indices, got float64"),
     "an index too high": (lambda c: c.allreduce_rows(INDICES, ROWS, 3), "indices from 1 to 3: expected 0 to 2"),
     "a negative index": (lambda c: c.allreduce_rows(-INDICES, ROWS, 9), "indices from -3 to -1: expected 0 to 8"),
-    "a negative n_rows": (lambda c: c.allreduce_rows(INDICES[:0], ROWS[:0], -1), "n_rows -1: expected 0 or more"),
+    "a negative n_rows": (lambda c: c.allreduce_rows(INDICES[:0], ROWS[:0], -1), "n_rows -1: expected 0 to "),
+    "more rows than there are block numbers": (
+        lambda c: c.allreduce_rows(INDICES, ROWS[:, :1].copy(), 1 << 48),
+        f"n_rows {1 << 48}: expected 0 to {(1 << 48) - 1} for rows of 1 elements",
+    ),
+    "more elements than a tensor may have": (
+        lambda c: c.allreduce_rows(INDICES, np.ones((2, 1 << 16), np.int8), 1 << 46),
+        f"n_rows {1 << 46}: expected 0 to {(1 << 46) - 1} for rows of 65536 elements",
+    ),
+    "n_rows of float": (lambda c: c.allreduce_rows(INDICES, ROWS, 9.0), "n_rows is 9.0, a float; expected an int"),
     "more indices than rows": (lambda c: c.allreduce_rows(np.arange(3), ROWS, 9), "expected indices (n,) and values"),
     "flat values": (lambda c: c.allreduce_rows(INDICES, ROWS[0], 9), "expected indices (n,) and values"),
     "rows of length 0": (lambda c: c.allreduce_rows(INDICES, ROWS[:, :0], 9), "expected indices (n,) and values"),
@@ -108,6 +127,26 @@ def test_every_refusal_is_a_value_error(local: Config) -> None:
 def test_rank_and_size(local: Config, rank: int, size: int) -> None:
     with pytest.raises(UsageError, match=re.escape(f"rank {rank} of {size}: expected 0 <= rank < size")):
         Communicator(local, rank=rank, size=size)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0.0, 1), (False, 1), (0, True), (0, "1"), (None, 1)])
+def test_rank_and_size_are_integers(local: Config, rank: Any, size: Any) -> None:
+    with pytest.raises(UsageError, match=r"(rank|size|local_rank) is .*; expected an int"):
+        Communicator(local, rank=rank, size=size)
+
+
+def test_integers_of_numpy_are_integers(local: Config) -> None:
+    one = np.int64(1)
+    with Communicator(local, rank=one - 1, size=one, job=unique_job()) as comm:  # type: ignore[arg-type]
+        assert comm.broadcast(np.ones(3), root=np.uint8(0)).tolist() == [1.0] * 3
+        assert comm.allreduce(np.ones(8), block_size=np.int32(8)).tolist() == [1.0] * 8
+        assert comm.allreduce_rows(INDICES, ROWS, np.int16(9))[0].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("job", ["two words", "line\n", "j" * 129])
+def test_job_names(local: Config, job: str) -> None:
+    with pytest.raises(UsageError, match=r"expected a string of 1 to 128 characters out of A-Z"):
+        Communicator(local, rank=0, size=1, job=job)
 
 
 def test_a_configuration_made_in_python_is_checked() -> None:

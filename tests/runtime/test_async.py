@@ -11,7 +11,7 @@ from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, start_job,
 from oracle import assert_results, reduce_in_rank_order
 from tensors import Array, sparse
 
-from omnireduce import AbortedError, ClosedError, Communicator, Config
+from omnireduce import AbortedError, ClosedError, CollectiveTimeoutError, Communicator, Config, Handle
 
 
 def wait_for(event: threading.Event) -> None:
@@ -86,6 +86,35 @@ def test_wait_with_a_limit_can_be_repeated(config: Config) -> None:
         return x.tolist()
 
     assert run_job(config, 2, run) == [[2.0] * 1000] * 2
+
+
+def test_waiting_in_a_loop_ends_when_the_job_does(daemon: Daemon) -> None:
+    """The error of a dead job is none that means "wait again", and it does not grow when it is raised again."""
+    over = threading.Event()
+
+    def run(comm: Communicator) -> set[int]:
+        if comm.rank:
+            wait_for(over)
+            return set()
+        handle = comm.allreduce_async(np.ones(10))
+        depths = set()
+        for _ in range(3):
+            with pytest.raises(CollectiveTimeoutError, match="rank 1") as caught:
+                wait_again_and_again(handle)
+            depths.add(len(caught.traceback))
+        over.set()
+        return depths
+
+    depths, _ = run_job(configured(daemon.addresses, "cluster.timeout_s=0.3"), 2, run)
+    assert len(depths) == 1
+
+
+def wait_again_and_again(handle: Handle[Array]) -> Array:
+    while True:
+        try:
+            return handle.wait(0.05)
+        except TimeoutError:
+            continue
 
 
 def test_threads_wait_for_one_handle_and_for_several(config: Config) -> None:

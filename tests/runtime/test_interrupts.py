@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
+import signal
+import socket
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, configured, run_job, start_job
+from local_cluster import WAIT_S, Ranks, configured, run_job, start_job
 
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, RefusedError
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime import engine
 from omnireduce.runtime.communicator import Communicator
+from omnireduce.runtime.engine import Handle
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shm import ShmLink
 
 BLOCK = 256
 
@@ -81,6 +91,81 @@ def test_a_forked_child_that_ends_does_not_end_the_job_of_its_parent(local: Conf
         return comm.allreduce(np.ones(3, np.float32)).tolist()
 
     assert run_job(local, 2, work) == [[2.0] * 3] * 2
+
+
+def test_a_fork_while_another_thread_drives(local: Config) -> None:
+    """The child gets the lock as it was, but not the thread that would release it."""
+    forked = threading.Event()
+
+    def work(comm: Communicator) -> float:
+        if comm.rank == 1:
+            assert forked.wait(WAIT_S)
+            return float(comm.allreduce(np.ones(3, np.float32))[0])
+        handle = comm.allreduce_async(np.ones(3, np.float32))
+        held, child_is_there = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with comm._engine._lock:
+                held.set()
+                assert child_is_there.wait(WAIT_S)
+
+        holder = Ranks(1, lambda _: hold())
+        assert held.wait(WAIT_S)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while there are threads: this is the test
+            child = os.fork()
+        if child == 0:
+            os._exit(in_the_child(comm, handle))
+        child_is_there.set()
+        holder.results()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        forked.set()
+        assert status == 0
+        return float(handle.wait()[0])
+
+    assert run_job(local, 2, work) == [2.0, 2.0]
+
+
+def in_the_child(comm: Communicator, handle: Handle[Any]) -> int:
+    """Exit status 0 if the child learns in time that it is none of the job's ranks."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(20)
+    refused = 0
+    for call in (comm.barrier, handle.wait, lambda: handle.wait(1.0)):
+        try:
+            call()
+        except AbortedError as error:
+            refused += "forked" in str(error)
+    comm.shutdown()
+    return 0 if refused == 3 and handle.done() else 1
+
+
+@pytest.fixture
+def high_descriptor() -> Iterator[int]:
+    """A descriptor number beyond what select(2) can handle."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1500:
+        pytest.skip(f"only {hard} descriptors are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1500), hard))
+    yield 1400
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_last_words_may_wait_on_any_descriptor(high_descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "GOODBYE_S", 0.05)
+    low, peer = socket.socketpair()
+    with low, peer:
+        link = ShmLink(socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, high_descriptor)), "host:1")
+        assert link.fileno() >= high_descriptor
+        link.attach(private_slots(2, 65536), private_slots(2, 65536))
+        slots = [(link.send_slots, link.receive_slots)]
+        machine = WorkerMachine(slots, ["host:1"], "me", rank=0, scan_span=1, timeout_s=9.0)
+        ours = engine.Engine(machine, [link], 0.0)
+        while not link.wants_write:
+            link.send_control(b"x" * 60_000)
+        ours.abort("nobody reads this")
+        assert link.over
+        ours.shutdown()
 
 
 def test_ranks_that_deal_blocks_differently_are_refused(local: Config) -> None:

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +85,18 @@ def test_arguments_win() -> None:
 def test_arguments_that_are_no_rank_of_a_size(rank: int | None, size: int | None) -> None:
     with pytest.raises(UsageError, match=f"got rank {rank} and size {size}, expected"):
         detect_launch({}, rank=rank, size=size)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0.0, 2), (0, 2.0), (True, 2), (0, True), ("0", 2)])
+def test_arguments_that_are_no_integers(rank: Any, size: Any) -> None:
+    with pytest.raises(UsageError, match=r"(rank|size) is .*, a (float|bool|str); expected an int"):
+        detect_launch({}, rank=rank, size=size)
+
+
+def test_arguments_may_be_integers_of_numpy() -> None:
+    launch = detect_launch({}, rank=np.int64(1), size=np.int32(2))  # type: ignore[arg-type]
+    assert launch == Launch(1, 2, 0, None, "arguments")
+    assert type(launch.rank) is type(launch.size) is int
 
 
 @pytest.mark.parametrize(

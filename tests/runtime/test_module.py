@@ -44,6 +44,11 @@ def assert_not_initialised() -> None:
             call()
 
 
+def test_one_aggregator_needs_no_list(daemon: Daemon) -> None:
+    with omni.connect(aggregators=daemon.addresses[0], job=unique_job(), rank=0, size=1) as comm:
+        assert comm.config.cluster.aggregators == (daemon.addresses[0],)
+
+
 def test_everything_on_the_global_communicator(daemon: Daemon) -> None:
     comm = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
     assert (omni.rank(), omni.size(), omni.local_rank(), comm.shards) == (0, 1, 0, 3)

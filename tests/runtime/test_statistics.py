@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
 from tensors import sparse
+from transports import KINDS
 
 from omnireduce import Communicator, Config, Statistics
 
@@ -26,7 +27,7 @@ def block_bytes(mask: np.ndarray) -> int:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("density", [1.0, 0.1, 0.01])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", KINDS)
 def test_bytes_are_the_non_zero_blocks_plus_framing(
     daemon: Daemon, transport: str, density: float, shards: int
 ) -> None:

@@ -79,6 +79,8 @@ class Cluster:
 
     def _settle(self) -> None:
         self.world.forget_events()
+        for shard in self.shards:
+            shard.go_on()
         self.world.run(lambda: False, max_s=QUIET_S, max_events=MAX_EVENTS)
         self.verdicts.judge_shards()
 

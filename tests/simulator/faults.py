@@ -19,7 +19,7 @@ FROM_THE_START = ("late", "duplicate", "world size", "mismatch")  # properties o
 def strike(cluster: Cluster, fault: Fault) -> None:
     """Let `fault` happen now, if its victim is there."""
     shard = cluster.shards[fault.shard]
-    if fault.kind in ("shard crash", "shard stall", "drain"):
+    if fault.kind in ("shard crash", "shard stall", "shard freeze", "drain"):
         if shard.alive:
             cluster.note(fault)
             _strike_shard(cluster, fault)
@@ -37,7 +37,9 @@ def _strike_shard(cluster: Cluster, fault: Fault) -> None:
         return
     for job in cluster.plan.jobs:
         cluster.blame(job.name, shard.address)
-    if fault.kind == "drain":
+    if fault.kind == "shard freeze":
+        shard.stall(fault.number)
+    elif fault.kind == "drain":
         shard.drain(fault.number)
     else:
         cluster.expect_end([worker for worker in cluster.workers if worker.running], 0.0, fault)

@@ -15,6 +15,7 @@ KINDS = (
     "worker stall",  # a worker is stopped for a while
     "shard stall",  # a shard is stopped for a while
     "freeze",  # a worker is stopped for longer than a collective may take
+    "shard freeze",  # a shard is stopped for longer than a collective may take
     "drain",  # a shard is told to stop, and comes back
     "late",  # a rank joins late, sometimes too late
     "duplicate",  # a second process joins as a rank that is there
@@ -141,6 +142,7 @@ def _draw_fault(rng: random.Random, kind: str, jobs: tuple[JobPlan, ...], protoc
         "worker stall": rng.choice([0.1, 1.5, 6.0]),
         "shard stall": rng.choice([0.1, 1.5, 6.0]),
         "freeze": protocol.timeout_s + rng.choice([1.0, 30.0]),
+        "shard freeze": protocol.timeout_s + rng.choice([1.0, 30.0]),
         "late": rng.choice([0.1, 3.0, protocol.join_timeout_s + 5]),
         "duplicate": rng.choice([0.0, 0.01, 1.0]),
         "mismatch": rng.randrange(max(1, len(jobs[job].collectives))),

@@ -173,6 +173,17 @@ def test_a_frozen_rank_is_named_by_those_that_waited_for_it() -> None:
         assert found.culprit == workers(run, 1)[0].culprit
 
 
+def test_a_frozen_shard_is_named_and_serves_again_when_it_goes_on() -> None:
+    run = cluster(ranks=3, shards=2, attempts=2, think_s=0.5, work=(SUM,) * 3)
+    when(run, 0, lambda worker: worker.completed, lambda _: strike(run, Fault("shard freeze", shard=1, number=21.0)))
+    assert run.run() == []
+    for rank in range(3):
+        found = error(run, rank)
+        assert isinstance(found, CollectiveTimeoutError)
+        assert found.culprit == "aggregator shard1:7400"
+        assert error(run, rank, 1) is None
+
+
 def test_ranks_join_again_after_their_shard_came_back() -> None:
     run = cluster(shards=2, attempts=2, think_s=0.5, work=(SUM,) * 3)
     when(run, 0, lambda worker: worker.completed, lambda _: strike(run, Fault("shard crash", shard=1, number=1.0)))

@@ -104,4 +104,4 @@ class Verdicts:
                 self.add(f"shard: {shard.name} takes turns without end")
 
 
-STALLS = ("worker stall", "shard stall", "freeze")
+STALLS = ("worker stall", "shard stall", "freeze", "shard freeze")

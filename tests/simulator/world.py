@@ -90,6 +90,11 @@ class Process:
         self._due = None
         self.wake_at(self._stalled_until)
 
+    def go_on(self) -> None:
+        """End a stall."""
+        self._stalled_until = 0.0
+        self.wake()
+
     def log(self, text: str) -> None:
         self.world.log(f"{self.name}: {text}")
 

@@ -122,6 +122,37 @@ noise = st.lists(st.one_of(frames, st.binary(max_size=200)), max_size=8).map(b""
 
 
 @pytest.mark.parametrize("inline", [True, False])
+def test_a_peer_that_sends_but_never_reads_is_lost_before_it_costs_much_memory(inline: bool) -> None:
+    """It ignores that the credits for its messages are still on their way to it."""
+    turn = b"".join(FRAME.pack(DATA, slot, 0) for slot in range(SLOTS))
+    with wired(inline) as (link, peer):
+        events: list[Event] = []
+        most = 0
+        while not link.over:
+            peer.sendall(turn)
+            events = list(link.poll())
+            for event in events:
+                if isinstance(event, Received):
+                    link.return_credit(event.slot)
+            link.flush()
+            most = max(most, len(link._output))
+        assert events == [Lost("it sends, but does not read what it is sent", violation=True)]
+        assert most < 20
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_peer_that_gives_credit_for_what_it_has_not_read_is_lost(inline: bool) -> None:
+    with wired(inline) as (link, peer):
+        events: list[Event] = []
+        while not link.over:
+            link.send(0, SLOT_BYTES)
+            link.flush()
+            peer.sendall(FRAME.pack(CREDIT, 0, 0))
+            events = list(link.poll())
+        assert events == [Lost("it sends, but does not read what it is sent", violation=True)]
+
+
+@pytest.mark.parametrize("inline", [True, False])
 @given(data=noise, cuts=st.lists(st.integers(1, 50), max_size=10))
 def test_no_bytes_raise_and_a_loss_comes_last(inline: bool, data: bytes, cuts: list[int]) -> None:
     events: list[Event] = []

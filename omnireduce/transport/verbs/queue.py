@@ -11,6 +11,7 @@ import resource
 import secrets
 import select
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -35,6 +36,7 @@ from omnireduce.wire import Endpoint
 MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
 MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready
 BATCH = 32  # completions per poll
+_one_at_a_time = threading.Lock()  # else two threads could not tell whose descriptor is whose
 EVENT_LINK = "anon_inode:[infinibandevent]"
 MEMORY_REFUSED = (12, 11)  # ENOMEM, EAGAIN: what the kernel says beyond the limit of locked memory
 
@@ -50,7 +52,6 @@ class Queue:
         self._slot_bytes = receive_slots.shape[1]
         self._depth = 2 * len(send_slots)  # a message and a credit of each slot may be under way
         self.unacknowledged = 0
-        self._armed = False
         self._owned = ExitStack()
         try:
             self._open(send_slots, receive_slots)
@@ -63,14 +64,18 @@ class Queue:
 
     def _open(self, send_slots: Array, receive_slots: Array) -> None:
         own, port = self._owned.enter_context, self.choice.port
-        context = own(Context(name=port.device))
+        with _one_at_a_time:  # a context brings a descriptor of events as well
+            context = own(Context(name=port.device))
         domain = own(PD(context))
-        before = _event_descriptors()
-        self._channel = own(CompChannel(context))
-        (self.descriptor,) = _event_descriptors() - before
+        with _one_at_a_time:
+            before = _event_descriptors()
+            self._channel = own(CompChannel(context))
+            (self.descriptor,) = _event_descriptors() - before
         self._readable = select.poll()
         self._readable.register(self.descriptor, select.POLLIN)
         self._completions = own(CQ(context, 4 * self._depth, None, self._channel, 0))
+        self._completions.req_notify()
+        self._armed = True  # the descriptor tells of the next completion
         local, remote = enums.IBV_ACCESS_LOCAL_WRITE, enums.IBV_ACCESS_REMOTE_WRITE
         sent = own(MR(domain, send_slots.nbytes, local, address=send_slots.ctypes.data))
         taken = own(MR(domain, receive_slots.nbytes, local | remote, address=receive_slots.ctypes.data))

@@ -1,0 +1,135 @@
+"""RDMA's speed on one host, as a share of what `ib_write_bw` reaches in the same run.
+
+    python benchmarks/rdma.py [--device rxe0] [--json FILE]        needs the extra `mpi`, pyverbs and perftest
+
+Made for a guest with Soft-RoCE:
+
+    python tools/guests.py run -- .venv/bin/python benchmarks/rdma.py
+
+Two workers and one aggregator shard on one device. The rate is all bytes that the links carried, up and down, of both
+workers, over the median time of an all-reduce. The exit status is 1 when an element was wrong; a missed target is
+reported and does not change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from service import BIN, ROOT, aggregator
+
+from omnireduce.config import Verbs
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.verbs.devices import choose
+from omnireduce.transport.verbs.queue import Queue
+
+SHARE_TARGET = 0.85
+SPARSE_TARGET = 20.0
+MESSAGES = 2000
+LIMIT_S = 300
+
+
+def write_bandwidth(device: str, gid_index: int) -> float:
+    """What ib_write_bw reports for messages of 64 KiB, bytes per second."""
+    command = ["ib_write_bw", "-d", device, "-x", str(gid_index), "-F", "-s", "65536", "-n", "500", "--report_gbits"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        while server.poll() is None:
+            client = subprocess.run([*command, "127.0.0.1"], capture_output=True, text=True, check=False)
+            if client.returncode == 0:
+                (line,) = (row.split() for row in client.stdout.splitlines() if row.split()[:1] == ["65536"])
+                return float(line[3]) * 1e9 / 8
+            time.sleep(0.2)  # the server does not say when it listens
+    raise SystemExit(f"ib_write_bw failed: {client.stderr or client.stdout}")
+
+
+def message_cost(device: str) -> tuple[float, float]:
+    """Microseconds of Python and verbs for sending one message, and for taking one; no bytes, one process."""
+    settings, slots = Verbs(device=device), 64
+    queues = [
+        Queue(choose(settings, near=""), settings, private_slots(slots, 4096), private_slots(slots, 4096)) for _ in "ab"
+    ]
+    sender, receiver = queues
+    sender.connect(receiver.endpoint)
+    receiver.connect(sender.endpoint)
+    sending = taking = 0.0
+    for _ in range(MESSAGES // slots):
+        start = time.perf_counter()
+        for _ in range(slots):
+            sender.announce(0)
+        sending += time.perf_counter() - start
+        arrived = 0
+        while arrived < slots:
+            start = time.perf_counter()
+            count = len(list(receiver.poll()))
+            if count:
+                taking += time.perf_counter() - start
+                arrived += count
+        while sender.unacknowledged:
+            list(sender.poll())
+    for queue in queues:
+        queue.close()
+    total = MESSAGES // slots * slots
+    return sending / total * 1e6, taking / total * 1e6
+
+
+def bench(addresses: list[str], folder: Path, *sets: str) -> list[dict[str, float]]:
+    """The rows of `worker bench` over verbs."""
+    rows = folder / "rows.json"
+    settings = [f"cluster.aggregators={json.dumps(addresses)}", "transport.kind=verbs", "cluster.timeout_s=300", *sets]
+    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-m", "worker", "bench", "--json", str(rows)]
+    command += [word for each in settings for word in ("--set", each)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=LIMIT_S)
+    found: list[dict[str, float]] = json.loads(rows.read_text())
+    return found
+
+
+def rate(row: dict[str, float]) -> float:
+    """Bytes per second on the links of all workers, both ways."""
+    return 2 * (row["wire_up_bytes"] + row["wire_down_bytes"]) / (row["time_ms"] / 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="rxe0")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    gid_index = choose(Verbs(device=options.device), near="").gid.index
+    device = (f"verbs.device={options.device}",)
+    limits = [write_bandwidth(options.device, gid_index)]
+    with aggregator(1, "transport.kind=verbs", *device) as (addresses, _), tempfile.TemporaryDirectory() as folder:
+        rounds = (f"bench.rounds={options.rounds}", "bench.warmup=1")
+        (dense,) = bench(addresses, Path(folder), *device, *rounds, "bench.elements=2097152", "bench.density=1.0")
+        limits.append(write_bandwidth(options.device, gid_index))
+        few = ("bench.rounds=3", "bench.warmup=1", "bench.elements=16777216", "bench.density=[1.0,0.01]")
+        large, sparse = bench(addresses, Path(folder), *device, *few)
+    sending_us, taking_us = message_cost(options.device)
+    limit = max(limits)
+    figures = {
+        "ib_write_bw_mb_s": limit / 1e6,
+        "dense_mb_s": rate(dense) / 1e6,
+        "dense_share": rate(dense) / limit,
+        "sparse_speedup": large["time_ms"] / sparse["time_ms"],
+        "send_us": sending_us,
+        "take_us": taking_us,
+    }
+    verdict = {True: "met", False: "MISSED"}
+    share, speedup = figures["dense_share"], figures["sparse_speedup"]
+    print(f"ib_write_bw, 64 KiB: {figures['ib_write_bw_mb_s']:.0f} MB/s (the better of two runs)")
+    print(f"dense all-reduce of 8 MiB: {figures['dense_mb_s']:.0f} MB/s, {share:.0%} of it", end=" ")
+    print(f"(target at least {SHARE_TARGET:.0%}: {verdict[share >= SHARE_TARGET]})")
+    print(f"64 MiB at density 0.01: {speedup:.1f} times faster than dense", end=" ")
+    print(f"(target at least {SPARSE_TARGET:g}: {verdict[speedup >= SPARSE_TARGET]})")
+    print(f"Python and verbs for a message: {sending_us:.1f} us to send it, {taking_us:.1f} us to take it")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    sys.exit(1 if any(row["wrong"] for row in (dense, large, sparse)) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What a worker compiles before it joins is all that its collectives need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import numpy as np
+from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.kernels import pack, scatter
+from omnireduce.kernels.merge import split_marks
+from omnireduce.kernels.warm import warm_up_worker
+from omnireduce.layout import Layout
+from omnireduce.protocol.operands import DenseTensor, RowSet
+from omnireduce.runtime.communicator import _combine_duplicates
+
+KERNELS = [pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, split_marks]
+
+def compiled():
+    return {kernel.__name__: len(kernel.signatures) for kernel in KERNELS}
+
+warm_up_worker()
+before = compiled()
+for element in ELEMENT_TYPES.values():
+    for is_read_only in (False, True):
+        x = np.ones(64, element.dtype)
+        values = np.ones((3, 8), element.dtype)
+        x.flags.writeable = values.flags.writeable = not is_read_only
+        layout = Layout(64, 8, 1, 1)
+        size = 8 * element.dtype.itemsize
+        for target in [np.ones(64, element.dtype), *([] if is_read_only else [x])]:
+            operand = DenseTensor(x, target, layout, element.zero_mask)
+            rows = np.zeros((8, size // 8), np.uint64)
+            operand.pack(0, 0, 64, rows, np.zeros(8, np.int64))
+            operand.put(rows, np.arange(8), np.zeros(8, np.bool_))
+        for numbers in (np.arange(3), np.array([2, 0, 2])):
+            rows = RowSet(*_combine_duplicates(numbers, np.ascontiguousarray(values), element.is_half), layout)
+            rows.pack(0, 0, 64, np.zeros((8, size), np.uint8), np.zeros(8, np.int64))
+assert compiled() == before, (before, compiled())
+"""
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+def test_no_collective_compiles_anything() -> None:
+    """In a process of its own: in this one other tests have compiled whatever they needed."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,196 @@
+"""RDMA that fails: every failure ends the job with the error that TCP would give, and names the peer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round, name_of
+from local_cluster import ROOT, WAIT_S, Daemon, configured, run_job, workers
+
+from omnireduce.config import Verbs
+from omnireduce.errors import TransportError
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.verbs.devices import choose
+from omnireduce.transport.verbs.link import Failure
+from omnireduce.transport.verbs.queue import Queue
+
+VERBS = "transport.kind=verbs"
+LARGE = ("--elements", "8000000")
+QUICK = ("verbs.ack_timeout=12", "verbs.retry_count=3")  # 17 ms each: broken after 0.07 s
+SLOTS, SLOT_BYTES = 2, 65536
+
+
+def ip_link(interface: str, state: str) -> None:
+    subprocess.run(["ip", "link", "set", interface, state], check=True, timeout=WAIT_S)
+
+
+def queue(settings: Verbs) -> Queue:
+    own = (private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+    return Queue(choose(settings, near=""), settings, *own)
+
+
+def failure(queue: Queue) -> str:
+    """The reason that the queue gives within the bound."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        for news in queue.poll():
+            if isinstance(news, Failure):
+                return news.reason
+    raise AssertionError("no failure was reported")
+
+
+@pytest.fixture(scope="module")
+def daemon():  # type: ignore[no-untyped-def]
+    with Daemon(2, VERBS, *QUICK) as found:
+        yield found
+
+
+@pytest.fixture
+def cable():  # type: ignore[no-untyped-def]
+    """The interface of rxe1, whose other end is rxe2's; in place again afterwards."""
+    yield "cable1"
+    ip_link("cable1", "up")
+
+
+def test_kill_of_a_worker_in_full_flow(daemon: Daemon) -> None:
+    with workers(daemon, 2, *LARGE, overrides=[VERBS]) as (survivor, victim):
+        for worker in (survivor, victim):
+            expect_round(worker, "round", 1)
+        killed = victim.signal(signal.SIGKILL)
+        assert_aborted([survivor], killed, DEATH_S, name_of(victim, 1))
+    assert_serves(daemon, VERBS)
+
+
+def test_kill_of_a_shard_in_full_flow() -> None:
+    with Daemon(2, VERBS) as daemon, workers(daemon, 2, *LARGE, overrides=[VERBS]) as ranks:
+        for worker in ranks:
+            expect_round(worker, "round", 1)
+        killed = time.monotonic()
+        os.kill(daemon.shard_pids[1], signal.SIGKILL)
+        assert_aborted(ranks, killed, DEATH_S, f"aggregator {daemon.addresses[1]}")
+
+
+def test_a_pulled_cable(cable: str) -> None:
+    """The control connection does not go over the cable: it is the writes that fail."""
+    overrides = [VERBS, "verbs.device=rxe1", *QUICK]
+    with (
+        Daemon(1, VERBS, "verbs.device=rxe2", *QUICK) as daemon,
+        workers(daemon, 2, *LARGE, overrides=overrides) as ranks,
+    ):
+        for worker in ranks:
+            expect_round(worker, "round", 1)
+        pulled = time.monotonic()
+        ip_link(cable, "down")
+        for worker in ranks:
+            error = worker.expect("error")
+            assert error["type"] == "AbortedError"
+            assert "RDMA failed" in error["text"], error
+            assert error["at"] - pulled < FAILURE_S
+        ip_link(cable, "up")
+        assert_serves(daemon, *overrides)
+
+
+def test_a_device_that_is_removed() -> None:
+    """The link of a worker's device goes away under a running job."""
+    interface = "cable2"
+    overrides = [VERBS, "verbs.device=rxe2", *QUICK]
+    with (
+        Daemon(1, VERBS, "verbs.device=rxe1", *QUICK) as daemon,
+        workers(daemon, 2, *LARGE, overrides=overrides) as ranks,
+    ):
+        for worker in ranks:
+            expect_round(worker, "round", 1)
+        try:
+            removed = time.monotonic()
+            subprocess.run(["rdma", "link", "delete", "rxe2"], check=True, timeout=WAIT_S)
+            for worker in ranks:
+                error = worker.expect("error")
+                assert error["type"] == "AbortedError"
+                assert error["at"] - removed < FAILURE_S
+        finally:
+            link = ["rdma", "link", "add", "rxe2", "type", "rxe", "netdev", interface]
+            subprocess.run(link, check=True, timeout=WAIT_S)
+
+
+def test_a_receiver_whose_queue_is_full() -> None:
+    """A peer that writes without credits finds no receive request, and fails instead of waiting for ever."""
+    settings = Verbs(ack_timeout=10, retry_count=2)
+    sender, receiver = queue(settings), queue(settings)
+    sender.connect(receiver.endpoint)
+    receiver.connect(sender.endpoint)
+    for _ in range(4 * SLOTS):
+        sender.announce(0)
+    assert "RNR" in failure(sender)
+    sender.close()
+    receiver.close()
+
+
+def test_a_peer_that_writes_where_it_may_not() -> None:
+    settings = Verbs(ack_timeout=10, retry_count=2)
+    sender, receiver = queue(settings), queue(settings)
+    sender.connect(receiver.endpoint)
+    receiver.connect(sender.endpoint)
+    sender.write(SLOTS - 1, SLOT_BYTES, 0)  # the last byte that it may write
+    sender._slots[0].length = 8
+    sender._post(sender._slots[0], receiver.endpoint.address + SLOTS * SLOT_BYTES, 0)
+    assert "access" in failure(sender).lower()
+    sender.close()
+    receiver.close()
+
+
+def test_too_little_memory_may_be_locked() -> None:
+    program = (
+        "from omnireduce.config import Verbs\n"
+        "from omnireduce.transport.memory import private_slots\n"
+        "from omnireduce.transport.verbs.devices import choose\n"
+        "from omnireduce.transport.verbs.queue import Queue\n"
+        "Queue(choose(Verbs(), ''), Verbs(), private_slots(3, 1 << 20), private_slots(3, 1 << 20))\n"
+    )
+    limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536:65536"]
+    command = [*limited, sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert "TransportError: cannot register 6291456 bytes of slots" in done.stderr
+    assert "65536 bytes: raise it (ulimit -l unlimited" in done.stderr
+
+
+def test_a_device_that_is_not_there_is_answered_with_those_that_are() -> None:
+    with pytest.raises(TransportError, match=r"mlx5_0.*this host has rxe0 port 1 \(active\)"):
+        choose(Verbs(device="mlx5_0"), near="")
+    with pytest.raises(TransportError, match=r"has no GID with index 99; its table: 0: .* RoCE v2"):
+        choose(Verbs(gid_index=99), near="")
+
+
+def test_nothing_is_registered_or_made_for_a_collective(daemon: Daemon) -> None:
+    """Counted by the kernel: memory regions, queue pairs and completion queues of the whole host."""
+
+    def resources() -> list[str]:
+        done = subprocess.run(["rdma", "resource", "show"], check=True, capture_output=True, text=True, timeout=WAIT_S)
+        return [line for line in done.stdout.splitlines() if "rxe0" in line]
+
+    def run(comm):  # type: ignore[no-untyped-def]
+        comm.allreduce(np.ones(1000, np.float32))
+        before = resources()
+        for _ in range(10):
+            comm.allreduce(np.ones(300_000, np.float32))
+        comm.barrier()
+        return before == resources(), comm.transport
+
+    assert run_job(configured(daemon.addresses, VERBS), 1, run) == [(True, "verbs")]
+
+
+def test_auto_takes_rdma_on_the_way_and_says_why_not(daemon: Daemon) -> None:
+    """Over the address of rxe0 it is verbs, unless the aggregator is on this host and shares memory."""
+    with Daemon(1, "transport.kind=verbs", listen="192.168.59.101:0") as far:
+        assert run_job(configured(far.addresses), 2, lambda comm: comm.transport) == ["verbs", "verbs"]
+    with Daemon(1, "transport.kind=tcp", listen="192.168.59.101:0") as far:
+        assert run_job(configured(far.addresses), 1, lambda comm: comm.transport) == ["tcp"]
+        with pytest.raises(
+            TransportError, match=r"offers no RDMA: the aggregator's transport.kind does not allow verbs"
+        ):
+            run_job(configured(far.addresses, VERBS), 1, lambda comm: comm.transport)
