@@ -108,7 +108,7 @@ class Verbs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     ack_timeout: Annotated[
         int, _meta("exponent of the wait for an acknowledgement: 4.096 us x 2^n before a retry", ge=1, le=31)
-    ] = 14
+    ] = 16
     retry_count: Annotated[
         int,
         _meta("retries before a connection counts as broken; not 7, which some devices take as endless", ge=0, le=6),

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round, name_of
+from cluster_checks import FAILURE_S, SLOWNESS, assert_aborted, assert_serves, expect_round, name_of
 from local_cluster import WAIT_S, Daemon, configured, run_job, unique_job, workers
 from transports import KINDS
 
@@ -48,13 +48,13 @@ def test_two_late_ranks_are_both_named(daemon: Daemon) -> None:
 def test_a_stopped_rank_is_named_and_told_when_it_goes_on(daemon: Daemon, transport: str) -> None:
     """SIGSTOP in full flow: to the system it is alive, and it has messages and results under way."""
     job = unique_job("stopped")
-    limits = ["cluster.timeout_s=1.0", f"transport.kind={transport}"]
+    limits = [f"cluster.timeout_s={SLOWNESS}", f"transport.kind={transport}"]
     with workers(daemon, 3, "--elements", "8000000", job=job, overrides=limits) as ranks:
         for worker in ranks:
             expect_round(worker, "round", 1)
         stopped = ranks[1].signal(signal.SIGSTOP)
         name = name_of(ranks[1], 1)
-        assert_aborted([ranks[0], ranks[2]], stopped, 1.0 + FAILURE_S, name, kind=TIMEOUT)
+        assert_aborted([ranks[0], ranks[2]], stopped, SLOWNESS + FAILURE_S, name, kind=TIMEOUT)
         assert_serves(daemon, f"transport.kind={transport}", job=job)
         went_on = ranks[1].signal(signal.SIGCONT)
         assert_aborted([ranks[1]], went_on, FAILURE_S, name, kind=TIMEOUT)

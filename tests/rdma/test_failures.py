@@ -1,16 +1,17 @@
-"""RDMA that fails: every failure ends the job with the error that TCP would give, and names the peer."""
+"""RDMA that fails: every failure ends the job with the error that TCP would give, and names the peer.
+
+Processes that die are in tests/cluster, over verbs as well.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round, name_of
+from cluster_checks import FAILURE_S, assert_serves, expect_round
 from local_cluster import ROOT, WAIT_S, Daemon, configured, run_job, workers
 
 from omnireduce.config import Verbs
@@ -22,7 +23,7 @@ from omnireduce.transport.verbs.queue import Queue
 
 VERBS = "transport.kind=verbs"
 LARGE = ("--elements", "8000000")
-QUICK = ("verbs.ack_timeout=12", "verbs.retry_count=3")  # 17 ms each: broken after 0.07 s
+QUICK = ("verbs.ack_timeout=14", "verbs.retry_count=3")  # 67 ms each: broken after 0.27 s
 SLOTS, SLOT_BYTES = 2, 65536
 
 
@@ -58,24 +59,6 @@ def cable():  # type: ignore[no-untyped-def]
     ip_link("cable1", "up")
 
 
-def test_kill_of_a_worker_in_full_flow(daemon: Daemon) -> None:
-    with workers(daemon, 2, *LARGE, overrides=[VERBS]) as (survivor, victim):
-        for worker in (survivor, victim):
-            expect_round(worker, "round", 1)
-        killed = victim.signal(signal.SIGKILL)
-        assert_aborted([survivor], killed, DEATH_S, name_of(victim, 1))
-    assert_serves(daemon, VERBS)
-
-
-def test_kill_of_a_shard_in_full_flow() -> None:
-    with Daemon(2, VERBS) as daemon, workers(daemon, 2, *LARGE, overrides=[VERBS]) as ranks:
-        for worker in ranks:
-            expect_round(worker, "round", 1)
-        killed = time.monotonic()
-        os.kill(daemon.shard_pids[1], signal.SIGKILL)
-        assert_aborted(ranks, killed, DEATH_S, f"aggregator {daemon.addresses[1]}")
-
-
 def test_a_pulled_cable(cable: str) -> None:
     """The control connection does not go over the cable: it is the writes that fail."""
     overrides = [VERBS, "verbs.device=rxe1", *QUICK]
@@ -94,28 +77,6 @@ def test_a_pulled_cable(cable: str) -> None:
             assert error["at"] - pulled < FAILURE_S
         ip_link(cable, "up")
         assert_serves(daemon, *overrides)
-
-
-def test_a_device_that_is_removed() -> None:
-    """The link of a worker's device goes away under a running job."""
-    interface = "cable2"
-    overrides = [VERBS, "verbs.device=rxe2", *QUICK]
-    with (
-        Daemon(1, VERBS, "verbs.device=rxe1", *QUICK) as daemon,
-        workers(daemon, 2, *LARGE, overrides=overrides) as ranks,
-    ):
-        for worker in ranks:
-            expect_round(worker, "round", 1)
-        try:
-            removed = time.monotonic()
-            subprocess.run(["rdma", "link", "delete", "rxe2"], check=True, timeout=WAIT_S)
-            for worker in ranks:
-                error = worker.expect("error")
-                assert error["type"] == "AbortedError"
-                assert error["at"] - removed < FAILURE_S
-        finally:
-            link = ["rdma", "link", "add", "rxe2", "type", "rxe", "netdev", interface]
-            subprocess.run(link, check=True, timeout=WAIT_S)
 
 
 def test_a_receiver_whose_queue_is_full() -> None:

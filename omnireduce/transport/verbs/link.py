@@ -25,6 +25,7 @@ MESSAGE, CREDIT = 0, 1
 KIND_SHIFT, SLOT_SHIFT = 30, 24
 SLOT_MASK, CONTROLS_MASK, WRITES_MASK = 63, (1 << SLOT_SHIFT) - 1, 0xFFFF
 IMMEDIATE_BYTES = 4
+LETTERS = 64  # control messages that may wait for writes
 FAREWELL_S = 0.25  # how long a close waits until the peer has acknowledged what was written
 
 
@@ -71,6 +72,8 @@ class VerbsLink(Link):
         self._failure: Lost | None = None
         self._lost: Lost | None = None
         self._interest = select.EPOLLIN
+        self._hangup = select.poll()
+        self._hangup.register(control, 0)
         self._epoll = select.epoll()
         self._epoll.register(control, select.EPOLLIN)
         self._epoll.register(queue.descriptor, select.EPOLLIN)
@@ -117,7 +120,9 @@ class VerbsLink(Link):
 
     def _watch(self) -> None:
         """Let the descriptor also tell when the control connection takes output, or is not to be read."""
-        wanted = (0 if self._letters else select.EPOLLIN) | (select.EPOLLOUT if self._control.wants_write else 0)
+        wanted = (select.EPOLLIN if len(self._letters) < LETTERS else 0) | (
+            select.EPOLLOUT if self._control.wants_write else 0
+        )
         if wanted != self._interest and self._lost is None:
             self._interest = wanted
             self._epoll.modify(self._control, wanted)
@@ -153,36 +158,42 @@ class VerbsLink(Link):
             self._failure = self._failure or Lost("more writes than credits", violation=True)
 
     def _take_letters(self) -> None:
-        """Read control messages, unless one waits for a write: the peer's haste may not fill our memory."""
-        if not self._letters:
+        """Read control messages, unless many wait for a write: the peer's haste may not fill our memory."""
+        if len(self._letters) < LETTERS:
             self._letters.extend(event for event in self._control.poll() if isinstance(event, (Control, Lost)))
+        elif self._hangup.poll(0):
+            self._letters.append(Lost("connection broken"))
 
     def _report(self, events: list[Event]) -> None:
-        """Report, in the order in which they were sent, what has arrived."""
-        while self._lost is None:
-            if self._writes and self._writes[0].immediate & CONTROLS_MASK == self._controls & CONTROLS_MASK:
-                self._report_write(self._writes.popleft(), events)
-            elif self._letters and self._report_letter(self._letters[0], events):
-                self._letters.popleft()
-            elif self._failure is not None:
-                self._end(events, self._failure)
-            else:
-                return
+        """Report, in the order in which they were sent, what has arrived; then the end, if it has come."""
+        while self._lost is None and (self._report_next(events) or self._report_end(events)):
+            pass
 
-    def _report_letter(self, letter: Control | Lost, events: list[Event]) -> bool:
-        """Report a control message, or the loss of its connection, unless writes that were sent before are missing."""
-        if isinstance(letter, Control):
-            if letter.after != self._reported & WRITES_MASK:
-                return False
-            self._controls += 1
-            events.append(Control(letter.body))
+    def _report_next(self, events: list[Event]) -> bool:
+        """Report the next write or control message, if everything that was sent before has been reported."""
+        if self._writes and self._writes[0].immediate & CONTROLS_MASK == self._controls & CONTROLS_MASK:
+            self._report_write(self._writes.popleft(), events)
             return True
-        known = len(self._writes)
-        self._take_writes()  # the last ones may have come since the control connection was read
-        if len(self._writes) > known:
+        letter = self._letters[0] if self._letters else None
+        if not isinstance(letter, Control) or letter.after != self._reported & WRITES_MASK:
             return False
-        self._end(events, letter)
+        self._letters.popleft()
+        self._controls += 1
+        events.append(Control(letter.body))
         return True
+
+    def _report_end(self, events: list[Event]) -> bool:
+        """Report that one of the two connections is over; what is held back then misses something that is lost."""
+        last = self._letters[-1] if self._letters else None
+        if isinstance(last, Lost):
+            known = len(self._writes)
+            self._take_writes()  # the last ones may have come since the control connection was read
+            if len(self._writes) == known:
+                self._end(events, last)
+            return True
+        if self._failure is not None:
+            self._end(events, self._failure)
+        return False
 
     def _report_write(self, write: Write, events: list[Event]) -> None:
         kind, slot = write.immediate >> KIND_SHIFT, write.immediate >> SLOT_SHIFT & SLOT_MASK
@@ -210,7 +221,8 @@ class VerbsLink(Link):
 
     def _say_farewell(self) -> None:
         """Wait a moment until the peer has what was written: closing the queue would take it back."""
-        deadline = time.monotonic() + FAREWELL_S
+        deadline, news = time.monotonic() + FAREWELL_S, select.poll()
+        news.register(self._queue.descriptor, select.POLLIN)
         while self._queue.unacknowledged and self._failure is None and time.monotonic() < deadline:
-            select.select([self._queue.descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            news.poll(max(0.0, deadline - time.monotonic()) * 1000)
             self._take_writes()

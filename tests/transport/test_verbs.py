@@ -1,0 +1,98 @@
+"""What only verbs links do: keep the order of two connections, also when one of them loses something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from omnireduce.transport.base import Control, Lost, Received
+from omnireduce.transport.verbs.link import LETTERS, Failure
+
+from .pairs import VerbsPair, Wire
+
+
+@pytest.fixture
+def pair() -> Iterator[VerbsPair]:
+    found = VerbsPair()
+    yield found
+    found.close()
+
+
+def wire(pair: VerbsPair) -> Wire:
+    """The left end's queue."""
+    queue = pair.queues[0]
+    assert isinstance(queue, Wire)
+    return queue
+
+
+def test_a_control_message_waits_for_the_write_that_was_sent_before(pair: VerbsPair) -> None:
+    left = wire(pair)
+    pair.right.send(0, 8)
+    (held,), left.news = left.news, []
+    pair.right.send_control(b"after it")
+    pair.wait([pair.left], 10)
+    assert pair.left.poll() == []
+    left.arrive(held)
+    assert pair.left.poll() == [Received(0, 8), Control(b"after it")]
+
+
+def test_a_write_waits_for_the_control_message_that_was_sent_before(pair: VerbsPair) -> None:
+    body = b"z" * 60_000
+    for _ in range(200):  # more than the connection takes at once
+        pair.right.send_control(body)
+    pair.right.send(0, 8)
+    assert pair.left.poll()[-1] == Control(body)
+    rest = pair.collect(pair.left, 1)
+    while rest[-1] != Received(0, 8):
+        rest += pair.collect(pair.left, 1)
+    assert set(rest[:-1]) == {Control(body)}
+
+
+def test_a_lost_write_does_not_hide_the_end(pair: VerbsPair) -> None:
+    """The peer wrote, said goodbye and died; its write never came."""
+    left = wire(pair)
+    pair.right.send(0, 8)
+    left.news.clear()
+    pair.right.send_control(b"goodbye")
+    pair.right.close()
+    (lost,) = pair.collect(pair.left, 1)
+    assert isinstance(lost, Lost)
+    assert pair.left.over
+
+
+def test_control_messages_that_wait_are_few(pair: VerbsPair) -> None:
+    """A peer that announces a write and never makes it can neither fill the memory nor hide its own end."""
+    left = wire(pair)
+    pair.right.send(0, 8)
+    left.news.clear()
+    for _ in range(3 * LETTERS):
+        pair.right.send_control(b"x")
+    pair.wait([pair.left], 10)
+    for _ in range(10):
+        assert pair.left.poll() == []
+    assert len(pair.left._letters) <= 4 * LETTERS
+    pair.right.close()
+    pair.left.send_control(b"to nobody")  # the answer is a reset
+    pair.repeat(lambda: bool(pair.left.poll()) or pair.left.over, pair.left)
+    assert pair.left.over
+
+
+def test_more_writes_than_credits_are_a_violation(pair: VerbsPair) -> None:
+    left = wire(pair)
+    for _ in range(100):
+        left.peer.announce(5)  # says that it comes after control messages that never come
+    (lost,) = pair.collect(pair.left, 1)
+    assert isinstance(lost, Lost)
+    assert lost.violation
+
+
+def test_a_failed_queue_ends_the_link_after_what_had_arrived(pair: VerbsPair) -> None:
+    pair.right.send(1, 8)
+    wire(pair).arrive(Failure("RDMA failed: Transport retry counter exceeded"))
+    received, lost = pair.collect(pair.left, 2)
+    assert received == Received(1, 8)
+    assert lost == Lost("RDMA failed: Transport retry counter exceeded")
+    pair.left.send(0, 8)
+    pair.left.send_control(b"nobody")
+    assert pair.left.poll() == []
