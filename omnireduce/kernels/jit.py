@@ -7,7 +7,11 @@ NUMBA_DISABLE_JIT=1 runs the same code as plain Python.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -26,9 +30,30 @@ F = TypeVar("F", bound=Callable[..., object])
 def kernel(function: F) -> F:
     """Compile `function` on first use for each combination of argument types."""
     try:
-        return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+        compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
     except RuntimeError:  # no writable folder for the cache: compile in every process
         return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+    if hasattr(compiled, "_cache"):  # not with the JIT off
+        cache = compiled._cache
+        cache.save_overload = _locked(cache.save_overload, fcntl.LOCK_EX)
+        cache.load_overload = _locked(cache.load_overload, fcntl.LOCK_SH)
+    return cast(F, compiled)
+
+
+def _locked(access: Callable[..., Any], how: int) -> Callable[..., Any]:
+    """Numba numbers the files of a kernel's cache without a lock: two processes that compile at the same time can take
+    the same number, and from then on each loads the other's code."""
+
+    def access_locked(*arguments: Any) -> Any:
+        folder = os.open(Path(__file__).parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, how)
+            return access(*arguments)
+        finally:
+            os.close(folder)
+
+    return access_locked
 
 
 def prefetch(words: Array, index: int) -> None:
