@@ -17,6 +17,7 @@ from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm
 from omnireduce.transport.tcp import TcpLink, connect_tcp
+from omnireduce.transport.verbs import import_rdma
 from omnireduce.wire import (
     PROTOCOL_VERSION,
     Aborted,
@@ -74,6 +75,7 @@ def _offer(link: Link, config: Config) -> Offer | None:
     if not isinstance(link, TcpLink) or kind not in ("auto", "verbs"):
         return None
     try:
+        import_rdma()
         from omnireduce.transport.verbs.connect import Offer
 
         return Offer(link, config.verbs, protocol.slots, protocol.slot_bytes, required=kind == "verbs")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -96,3 +98,34 @@ def test_a_failed_queue_ends_the_link_after_what_had_arrived(pair: VerbsPair) ->
     pair.left.send(0, 8)
     pair.left.send_control(b"nobody")
     assert pair.left.poll() == []
+
+
+IMPORTS = """
+import sys, threading
+sys.modules["pyverbs"] = None  # as if it were not installed
+from omnireduce.errors import TransportError
+from omnireduce.transport.verbs import import_rdma
+wrong = []
+
+def run(start):
+    start.wait()
+    try:
+        import_rdma()
+        wrong.append("imported")
+    except TransportError:
+        pass
+    except BaseException as error:
+        wrong.append(error)
+
+for _ in range(50):
+    start = threading.Barrier(3)
+    threads = [threading.Thread(target=run, args=(start,)) for _ in range(3)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+sys.exit(str(wrong) if wrong else 0)
+"""
+
+
+def test_threads_that_miss_pyverbs_at_the_same_time_all_say_so() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ try:
     from pyverbs.device import Context, get_device_list
     from pyverbs.pyverbs_error import PyverbsError
 except ImportError as problem:
-    raise TransportError(f"RDMA needs pyverbs ({problem}); in a checkout, `make rdma` installs it") from None
+    raise TransportError(f"RDMA needs pyverbs ({problem}); in a checkout, `make rdma` installs it") from problem
 
 GID_KINDS = {enums.IBV_GID_TYPE_IB: "IB", enums.IBV_GID_TYPE_ROCE_V1: "RoCE v1", enums.IBV_GID_TYPE_ROCE_V2: "RoCE v2"}
 STATES = {
