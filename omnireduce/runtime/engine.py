@@ -243,8 +243,9 @@ class Engine:
     def _spin(self, now: float) -> list[tuple[int, int]]:
         end = now + self._spin_s
         while self._spin_s and time.monotonic() < end:
-            if any(link.peek() for link in self._links):
-                return PEEKED
+            with self._lock:  # another thread may send on the links, or close them
+                if any(link.peek() for link in self._links):
+                    return PEEKED
             ready = self._poll.poll(0)
             if ready:
                 return ready

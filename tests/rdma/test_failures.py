@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves, expect_round
-from local_cluster import ROOT, WAIT_S, Daemon, configured, run_job, workers
+from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, run_job, workers
 
 from omnireduce.config import Verbs
 from omnireduce.errors import TransportError
@@ -103,6 +103,21 @@ def test_a_peer_that_writes_where_it_may_not() -> None:
     assert "access" in failure(sender).lower()
     sender.close()
     receiver.close()
+
+
+def test_threads_that_open_and_close_at_the_same_time() -> None:
+    """Each finds the descriptor of its own channel, which pyverbs does not tell."""
+
+    def work(_: int) -> set[int]:
+        found = set()
+        for _ in range(10):
+            each = queue(Verbs())
+            found.add(each.descriptor)
+            assert list(each.poll()) == []
+            each.close()
+        return found
+
+    assert all(Ranks(4, work).results())
 
 
 def test_too_little_memory_may_be_locked() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,9 @@ MTU_BYTES: dict[int, Mtu] = {
     enums.IBV_MTU_2048: 2048,
     enums.IBV_MTU_4096: 4096,
 }
+
+# Held while devices, channels and their descriptors come and go: a channel's own is found by comparison.
+opening = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,12 @@ def list_ports() -> list[Port]:
     """Every port of every RDMA device of this host. Raises TransportError."""
     found: list[Port] = []
     try:
-        for device in get_device_list():
-            name = device.name.decode()
-            with Context(name=name) as context:
-                count = context.query_device().phys_port_cnt
-                found += [_port(context, name, number) for number in range(1, count + 1)]
+        with opening:
+            for device in get_device_list():
+                name = device.name.decode()
+                with Context(name=name) as context:
+                    count = context.query_device().phys_port_cnt
+                    found += [_port(context, name, number) for number in range(1, count + 1)]
     except PyverbsError as error:
         raise TransportError(
             f"this host has no RDMA device ({error}); is the kernel module ib_uverbs loaded?"

@@ -11,7 +11,6 @@ import resource
 import secrets
 import select
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -29,14 +28,13 @@ from pyverbs.wr import SGE, RecvWR
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
-from omnireduce.transport.verbs.devices import MTU_BYTES, Choice
+from omnireduce.transport.verbs.devices import MTU_BYTES, Choice, opening
 from omnireduce.transport.verbs.link import Failure, Write
 from omnireduce.wire import Endpoint
 
 MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
 MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready
 BATCH = 32  # completions per poll
-_one_at_a_time = threading.Lock()  # else two threads could not tell whose descriptor is whose
 EVENT_LINK = "anon_inode:[infinibandevent]"
 MEMORY_REFUSED = (12, 11)  # ENOMEM, EAGAIN: what the kernel says beyond the limit of locked memory
 
@@ -54,7 +52,8 @@ class Queue:
         self.unacknowledged = 0
         self._owned = ExitStack()
         try:
-            self._open(send_slots, receive_slots)
+            with opening:
+                self._open(send_slots, receive_slots)
         except PyverbsError as error:
             self.close()
             raise TransportError(_explained(error, send_slots.nbytes + receive_slots.nbytes)) from error
@@ -64,13 +63,11 @@ class Queue:
 
     def _open(self, send_slots: Array, receive_slots: Array) -> None:
         own, port = self._owned.enter_context, self.choice.port
-        with _one_at_a_time:  # a context brings a descriptor of events as well
-            context = own(Context(name=port.device))
+        context = own(Context(name=port.device))
         domain = own(PD(context))
-        with _one_at_a_time:
-            before = _event_descriptors()
-            self._channel = own(CompChannel(context))
-            (self.descriptor,) = _event_descriptors() - before
+        before = _event_descriptors()
+        self._channel = own(CompChannel(context))
+        (self.descriptor,) = _event_descriptors() - before
         self._readable = select.poll()
         self._readable.register(self.descriptor, select.POLLIN)
         self._completions = own(CQ(context, 4 * self._depth, None, self._channel, 0))
@@ -183,7 +180,8 @@ class Queue:
 
     def close(self) -> None:
         """Release everything. May be called twice."""
-        self._owned.close()
+        with opening:
+            self._owned.close()
 
 
 def _gid(text: str) -> GID:
