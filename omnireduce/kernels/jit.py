@@ -22,8 +22,8 @@ from numba.np import arrayobj
 
 from omnireduce.dtypes import Array
 
-array_of: Any = arrayobj.make_array
-insert_function: Any = cgutils.get_or_insert_function
+_array_of: Any = arrayobj.make_array
+_insert_function: Any = cgutils.get_or_insert_function
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -65,11 +65,11 @@ def _prefetch(typing_context: Any, words: Any, index: Any) -> Any:
     """The machine's instruction; see `prefetch`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> None:
-        data = array_of(signature.args[0])(context, builder, args[0]).data
+        data = _array_of(signature.args[0])(context, builder, args[0]).data
         address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
         hints = [ir.Constant(cgutils.int32_t, number) for number in (0, 3, 1)]  # to read; into all caches; data
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[cgutils.int32_t] * 3])
-        function = insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        function = _insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         builder.call(function, [address, *hints])
 
     return numba.void(words, numba.intp), generate

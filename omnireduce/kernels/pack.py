@@ -8,7 +8,7 @@ from omnireduce.dtypes import Array
 from omnireduce.kernels.jit import kernel, prefetch
 
 LINE = 8  # words in a cache line
-AHEAD = 1024
+AHEAD = 1024  # words between what is scanned and what is fetched: the processor alone looks less far
 
 
 @kernel

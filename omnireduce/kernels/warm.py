@@ -10,6 +10,8 @@ from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import add_rows, admit_indices, scatter_blocks
 
+STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # rows of halves: as float32
+
 
 def warm_up_aggregator() -> None:
     """Make the aggregator's kernels ready."""
@@ -19,7 +21,7 @@ def warm_up_aggregator() -> None:
     plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, 0)
     mark_sole(parts, 0, one.copy())
     scratch = np.zeros((2, 8), np.float32)
-    for storage in {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}:
+    for storage in STORAGES:
         reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, 0, np.zeros((1, 8), storage))
     half = np.zeros(8, np.uint16)
     reduce_half_blocks(OPS["sum"], True, half, parts, 0, half.reshape(1, 8), scratch, scratch.view(np.uint32))
@@ -31,8 +33,7 @@ def warm_up_worker() -> None:
     for source in _as_callers_have_it(words):
         pack_blocks(source, words, source is words, np.uint64(1), 0, 1, 1, 1, words.copy(), index)
         pack_rows(index, source.view(np.uint8), 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
-    storages = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # halves as float32
-    for values in (np.zeros((1, 1), storage) for storage in storages):
+    for values in (np.zeros((1, 1), storage) for storage in STORAGES):
         for source in _as_callers_have_it(values):
             add_rows(source, index, np.array([0, 1]), values.copy())
     admit_indices(index, 0, 1, index.copy())

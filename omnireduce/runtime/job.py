@@ -59,20 +59,21 @@ class Job:
 
     def _welcome(self, rank: int, hello: Hello, verbs: Verbs | None) -> Link:
         """Tell the rank that all are here; return the link with its slots, over RDMA if both ends can."""
-        link, welcome = self.links[rank], Welcome(self.generation)
+        link, note = self.links[rank], ""
         send_slots = self._results.slots
         receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
         if hello.verbs is not None and isinstance(link, TcpLink):
             try:
-                return _welcome_by_verbs(link, welcome, hello.verbs, verbs, send_slots, receive_slots)
+                return _welcome_by_verbs(link, self.generation, hello.verbs, verbs, send_slots, receive_slots)
             except TransportError as error:
                 log.info("%s: rank %d by tcp, not verbs: %s", self, rank, error)
-                welcome = Welcome(self.generation, note=str(error))
+                note = str(error)
         link.attach(send_slots, receive_slots)
+        welcome = encode_control(Welcome(self.generation, note=note))
         if isinstance(link, ShmLink):
-            link.send_control_with_memory(encode_control(welcome), self._arena.fd, self._results.fd)
+            link.send_control_with_memory(welcome, self._arena.fd, self._results.fd)
         else:
-            link.send_control(encode_control(welcome))
+            link.send_control(welcome)
         return link
 
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ class Job:
 
 def _welcome_by_verbs(
     control: TcpLink,
-    welcome: Welcome,
+    generation: int,
     offered: Endpoint,
     settings: Verbs | None,
     send_slots: Array,
@@ -103,5 +104,5 @@ def _welcome_by_verbs(
     from omnireduce.transport.verbs.link import VerbsLink
 
     endpoint, queue = answer(control, settings, offered, send_slots, receive_slots)
-    control.send_control(encode_control(Welcome(welcome.generation, verbs=endpoint)))
+    control.send_control(encode_control(Welcome(generation, verbs=endpoint)))
     return VerbsLink(control, queue, send_slots, receive_slots)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves, expect_round
 from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, run_job, workers
 
+from omnireduce import Communicator
 from omnireduce.config import Verbs
 from omnireduce.errors import TransportError
 from omnireduce.transport.memory import private_slots
@@ -47,13 +49,13 @@ def failure(queue: Queue) -> str:
 
 
 @pytest.fixture(scope="module")
-def daemon():  # type: ignore[no-untyped-def]
+def daemon() -> Iterator[Daemon]:
     with Daemon(2, VERBS, *QUICK) as found:
         yield found
 
 
 @pytest.fixture
-def cable():  # type: ignore[no-untyped-def]
+def cable() -> Iterator[str]:
     """The interface of rxe1, whose other end is rxe2's; in place again afterwards."""
     yield "cable1"
     ip_link("cable1", "up")
@@ -149,7 +151,7 @@ def test_nothing_is_registered_or_made_for_a_collective(daemon: Daemon) -> None:
         done = subprocess.run(["rdma", "resource", "show"], check=True, capture_output=True, text=True, timeout=WAIT_S)
         return [line for line in done.stdout.splitlines() if "rxe0" in line]
 
-    def run(comm):  # type: ignore[no-untyped-def]
+    def run(comm: Communicator) -> tuple[bool, str]:
         comm.allreduce(np.ones(1000, np.float32))
         before = resources()
         for _ in range(10):

@@ -5,6 +5,7 @@ Everything is made once, for the life of the link. A write announces itself with
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import resource
@@ -36,7 +37,7 @@ MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
 MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready
 BATCH = 32  # completions per poll
 EVENT_LINK = "anon_inode:[infinibandevent]"
-MEMORY_REFUSED = (12, 11)  # ENOMEM, EAGAIN: what the kernel says beyond the limit of locked memory
+MEMORY_REFUSED = (errno.ENOMEM, errno.EAGAIN)  # beyond the limit of locked memory
 
 
 class Queue:
