@@ -215,10 +215,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to waiting workers: these ranks are still missing."""
+    """Aggregator to waiting workers: these ranks are still missing. `note`: which was refused last, and why."""
 
     missing: list[int]
     total_missing: int
+    note: _Text = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 READY_S = 120.0  # the first start on a machine compiles the kernels
 WAIT_S = 60.0  # longer than anything here takes on a busy machine, or an emulated one
 CLOSED = "closed"
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 _T = TypeVar("_T")
 _numbers = itertools.count(1)

@@ -1,7 +1,7 @@
-"""The compiler behind every kernel: the one decorator, and the one hint that Python has no words for.
+"""The compiler behind every kernel: the one decorator, and the hints that Python has no words for.
 
 Kernels release the GIL and are cached on disk. A kernel file calls no compiled function of another file, so numba's
-per-file cache stamp is enough to notice every edit (but not one to `prefetch`: `make clean` after that).
+per-file cache stamp is enough to notice every edit (but not one to the hints: `make clean` after that).
 NUMBA_DISABLE_JIT=1 runs the same code as plain Python.
 """
 
@@ -24,6 +24,7 @@ from omnireduce.dtypes import Array
 
 _array_of: Any = arrayobj.make_array
 _insert_function: Any = cgutils.get_or_insert_function
+LINE_BYTES = 64  # of a cache line
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -60,22 +61,38 @@ def prefetch(words: Array, index: int) -> None:
     """Begin to load the cache line of `words[index]`, which may lie outside the array. `words`: one-dimensional."""
 
 
-@intrinsic
-def _prefetch(typing_context: Any, words: Any, index: Any) -> Any:
+def prefetch_to_write(words: Array, index: int) -> None:
+    """`prefetch` of a line that will be written: it is taken from the other cores' caches as well."""
+
+
+def _instruction(write: int) -> Any:
     """The machine's instruction; see `prefetch`."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> None:
-        data = _array_of(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        hints = [ir.Constant(cgutils.int32_t, number) for number in (0, 3, 1)]  # to read; into all caches; data
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[cgutils.int32_t] * 3])
-        function = _insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [address, *hints])
+    @intrinsic
+    def emit(typing_context: Any, words: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> None:
+            data = _array_of(signature.args[0])(context, builder, args[0]).data
+            address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+            hints = [ir.Constant(cgutils.int32_t, number) for number in (write, 3, 1)]  # into all caches; data
+            kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[cgutils.int32_t] * 3])
+            function = _insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+            builder.call(function, [address, *hints])
 
-    return numba.void(words, numba.intp), generate
+        return numba.void(words, numba.intp), generate
+
+    return emit
+
+
+_read, _write = _instruction(0), _instruction(1)
 
 
 @overload(prefetch, strict=False)
 def _compile_prefetch(words: Any, index: Any) -> Any:
-    emit: Any = _prefetch
+    emit: Any = _read
+    return lambda words, index: emit(words, index)
+
+
+@overload(prefetch_to_write, strict=False)
+def _compile_prefetch_to_write(words: Any, index: Any) -> Any:
+    emit: Any = _write
     return lambda words, index: emit(words, index)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import kernel, prefetch
+from omnireduce.kernels.jit import LINE_BYTES, kernel, prefetch, prefetch_to_write
 
-LINE = 8  # words in a cache line
+LINE = LINE_BYTES // 8  # words
 AHEAD = 1024  # words between what is scanned and what is fetched: the processor alone looks less far
+NEAR = 512  # the same for what is written: the aggregator has read it, so it lies in another core's cache
 
 
 @kernel
@@ -30,7 +31,7 @@ def _pack_run(
     cache. The blocks that will be scanned next follow on each other up to `stop`, and go on at `stop + skip`.
     """
     width = source.shape[1]
-    ahead = max(1, AHEAD // width)
+    ahead, near = max(1, AHEAD // width), max(1, NEAR // width)
     for block in range(start, stop):
         if count == rows.shape[0]:
             return count, block
@@ -38,6 +39,7 @@ def _pack_run(
         distance = ahead if block + ahead < stop else ahead + skip
         for i in range(0, width, LINE):
             prefetch(row, distance * width + i)
+            prefetch_to_write(out, near * width + i)
         for i in range(width):  # to the end even if the first word decides: so it vectorises
             out[i] = row[i]
             bits |= row[i]

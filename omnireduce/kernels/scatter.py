@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.jit import LINE_BYTES, kernel, prefetch, prefetch_to_write
+
+LINE = LINE_BYTES // 8  # words
+AHEAD = 1024  # words between what is copied and what is fetched
 
 
 @kernel
@@ -12,7 +15,15 @@ def scatter_blocks(target: Array, rows: Array, indices: Array, unchanged: Array)
 
     `target`, `rows`: uint64 (…, words per block); `indices` were checked before.
     """
+    width = rows.shape[1]
+    ahead = max(1, AHEAD // width)
     for k in range(indices.size):
+        later = k + ahead
+        if later < indices.size and not unchanged[later]:
+            row, out = rows[later], target[indices[later]]
+            for i in range(0, width, LINE):
+                prefetch(row, i)
+                prefetch_to_write(out, i)
         if unchanged[k]:
             continue
         row, out = rows[k], target[indices[k]]

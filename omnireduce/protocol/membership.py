@@ -59,6 +59,7 @@ class _Gathering:
     told_at: float  # when all members were told last who is missing
     is_news: bool = False  # that has changed since
     members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
+    note: str = ""  # who was refused last, for those who may wait for it
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:
@@ -93,9 +94,12 @@ class Membership:
         wrong = self._objection(hello)
         if wrong:
             yield Answer(key, Refused(wrong))
+            if hello.job in self._gathering and not _malformed(hello):
+                waiting = self._gathering[hello.job]
+                waiting.note, waiting.is_news = f"{member_name(hello)} was refused: {wrong}", True
             return
         gathering = self._gathering.setdefault(hello.job, _Gathering(hello, now, now))
-        gathering.members[hello.rank] = key, hello
+        gathering.members[hello.rank], gathering.note = (key, hello), ""
         if len(gathering.members) < hello.world_size:
             yield Answer(key, _pending(gathering))
             gathering.is_news = len(gathering.members) > 1
@@ -202,7 +206,7 @@ _ADVICE = {  # for ranks that disagree, by the field of their hello
 
 def _pending(gathering: _Gathering) -> Pending:
     missing = _missing(gathering)
-    return Pending(missing[:LISTED], len(missing))
+    return Pending(missing[:LISTED], len(missing), gathering.note)
 
 
 def _missing(gathering: _Gathering) -> list[int]:

@@ -141,7 +141,7 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
     missing: dict[Link, Pending] = {}
     welcomes: dict[Link, Welcome] = {}
     waiting = set(links)
-    complain_at = time.monotonic() + QUIET_S
+    complain_at, noted = time.monotonic() + QUIET_S, ""
     with selectors.DefaultSelector() as selector:
         for link in links:
             selector.register(link, selectors.EVENT_READ, link)
@@ -157,6 +157,9 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
                 for event in asked.poll():
                     answer = read_answer(asked, event)
                     if isinstance(answer, Pending):
+                        if answer.note and answer.note != noted:
+                            noted = answer.note
+                            log.warning("aggregator %s: %s", asked.peer, shown(noted))
                         missing[asked] = answer
                     elif isinstance(answer, Welcome):
                         waiting.discard(asked)
@@ -194,7 +197,8 @@ def _what_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str)
     if pending is None:
         return f"an answer of aggregator {link.peer}"
     names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
-    return f"rank {names} of job '{job}' at aggregator {link.peer}"
+    note = f" ({shown(pending.note)})" if pending.note else ""
+    return f"rank {names} of job '{job}' at aggregator {link.peer}{note}"
 
 
 def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, timeout_s: float) -> str:

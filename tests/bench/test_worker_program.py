@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,12 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from local_cluster import ROOT, Daemon, unique_job
+from local_cluster import MPIRUN, ROOT, Daemon, unique_job
 
 from omnireduce.config import Config, load_config
 from worker.cli import main
 
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 WORKER = (sys.executable, "-m", "worker")
 needs_mpi = pytest.mark.skipif(
     not MPIRUN or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and its mpirun"

@@ -127,6 +127,21 @@ def test_workers_that_are_configured_differently(daemon: Daemon, what: str) -> N
         assert f" of rank 0 (host test, pid 1) in job '{job}'" in refused
 
 
+def test_a_rank_that_waits_in_vain_learns_who_was_refused(daemon: Daemon) -> None:
+    job = unique_job()
+    patient = configured(daemon.addresses[:1], "cluster.join_timeout_s=3")
+    with RawPeer(daemon.addresses[0]) as first:
+        first.hello(job, 2, 3)
+        await_pending(first, [0, 1])
+        waiting = Ranks(1, lambda _: join(patient, 0, 3, job))
+        await_pending(first, [1])
+        assert "world_size 2 differs from 3" in join(patient, 1, 2, job)
+        (text,) = waiting.results()
+    assert "still waiting for rank 1" in text
+    assert "(rank 1 (host " in text
+    assert "was refused: world_size 2 differs from 3 of rank 2 (host test, pid 1)" in text
+
+
 @pytest.mark.parametrize(
     ("order", "expected"),
     [([0, 1], "shards 2 differs from 3 of rank 0"), ([1, 0, 2], "shard 1 differs from 0 of rank 0")],

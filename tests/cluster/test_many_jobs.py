@@ -3,63 +3,68 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
-import random
+import subprocess
+import sys
 import threading
 import zlib
+from collections import Counter
 
 import numpy as np
 import pytest
 from cluster_checks import assert_serves
-from local_cluster import Daemon, Ranks, configured, eventually, open_files, resident_bytes, run_job, start_job, workers
+from local_cluster import (
+    MPIRUN,
+    ROOT,
+    WAIT_S,
+    Daemon,
+    Ranks,
+    configured,
+    eventually,
+    open_files,
+    resident_bytes,
+    run_job,
+    start_job,
+    workers,
+)
 
-from omnireduce import AbortedError, Communicator, Config
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce import AbortedError, Communicator
 
-
-def mixed_job(config: Config, seed: int) -> None:
-    """A job of 1 to 4 ranks, some collectives of random types and sizes, each checked."""
-    size = random.Random(seed).randint(1, 4)
-
-    def run(comm: Communicator) -> None:
-        same = random.Random(seed)
-        for _ in range(same.randint(1, 4)):
-            dtype = same.choice(list(ELEMENT_TYPES))
-            elements = same.choice([0, 1, 17, 300, 5000, 200_003])
-            x = np.zeros(elements, ELEMENT_TYPES[dtype].dtype)
-            x[:: same.choice([1, 7, 1000])] = 1
-            expected = (x.astype(np.int64) * size).tolist()
-            assert comm.allreduce(x).astype(np.int64).tolist() == expected
-        assert comm.allgather(np.array(comm.rank)).tolist() == list(range(size))
-
-    run_job(config, size, run, job="one-name-for-all")
+SERIES = str(ROOT / "tests" / "cluster" / "job_series.py")
 
 
-def failing_job(config: Config, seed: int) -> None:
-    """One rank leaves by an exception, the others see it."""
-    size = random.Random(seed).randint(2, 4)
-
-    def run(comm: Communicator) -> None:
-        if comm.rank == 1:
-            raise ZeroDivisionError
-        comm.allreduce(np.ones(200_003))
-
-    outcomes = start_job(config, size, run, job="one-name-for-all").outcomes()
-    assert isinstance(outcomes.pop(1), ZeroDivisionError)
-    assert all(isinstance(error, AbortedError) for error in outcomes)
+def launch(daemon: Daemon, size: int, jobs: range) -> Counter[tuple[int, str]]:
+    """Run `jobs` one after another on `size` processes that mpirun starts; how often each job had which outcome."""
+    assert MPIRUN is not None
+    numbers = ["--jobs", str(jobs.start), str(jobs.stop)]
+    command = [MPIRUN, "-n", str(size), sys.executable, SERIES, "--aggregators", ",".join(daemon.addresses), *numbers]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return Counter((each["job"], each["outcome"]) for each in found)
 
 
+def outcomes(size: int, number: int) -> dict[tuple[int, str], int]:
+    """What `launch` counts for one job: every fifth fails, by its last rank."""
+    if number % 5:
+        return {(number, "done"): size}
+    return {(number, "ZeroDivisionError"): 1} | ({(number, "AbortedError"): size - 1} if size > 1 else {})
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_a_hundred_jobs_in_a_row() -> None:
-    """Every fifth fails. A new rank can join where the last job has hardly ended, descriptors and memory stay flat."""
+    """Processes of ten launches, of 1 to 4 ranks. A new job can begin where the last one has hardly ended, descriptors
+    and memory stay flat."""
     with Daemon(2) as daemon:
         shards = daemon.shard_pids
-        configs = [configured(daemon.addresses, f"transport.kind={kind}") for kind in ("shm", "tcp")]
-        for number in range(20):
-            mixed_job(configs[number % 2], number)
-        assert_serves(daemon)
-        before = [(len(open_files(pid)), resident_bytes(pid)) for pid in shards]
-        for number in range(20, 100):
-            (failing_job if number % 5 == 0 else mixed_job)(configs[number // 5 % 2], number)
+        before: list[tuple[int, int]] = []
+        for number, size in enumerate((1, 2, 3, 4, 2, 1, 2, 3, 4, 2)):
+            jobs = range(10 * number, 10 * number + 10)
+            expected = [outcomes(size, job) for job in jobs]
+            assert launch(daemon, size, jobs) == {key: count for each in expected for key, count in each.items()}
+            if number == 3:
+                before = [(len(open_files(pid)), resident_bytes(pid)) for pid in shards]
         assert_serves(daemon)
         assert daemon.shard_pids == shards
         for pid, (files, memory) in zip(shards, before, strict=True):

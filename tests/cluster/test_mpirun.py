@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from local_cluster import ROOT, WAIT_S, Daemon, Process, Ranks
+from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, Process, Ranks
 from transports import KINDS
 
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 SCRIPT = str(ROOT / "tests" / "cluster" / "looping_worker.py")
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 

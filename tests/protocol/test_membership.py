@@ -93,6 +93,18 @@ def test_those_who_wait_hear_of_newcomers_at_most_once_a_second() -> None:
     assert next(membership.expire(20.0)) == Answer(("job", 0), Pending([29, 30, 31], 3))
 
 
+def test_those_who_wait_hear_who_was_refused_and_why() -> None:
+    """Until another rank joins: then it is old news."""
+    membership = Membership(LIMITS)
+    join(membership, 0, world_size=3)
+    reason = refusal(join(membership, 1, world_size=2))
+    note = f"rank 1 (host h, pid 101) was refused: {reason}"
+    assert list(membership.expire(1.0)) == [Answer(("job", 0), Pending([1, 2], 2, note))]
+    assert join(membership, 2, world_size=3) == [Answer(("job", 2), Pending([1], 1))]
+    refusal(list(membership.hello("x", hello(-1, 3), 1.0)))
+    assert list(membership.expire(2.0)) == [Answer(("job", rank), Pending([1], 1)) for rank in (0, 2)]
+
+
 def test_a_rank_cannot_join_twice() -> None:
     membership = Membership(LIMITS)
     join(membership, 0)
@@ -278,7 +290,7 @@ class Life(RuleBasedStateMachine):
                 mine = self.waiting[effect.key]
                 here = {each.rank for each in self.waiting.values() if each.job == mine.job}
                 missing = [rank for rank in range(mine.world_size) if rank not in here]
-                assert effect.message == Pending(missing[:16], len(missing))
+                assert (effect.message.missing, effect.message.total_missing) == (missing[:16], len(missing))
         return started
 
     def admitted(self, admit: Admit) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_cluster import MPIRUN
 
 from omnireduce.config_keys import KEYS
 from omnireduce.errors import UsageError
@@ -137,12 +136,7 @@ def test_every_job_name_is_one_that_the_configuration_allows(job: str | None) ->
     assert KEYS["cluster.job"].read(name) == name
 
 
-def mpirun() -> str | None:
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
-@pytest.mark.skipif(mpirun() is None, reason="no mpirun: pip install mpich")
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_mpirun() -> None:
     program = (
         "from omnireduce.runtime.launcher import detect_launch as d\n"
@@ -151,7 +145,7 @@ def test_real_mpirun() -> None:
         "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.launcher}\\n')"  # in one piece
     )
     done = subprocess.run(
-        [str(mpirun()), "-n", "2", sys.executable, "-c", program],
+        [str(MPIRUN), "-n", "2", sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=60,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_cluster import ROOT, Daemon, Ranks, configured, run_job, start_job, unique_job
+from local_cluster import MPIRUN, ROOT, Daemon, Ranks, configured, run_job, start_job, unique_job
 
 from omnireduce.bench.recorded import find_arrays
 from omnireduce.config import Config
@@ -31,7 +30,6 @@ SMALL = {
     "max_files": 40,
     "learning_rate": 0.1,
 }
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 needs_mpi = pytest.mark.skipif(
     not MPIRUN or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and its mpirun"
 )
