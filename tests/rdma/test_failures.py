@@ -94,6 +94,16 @@ def test_a_receiver_whose_queue_is_full() -> None:
     receiver.close()
 
 
+def test_a_device_that_takes_no_more_writes() -> None:
+    sender, receiver = queue(Verbs()), queue(Verbs())
+    sender.connect(receiver.endpoint)
+    with pytest.raises(TransportError, match="RDMA failed: the device takes no write"):
+        for _ in range(10_000):  # the receiver is not connected: nothing is acknowledged
+            sender.announce(0)
+    sender.close()
+    receiver.close()
+
+
 def test_a_peer_that_writes_where_it_may_not() -> None:
     settings = Verbs(ack_timeout=10, retry_count=2)
     sender, receiver = queue(settings), queue(settings)

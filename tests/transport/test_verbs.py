@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from omnireduce.errors import TransportError
 from omnireduce.transport.base import Control, Lost, Received
 from omnireduce.transport.verbs.link import LETTERS, Failure
 
@@ -98,6 +99,28 @@ def test_a_failed_queue_ends_the_link_after_what_had_arrived(pair: VerbsPair) ->
     pair.left.send(0, 8)
     pair.left.send_control(b"nobody")
     assert pair.left.poll() == []
+
+
+@pytest.mark.parametrize("what", ["send", "return_credit"])
+def test_a_device_that_takes_no_write_ends_the_link(
+    pair: VerbsPair, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor tells of it, although nothing arrives."""
+    pair.right.send(2, 8)
+    assert pair.collect(pair.left, 1) == [Received(2, 8)]
+
+    def refuse(*_: object) -> None:
+        raise TransportError("RDMA failed: the device takes no write: ENOMEM")
+
+    monkeypatch.setattr(wire(pair), "write", refuse)
+    monkeypatch.setattr(wire(pair), "announce", refuse)
+    if what == "send":
+        pair.left.send(0, 8)
+    else:
+        pair.left.return_credit(2)
+    pair.wait([pair.left], 10)
+    assert pair.left.poll() == [Lost("RDMA failed: the device takes no write: ENOMEM")]
+    assert pair.left.over
 
 
 IMPORTS = """

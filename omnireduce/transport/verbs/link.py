@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from omnireduce.dtypes import Array
+from omnireduce.errors import TransportError
 from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
 from omnireduce.transport.tcp import TcpLink
 
@@ -104,10 +105,14 @@ class VerbsLink(Link):
         immediate = kind << KIND_SHIFT | slot << SLOT_SHIFT | self._control.controls_sent & CONTROLS_MASK
         self._announced += 1
         self.counters.sent_bytes += IMMEDIATE_BYTES + nbytes
-        if kind == MESSAGE:
-            self._queue.write(slot, nbytes, immediate)
-        else:
-            self._queue.announce(immediate)
+        try:
+            if kind == MESSAGE:
+                self._queue.write(slot, nbytes, immediate)
+            else:
+                self._queue.announce(immediate)
+        except TransportError as error:
+            self._failure = Lost(str(error))
+            self._watch()
 
     def send_control(self, body: bytes) -> None:
         self._control.send_control(body, after=self._announced & WRITES_MASK)
@@ -119,10 +124,13 @@ class VerbsLink(Link):
             self._watch()
 
     def _watch(self) -> None:
-        """Let the descriptor also tell when the control connection takes output, or is not to be read."""
-        wanted = (select.EPOLLIN if len(self._letters) < LETTERS else 0) | (
-            select.EPOLLOUT if self._control.wants_write else 0
-        )
+        """Let the descriptor also tell when the control connection takes output, or is not to be read.
+
+        A failure that `poll` has not reported shows as well: the control connection nearly always takes output.
+        """
+        wanted = select.EPOLLIN if len(self._letters) < LETTERS else 0
+        if self._control.wants_write or self._failure is not None:
+            wanted |= select.EPOLLOUT
         if wanted != self._interest and self._lost is None:
             self._interest = wanted
             self._epoll.modify(self._control, wanted)

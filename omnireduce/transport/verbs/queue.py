@@ -133,39 +133,57 @@ class Queue:
         self._peer = peer
 
     def write(self, slot: int, nbytes: int, immediate: int) -> None:
-        """Write the first `nbytes` bytes of send slot `slot` into the peer's receive slot of that number."""
+        """Write the first `nbytes` bytes of send slot `slot` into the peer's receive slot of that number.
+
+        Raises TransportError.
+        """
         place = self._slots[slot]
         place.length = nbytes
         self._post(place, self._peer.address + slot * self._slot_bytes, immediate)
 
     def announce(self, immediate: int) -> None:
-        """Say `immediate` without writing anything."""
+        """Say `immediate` without writing anything. Raises TransportError."""
         self._post(self._nothing, self._peer.address, immediate)
 
     def _post(self, place: SGE, address: int, immediate: int) -> None:
         queue = self._queue
-        queue.wr_start()
-        queue.wr_id = 0
-        queue.wr_flags = enums.IBV_SEND_SIGNALED
-        queue.wr_rdma_write_imm(self._peer.key, address, socket.htonl(immediate))  # pyverbs turns only what arrives
-        queue.wr_set_sge(place)
-        queue.wr_complete()
+        try:
+            queue.wr_start()
+            queue.wr_id = 0
+            queue.wr_flags = enums.IBV_SEND_SIGNALED
+            queue.wr_rdma_write_imm(self._peer.key, address, socket.htonl(immediate))  # pyverbs turns only what arrives
+            queue.wr_set_sge(place)
+            queue.wr_complete()
+        except PyverbsError as error:
+            raise TransportError(f"RDMA failed: the device takes no write: {error}") from error
         self.unacknowledged += 1
 
     def poll(self) -> Iterator[Write | Failure]:
         """What has happened since the last call. Afterwards `descriptor` becomes readable with the next news."""
+        try:
+            yield from self._poll()
+        except PyverbsError as error:
+            yield Failure(f"RDMA failed: {error}")
+
+    def _poll(self) -> Iterator[Write | Failure]:
         if self._readable.poll(0):
             self._channel.get_cq_event(self._completions)
             self._completions.ack_events(1)
             self._armed = False
-        yield from self.drain()
+        yield from self._drain()
         if not self._armed:
             self._completions.req_notify()
             self._armed = True
-            yield from self.drain()  # what came before the request would never be told
+            yield from self._drain()  # what came before the request would never be told
 
     def drain(self) -> Iterator[Write | Failure]:
         """What has happened since the last call, without a system call."""
+        try:
+            yield from self._drain()
+        except PyverbsError as error:
+            yield Failure(f"RDMA failed: {error}")
+
+    def _drain(self) -> Iterator[Write | Failure]:
         count = BATCH
         while count == BATCH:
             count, completions = self._completions.poll(BATCH)
