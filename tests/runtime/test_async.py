@@ -189,6 +189,7 @@ def test_shutdown_aborts_what_is_under_way(config: Config, waited_for: bool) -> 
         return caught.value
 
     def run(comm: Communicator) -> tuple[str, str]:
+        comm.barrier()  # rank 0 may have joined all shards before the others have
         if comm.rank == 0:
             error = shut_down(comm)
         else:

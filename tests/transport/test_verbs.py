@@ -53,13 +53,14 @@ def test_a_write_waits_for_the_control_message_that_was_sent_before(pair: VerbsP
 
 
 def test_a_lost_write_does_not_hide_the_end(pair: VerbsPair) -> None:
-    """The peer wrote, said goodbye and died; its write never came."""
+    """The peer wrote, said why it goes and died; its write never came."""
     left = wire(pair)
     pair.right.send(0, 8)
     left.news.clear()
-    pair.right.send_control(b"goodbye")
+    pair.right.send_control(b"because")
     pair.right.close()
-    (lost,) = pair.collect(pair.left, 1)
+    said, lost = pair.collect(pair.left, 2)
+    assert said == Control(b"because")
     assert isinstance(lost, Lost)
     assert pair.left.over
 

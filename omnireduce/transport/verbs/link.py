@@ -191,12 +191,16 @@ class VerbsLink(Link):
         return True
 
     def _report_end(self, events: list[Event]) -> bool:
-        """Report that one of the two connections is over; what is held back then misses something that is lost."""
+        """Report that one of the two connections is over; what is held back then misses something that is lost.
+
+        Control messages are reported all the same: they may say why.
+        """
         last = self._letters[-1] if self._letters else None
         if isinstance(last, Lost):
             known = len(self._writes)
             self._take_writes()  # the last ones may have come since the control connection was read
             if len(self._writes) == known:
+                events.extend(Control(letter.body) for letter in self._letters if isinstance(letter, Control))
                 self._end(events, last)
             return True
         if self._failure is not None:
