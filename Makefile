@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check rdma test-rdma clean
+.PHONY: help demo test lint types check bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 10
@@ -32,6 +32,14 @@ types: $(READY) ## mypy --strict
 
 check: lint types test ## lint, types and tests: what CI runs
 
+bench: $(READY) ## measure against MPICH, Open MPI and gloo on this host; hours. Draws into results/
+	@$(BIN)/python -m benchmarks run $(ARGS)
+	@$(BIN)/python -m pip install --quiet matplotlib
+	@$(BIN)/python -m benchmarks plot
+
+bench-quick: $(READY) ## the same, only the cases that have a target; about ten minutes
+	@$(BIN)/python -m benchmarks run --quick $(ARGS)
+
 rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are
 	@tools/pyverbs.sh $(VENV)
 
@@ -39,7 +47,7 @@ test-rdma: $(READY) ## boot guests with Soft-RoCE and run the RDMA tests in them
 	@tools/test_rdma.sh $(ARGS)
 
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-openmpi .venv-gloo build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml tools/venv.sh

@@ -1,0 +1,75 @@
+"""The benchmark against what a user would pick instead.
+
+python -m benchmarks run [--quick] [--only TEXT] [--rounds N] [--results FOLDER]
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from benchmarks.cases import all_cases, target_cases
+from benchmarks.contest import PEERS, contest
+from benchmarks.group import PeerError
+from benchmarks.report import Results, show_case, show_verdicts
+from benchmarks.targets import verdicts
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+@main.command()
+@click.option("--quick", is_flag=True, help="Only the cases that have a target.")
+@click.option("--only", default="", help="Only the cases whose name contains this text.")
+@click.option("--rounds", type=click.IntRange(1), default=None, help="Timed rounds of each case, instead of its own.")
+@click.option("--peers", default=",".join(PEERS), show_default=True, help="Whom to compare with.")
+@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
+def run(quick: bool, only: str, rounds: int | None, peers: str, results: Path) -> None:
+    """Measure on this host, print a table for each case, and write rows.json and summary.json."""
+    cases = [case for case in (target_cases() if quick else all_cases()) if only in case.name]
+    chosen = [name for name in peers.split(",") if name]
+    if unknown := set(chosen) - set(PEERS):
+        raise click.UsageError(f"--peers: got {', '.join(sorted(unknown))}, expected some of {', '.join(PEERS)}")
+    if not cases:
+        raise click.UsageError(f"no case's name contains {only!r}")
+    if rounds is not None:
+        cases = [replace(case, rounds=rounds) for case in cases]
+    console, found, started = Console(width=140), Results(results), time.monotonic()
+    for (transport, ranks), group in itertools.groupby(cases, key=lambda case: (case.transport, case.ranks)):
+        try:
+            with contest(transport, ranks, chosen) as running:
+                for case in group:
+                    measured = running.run(case)
+                    found.add([measured], verdicts([measured]))
+                    show_case(console, measured)
+        except PeerError as error:
+            raise click.ClickException(str(error)) from error
+    show_verdicts(console, found.verdicts)
+    console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {results}")
+    sys.exit(1 if found.wrong else 0)
+
+
+@main.command()
+@click.option("--results", type=click.Path(path_type=Path, exists=True), default=Path("results"), show_default=True)
+def plot(results: Path) -> None:
+    """Draw the rows in FOLDER, as PNG and SVG."""
+    try:
+        from benchmarks.plots import draw
+
+        made = draw(results)
+    except ImportError as error:
+        raise click.ClickException(f"{error}: pip install 'omnireduce[plot]'") from error
+    for path in made:
+        click.echo(path)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

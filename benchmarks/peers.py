@@ -1,0 +1,158 @@
+"""What competes, as seen by one rank: the service, MPI, gloo, and sparse exchanges built on the last two.
+
+Each class joins its ranks when it is made, and offers methods by name. `dense` methods take the tensor and return the
+result, possibly the same array; `rows` methods take row numbers (int64, ascending), rows (n, row length) and the number
+of rows, and return the union's row numbers and sums. Only the process that needs one imports its library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+
+BLOCK_BYTES = 1024  # of the scan
+Dense = Callable[[Array], Array]
+Rows = Callable[[Array, Array, int], tuple[Array, Array]]
+
+
+class Peer:
+    """One rank of one competitor."""
+
+    rank: int
+    size: int
+    dense: dict[str, Dense]
+    rows: dict[str, Rows]
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        raise NotImplementedError
+
+    def wire_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received so far, if it knows them."""
+        return 0, 0
+
+
+class Service(Peer):
+    """omnireduce. `scan` only reads the tensor, block by block: what no sparse exchange can save."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import omnireduce as omni
+        from omnireduce.kernels.density import nonzero_blocks
+
+        config = omni.load_config(overrides=options["set"], environ={})
+        self._comm = omni.connect(config, job=options["job"], rank=options["rank"], size=options["size"])
+        self.rank, self.size = self._comm.rank, self._comm.size
+
+        def scan(tensor: Array) -> Array:
+            words = tensor.view(np.uint64).reshape(-1, BLOCK_BYTES // 8)
+            nonzero_blocks(words, np.uint64(0x7FFFFFFF7FFFFFFF), np.empty(len(words), np.bool_))
+            return tensor
+
+        self.dense = {"allreduce": self._comm.allreduce, "scan": scan}
+        self.rows = {"allreduce": lambda numbers, values, n: self._comm.allreduce_rows(numbers, values, n)}
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def wire_bytes(self) -> tuple[int, int]:
+        found = self._comm.statistics()
+        return found.sent_bytes, found.received_bytes
+
+
+class Mpi(Peer):
+    """mpi4py on the MPI of this environment; AGsparse is an all-gather of the non-zero elements, or rows."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        self._world: Any = MPI.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+        self._result = np.zeros(0, np.float32)
+        self.dense = {"out of place": self._out_of_place, "in place": self._in_place, "agsparse": self._gather_elements}
+        self.rows = {"agsparse": self._gather_rows}
+
+    def barrier(self) -> None:
+        self._world.Barrier()
+
+    def _in_place(self, tensor: Array) -> Array:
+        self._world.Allreduce(self._mpi.IN_PLACE, tensor)
+        return tensor
+
+    def _out_of_place(self, tensor: Array) -> Array:
+        if self._result.size != tensor.size:
+            self._result = np.ones_like(tensor)
+        self._world.Allreduce(tensor, self._result)
+        return self._result
+
+    def _gather(self, part: Array, counts: Array) -> Array:
+        width = part[0].size if part.ndim > 1 else 1
+        every = np.empty((int(counts.sum()), *part.shape[1:]), part.dtype)
+        self._world.Allgatherv(part, (every, counts * width))
+        return every
+
+    def _counts(self, own: int) -> Array:
+        counts = np.empty(self.size, np.int64)
+        self._world.Allgather(np.array([own]), counts)
+        return counts
+
+    def _gather_elements(self, tensor: Array) -> Array:
+        places = np.flatnonzero(tensor).astype(np.int32)
+        counts = self._counts(places.size)
+        every, values = self._gather(places, counts), self._gather(tensor[places], counts)
+        result = np.zeros_like(tensor)
+        ends = np.cumsum(counts)
+        for end, count in zip(ends, counts, strict=True):  # of each rank: every place at most once
+            result[every[end - count : end]] += values[end - count : end]
+        return result
+
+    def _gather_rows(self, numbers: Array, values: Array, n_rows: int) -> tuple[Array, Array]:
+        counts = self._counts(numbers.size)
+        every, parts = self._gather(numbers, counts), self._gather(values, counts)
+        union, places = np.unique(every, return_inverse=True)
+        result = np.zeros((union.size, values.shape[1]), values.dtype)
+        ends = np.cumsum(counts)
+        for end, count in zip(ends, counts, strict=True):
+            result[places[end - count : end]] += parts[end - count : end]
+        return union, result
+
+
+class Gloo(Peer):
+    """torch.distributed with gloo, dense and with sparse COO tensors."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = options["interface"]
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        self._torch: Any = torch
+        self._dist: Any = dist
+        self.rank, self.size = options["rank"], options["size"]
+        dist.init_process_group("gloo", init_method=options["store"], rank=self.rank, world_size=self.size)
+        self.dense = {"allreduce": self._allreduce}
+        self.rows = {"sparse": self._sparse}
+
+    def barrier(self) -> None:
+        self._dist.barrier()
+
+    def _allreduce(self, tensor: Array) -> Array:
+        self._dist.all_reduce(self._torch.from_numpy(tensor))
+        return tensor
+
+    def _sparse(self, numbers: Array, values: Array, n_rows: int) -> tuple[Array, Array]:
+        torch = self._torch
+        places, rows = torch.from_numpy(numbers).unsqueeze(0), torch.from_numpy(values)
+        shape = (n_rows, values.shape[1])
+        tensor = torch.sparse_coo_tensor(places, rows, shape, is_coalesced=True, check_invariants=False)
+        self._dist.all_reduce(tensor)
+        total = tensor.coalesce()
+        return total.indices()[0].numpy(), total.values().numpy()
+
+
+PEERS: dict[str, Callable[[dict[str, Any]], Peer]] = {"service": Service, "mpi": Mpi, "gloo": Gloo}

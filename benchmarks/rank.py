@@ -1,0 +1,112 @@
+"""One rank of a competitor: does what the controller says over a Unix socket, one JSON object a line.
+
+    python -m benchmarks.rank PEER SOCKET OPTIONS
+
+The controller says `case` (which data), `round` (fill, barrier, exchange, check) or closes the connection. The answer
+to a round is what it took on this rank: seconds, processor seconds, bytes, wrong elements.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers import PEERS, Peer
+from omnireduce.bench.data import Dataset
+from omnireduce.dtypes import Array
+
+
+def memory_mib(what: str) -> float:
+    """`VmRSS`, or `VmHWM`: the peak since `forget_peak`."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Rank:
+    """The data of the present case, and the peer that exchanges it."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def case(self, elements: int, density: float, overlap: str, block_size: int, seed: int) -> dict[str, Any]:
+        """Make the data of a case."""
+        size = self._peer.size
+        self._data = Dataset(elements, "float32", block_size, density, overlap, "sum", size, seed)
+        self._tensor = np.ones(elements, np.float32)
+        self._row = block_size
+        forget_peak()
+        self._before_mib = memory_mib("VmRSS")
+        return {"density": self._data.density, "union_density": self._data.union_density}
+
+    def round(self, kind: str, method: str, number: int, fill: bool, check: bool) -> dict[str, Any]:
+        """Exchange the tensor of round `number`; without `fill` whatever it holds."""
+        peer = self._peer
+        if fill:
+            self._data.fill(peer.rank, number, self._tensor)
+        run = self._rows(method) if kind == "rows" else lambda: peer.dense[method](self._tensor)
+        peer.barrier()
+        before, processor, start = peer.wire_bytes(), time.process_time(), time.perf_counter()
+        result = run()
+        seconds, processor_s = time.perf_counter() - start, time.process_time() - processor
+        after = peer.wire_bytes()
+        return {
+            "seconds": seconds,
+            "cpu": processor_s,
+            "sent": after[0] - before[0],
+            "received": after[1] - before[1],
+            "peak_mib": memory_mib("VmHWM") - self._before_mib,
+            "wrong": self._data.wrong(number, self._placed(result)) if check else 0,
+        }
+
+    def _rows(self, method: str) -> Any:
+        rows = self._tensor.reshape(-1, self._row)
+        numbers = np.flatnonzero(rows.any(axis=1))
+        values, run = rows[numbers], self._peer.rows[method]
+        return lambda: run(numbers, values, len(rows))
+
+    def _placed(self, result: Array | tuple[Array, Array]) -> Array:
+        """A result of rows as a dense tensor."""
+        if not isinstance(result, tuple):
+            return result
+        self._tensor[:] = 0
+        self._tensor.reshape(-1, self._row)[result[0]] = result[1]
+        return self._tensor
+
+
+def main() -> None:
+    name, path, options = sys.argv[1:]
+    with socket.socket(socket.AF_UNIX) as controller:
+        controller.connect(path)
+        lines = controller.makefile("rw", encoding="ascii")
+
+        def say(**answer: object) -> None:
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+
+        try:
+            peer = PEERS[name](json.loads(options))
+            rank = Rank(peer)
+            say(rank=peer.rank)
+            for line in lines:
+                order = json.loads(line)
+                do = order.pop("do")
+                say(**(rank.case if do == "case" else rank.round)(**order))
+        except Exception as error:
+            say(error=f"{type(error).__name__}: {error}")
+            raise
+
+
+if __name__ == "__main__":
+    main()

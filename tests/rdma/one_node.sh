@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Runs pytest in a guest. What fails there gets a second chance, alone and said aloud: two cores emulate the guests' four
+# processors, and a test that times out because another one held them says nothing about RDMA.
+set -euo pipefail
+
+run() { .venv/bin/python -m pytest -q -o cache_dir="$cache" "$@"; }
+
+cache=$(mktemp -d)
+run "$@" && exit
+status=$?
+((status == 1)) || exit "$status"
+echo '== SOME TESTS FAILED; again, only those'
+run "$@" --last-failed --last-failed-no-failures none
