@@ -17,8 +17,10 @@ from rich.console import Console
 from benchmarks.cases import all_cases, target_cases
 from benchmarks.contest import PEERS, contest
 from benchmarks.group import PeerError
-from benchmarks.report import Results, show_case, show_verdicts
+from benchmarks.report import Results, rows_of, show_case, show_verdicts
+from benchmarks.shaped import LAYOUTS, Setting, run_setting
 from benchmarks.targets import verdicts
+from benchmarks.testbed import TestbedError
 
 
 @click.group(help=__doc__)
@@ -48,12 +50,35 @@ def run(quick: bool, only: str, rounds: int | None, peers: str, results: Path) -
             with contest(transport, ranks, chosen) as running:
                 for case in group:
                     measured = running.run(case)
-                    found.add([measured], verdicts([measured]))
+                    found.add(rows_of(measured), verdicts([measured]))
                     show_case(console, measured)
         except PeerError as error:
             raise click.ClickException(str(error)) from error
     show_verdicts(console, found.verdicts)
     console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {results}")
+    sys.exit(1 if found.wrong else 0)
+
+
+@main.command()
+@click.option("--rate", default="1gbit", show_default=True, help="Of every link, each way, as tc writes it.")
+@click.option("--rounds", type=click.IntRange(1), default=20, show_default=True)
+@click.option("--layout", type=click.Choice(LAYOUTS), multiple=True, default=LAYOUTS, show_default=True)
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Configuration of the workers.")
+@click.option("--ranks", type=click.IntRange(2), multiple=True, default=(2, 4), show_default=True)
+@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
+def shaped(
+    rate: str, rounds: int, layout: tuple[str, ...], ranks: tuple[int, ...], sets: tuple[str, ...], results: Path
+) -> None:
+    """Measure on hosts with shaped links (network namespaces; needs root), and write testbed.json."""
+    console, found = Console(width=140), Results(results, "testbed.json", "testbed-summary.json")
+    try:
+        for setting in itertools.starmap(Setting, itertools.product(layout, ranks)):
+            for measured, rows, lines in run_setting(setting, rate, rounds, sets):
+                found.add(rows, lines)
+                show_case(console, measured)
+    except (PeerError, TestbedError) as error:
+        raise click.ClickException(str(error)) from error
+    show_verdicts(console, found.verdicts)
     sys.exit(1 if found.wrong else 0)
 
 

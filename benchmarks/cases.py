@@ -60,4 +60,5 @@ def all_cases() -> list[Case]:
         if overlap == "none" and density * ranks > 1:
             continue
         found.append(Case(transport, ranks, size, density, overlap))
-    return found + [case for case in target_cases() if case not in found]
+    names = {case.name for case in target_cases()}
+    return [case for case in found if case.name not in names] + target_cases()

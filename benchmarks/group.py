@@ -171,14 +171,14 @@ def daemon(shards: int, *overrides: str, listen: str = "127.0.0.1:0", prefix: Se
     """Run an aggregator daemon."""
     command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        word, *addresses = process.stdout.readline().split() or [""]
-        if word != "ready":
-            raise PeerError("the aggregator did not get ready")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        yield Daemon(addresses, [int(each) for each in children])
-    finally:
-        process.terminate()
-        process.wait(30)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            word, *addresses = process.stdout.readline().split() or [""]
+            if word != "ready":
+                raise PeerError("the aggregator did not get ready")
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            yield Daemon(addresses, [int(each) for each in children])
+        finally:
+            process.terminate()
+            process.wait(30)

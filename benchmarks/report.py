@@ -71,19 +71,19 @@ def show_verdicts(console: Console, lines: Sequence[Verdict]) -> None:
 
 
 class Results:
-    """The folder that a run writes: rows.json and summary.json, complete after every case."""
+    """What a run writes into `folder`: its rows and what became of its targets, complete after every case."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, rows: str = "rows.json", summary: str = "summary.json") -> None:
+        self.folder, self._files = folder, (rows, summary)
         folder.mkdir(parents=True, exist_ok=True)
         self.rows: list[dict[str, Any]] = []
         self.verdicts: list[Verdict] = []
 
-    def add(self, measured: Sequence[Measured], verdicts: Sequence[Verdict]) -> None:
-        self.rows += [row for each in measured for row in rows_of(each)]
+    def add(self, rows: Sequence[dict[str, Any]], verdicts: Sequence[Verdict]) -> None:
+        self.rows += rows
         self.verdicts += verdicts
-        self._write("rows.json", self.rows)
-        self._write("summary.json", as_json(self.verdicts))
+        self._write(self._files[0], self.rows)
+        self._write(self._files[1], as_json(self.verdicts))
 
     def _write(self, name: str, content: object) -> None:
         (self.folder / name).write_text(json.dumps(content, indent=1) + "\n")

@@ -132,6 +132,16 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 3 << 19
     slots: Annotated[int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)] = 3
+    tcp_message_bytes: Annotated[
+        int,
+        _meta(
+            "the longest message over tcp: short ones keep both directions of a link busy; elsewhere a message may "
+            "fill its slot",
+            "bytes",
+            ge=4096,
+            le=67108864,
+        ),
+    ] = 1 << 18
     scan_span: Annotated[
         int,
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),

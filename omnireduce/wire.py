@@ -155,6 +155,7 @@ _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
 
 
@@ -212,6 +213,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     stripe_blocks: int  # how blocks are dealt to shards: ranks that differ would never meet
     timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
     verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
+    tcp_message_bytes: _Positive = 1 << 18  # the longest message that suits this worker if it stays with TCP
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):

@@ -100,6 +100,7 @@ class InprocCluster:
         stripe_blocks: int = 4,
         seed: int = 0,
         timeout_s: float = 60.0,
+        message_bytes: int | None = None,
     ) -> None:
         self.world_size, self.shards, self.slots, self.stripe_blocks = world_size, shards, slots, stripe_blocks
         self.now, self.moved = 0.0, 0
@@ -120,8 +121,10 @@ class InprocCluster:
                 self._join(shard, rank)
         members = [f"rank {rank} (host h{rank}, pid {100 + rank})" for rank in range(world_size)]
         self.aggregators = [
-            AggregatorMachine(members, arena, results) for arena, results in zip(self.arenas, self.results, strict=True)
+            AggregatorMachine(members, arena, results, message_bytes=message_bytes)
+            for arena, results in zip(self.arenas, self.results, strict=True)
         ]
+        self._message_bytes = [message_bytes] * shards if message_bytes else []
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
         self.worker_drivers = [self._worker_driver(rank) for rank in range(world_size)]
         self.aggregator_drivers = [self._aggregator_driver(shard) for shard in range(shards)]
@@ -142,7 +145,15 @@ class InprocCluster:
         links = self.up[rank]
         slots = [(link.send_slots, link.receive_slots) for link in links]
         addresses = [f"127.0.0.1:{7400 + shard}" for shard in range(self.shards)]
-        return WorkerMachine(slots, addresses, name, rank=rank, scan_span=scan_span, timeout_s=timeout_s)
+        return WorkerMachine(
+            slots,
+            addresses,
+            name,
+            rank=rank,
+            scan_span=scan_span,
+            timeout_s=timeout_s,
+            message_bytes=self._message_bytes,
+        )
 
     def _worker_driver(self, rank: int) -> Driver:
         def on_end(end: End) -> None:

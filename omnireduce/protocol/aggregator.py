@@ -42,15 +42,26 @@ class AggregatorMachine:
     """One generation of one job.
 
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
-    r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. When no result leaves
-    for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait has doubled: a rank
-    that hears nothing for longer knows that the aggregator hangs.
+    r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. Blocks of a result
+    take no more than `message_bytes` (None: than fit in a slot), unless one alone takes more.
+
+    When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
+    has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
     """
 
-    def __init__(self, members: Sequence[str], arena: Array, results: Array, *, warn_after_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        members: Sequence[str],
+        arena: Array,
+        results: Array,
+        *,
+        message_bytes: int | None = None,
+        warn_after_s: float = 1.0,
+    ) -> None:
         self._ranks = [_Rank(name) for name in members]
         self._arena, self._results = arena, results
         self._slots = len(results)
+        self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
@@ -185,7 +196,9 @@ class AggregatorMachine:
         if key in self._formats:
             self._formats[key].begin(descriptor)
         else:
-            self._formats[key] = Reduction(descriptor, len(self._ranks), self._arena, self._results)
+            self._formats[key] = Reduction(
+                descriptor, len(self._ranks), self._arena, self._results, self._message_bytes
+            )
             while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:
                 del self._formats[next(iter(self._formats))]
         self._current, self._descriptor = self._formats[key], descriptor

@@ -22,9 +22,10 @@ class Reduction:
     """Work space for collectives of one block format; `begin` makes it ready for the next one.
 
     `arena`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes).
+    Blocks of a result take no more than `message_bytes`, unless one alone takes more.
     """
 
-    def __init__(self, descriptor: Descriptor, ranks: int, arena: Array, results: Array) -> None:
+    def __init__(self, descriptor: Descriptor, ranks: int, arena: Array, results: Array, message_bytes: int) -> None:
         element = ELEMENT_TYPES[descriptor.dtype]
         self._storage: np.dtype[Any] = element.storage
         self._half, self._brain = element.is_half, element.name == "bfloat16"
@@ -32,8 +33,9 @@ class Reduction:
         self._slots, self._results = arena, results
         self._arena = arena.reshape(-1).view(self._storage)
         self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in results]
-        self.capacity = capacity(arena.shape[1], self._block_bytes)
-        self._indices = np.empty((ranks, self.capacity), np.int64)
+        fitting = capacity(arena.shape[1], self._block_bytes)
+        self.capacity = min(fitting, max(1, message_bytes // self._block_bytes))  # of a result, in blocks
+        self._indices = np.empty((ranks, fitting), np.int64)
         self._position, self._count, self._start = (np.zeros(ranks, np.int64) for _ in range(3))
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
         self._frontier = [NOT_STARTED] * ranks

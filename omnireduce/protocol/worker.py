@@ -51,8 +51,10 @@ class Collective:
 class _Stream:
     """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
 
-    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, rank: int, scan_span: int) -> None:
-        self.shard = shard
+    def __init__(
+        self, shard: int, send_slots: Array, receive_slots: Array, rank: int, scan_span: int, message_bytes: int
+    ) -> None:
+        self.shard, self._message_bytes = shard, message_bytes
         self._rank = rank
         self._send_slots, self._receive_slots = send_slots, receive_slots
         self._free = list(range(len(send_slots)))
@@ -97,6 +99,7 @@ class _Stream:
             self._cursor, extra = operand.start(self.shard), collective.extra
         memory = self._send_slots[slot]
         rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
+        rows = rows[: max(1, self._message_bytes // operand.block_bytes)]
         indices = self._scratch(len(rows))
         count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
         nbytes = seal(memory, collective.number, frontier, indices[:count], operand.block_bytes, extra)
@@ -140,8 +143,9 @@ class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the
-    shard in errors; `me` names this worker, whose number is `rank`. A collective that takes longer than `timeout_s`
-    ends the job.
+    shard in errors; `me` names this worker, whose number is `rank`. Blocks of a message to shard i take no more than
+    `message_bytes[i]` (nothing given: than fit in a slot), unless one alone takes more. A collective that takes longer
+    than `timeout_s` ends the job.
     """
 
     def __init__(
@@ -153,8 +157,10 @@ class WorkerMachine:
         rank: int,
         scan_span: int,
         timeout_s: float,
+        message_bytes: Sequence[int] = (),
     ) -> None:
-        self._streams = [_Stream(i, send, receive, rank, scan_span) for i, (send, receive) in enumerate(slots)]
+        most = message_bytes or [send.shape[1] for send, _ in slots]
+        self._streams = [_Stream(i, send, receive, rank, scan_span, most[i]) for i, (send, receive) in enumerate(slots)]
         self._slot_bytes = min(send.shape[1] for send, _ in slots)
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
         self._under_way: deque[Collective] = deque()

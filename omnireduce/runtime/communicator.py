@@ -78,6 +78,10 @@ class Communicator:
             rank=rank,
             scan_span=config.protocol.scan_span,
             timeout_s=config.cluster.timeout_s,
+            message_bytes=[
+                config.protocol.tcp_message_bytes if link.kind == "tcp" else config.protocol.slot_bytes
+                for link in self._links
+            ],
         )
         self._engine = Engine(self._machine, self._links, config.transport.spin_us / 1e6)
         _open_communicators.add(self)

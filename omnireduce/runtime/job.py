@@ -45,7 +45,18 @@ class Job:
             raise
         members = [member_name(hello) for hello in hellos]
         warn_after_s = min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)])
-        self.machine = AggregatorMachine(members, self._arena.slots, self._results.slots, warn_after_s=warn_after_s)
+        for rank, hello in enumerate(hellos):
+            self.links[rank] = self._welcome(rank, hello, verbs)
+        over_tcp = [
+            hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
+        ]
+        self.machine = AggregatorMachine(
+            members,
+            self._arena.slots,
+            self._results.slots,
+            message_bytes=min(over_tcp, default=None),
+            warn_after_s=warn_after_s,
+        )
         self.driver = Driver(
             self.machine,
             self.links,
@@ -53,8 +64,6 @@ class Job:
             on_end=lambda end: on_end(self, end),
             on_warn=lambda text: log.warning("%s: %s", self, text),
         )
-        for rank, hello in enumerate(hellos):
-            self.links[rank] = self._welcome(rank, hello, verbs)
         log.info("%s: %d ranks joined by %s", self, ranks, "+".join(sorted({link.kind for link in self.links})))
 
     def _welcome(self, rank: int, hello: Hello, verbs: Verbs | None) -> Link:

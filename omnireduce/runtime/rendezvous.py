@@ -101,6 +101,7 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Of
         stripe_blocks=config.protocol.stripe_blocks,
         timeout_s=config.cluster.timeout_s,
         verbs=None if offer is None else offer.endpoint,
+        tcp_message_bytes=config.protocol.tcp_message_bytes,
     )
 
 

@@ -12,7 +12,7 @@ from local_cluster import MPIRUN
 from benchmarks.__main__ import main
 from benchmarks.cases import Case, all_cases, target_cases
 from benchmarks.contest import OURS, SCAN, Measured, Result
-from benchmarks.report import Results
+from benchmarks.report import Results, rows_of
 from benchmarks.targets import verdicts
 
 
@@ -52,7 +52,7 @@ def test_files_are_complete_after_every_case(tmp_path: Path) -> None:
     found = Results(tmp_path / "new")
     for density in (0.1, 0.01):
         one = measured(Case("shm", 2, "1 MiB", density), ours=1.0, mpich=2.0)
-        found.add([one], verdicts([one]))
+        found.add(rows_of(one), verdicts([one]))
         rows = json.loads((tmp_path / "new" / "rows.json").read_text())
         assert [row["entrant"] for row in rows[-2:]] == [OURS, "mpich in place"]
         summary = json.loads((tmp_path / "new" / "summary.json").read_text())

@@ -231,6 +231,20 @@ def test_i6_a_tensor_of_zeros_is_one_message_a_shard() -> None:
     assert all(message.indices == [] for message in cluster.record)
 
 
+@pytest.mark.parametrize(("message_blocks", "most"), [(3, 3), (0.5, 1), (99, 8)])
+def test_messages_keep_their_limit_both_ways(message_blocks: float, most: int) -> None:
+    """Of blocks, but one always goes, and of a slot."""
+    nbytes = BLOCK * 4
+    cluster = InprocCluster(2, slot_bytes=slot_bytes_for(8, nbytes), message_bytes=int(message_blocks * nbytes))
+    cluster.record = []
+    tensors = [np.ones(40 * BLOCK, np.float32) for _ in range(2)]
+    for rank, tensor in enumerate(tensors):
+        cluster.allreduce(rank, tensor)
+    cluster.run()
+    assert all((tensor == 2).all() for tensor in tensors)
+    assert max(len(message.indices) for message in cluster.record) == most
+
+
 # I7: what a peer wrote is copied out, then checked, then used
 
 

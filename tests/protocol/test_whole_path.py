@@ -27,6 +27,7 @@ def clusters(draw: st.DrawFn, block_bytes: int, **fixed: Any) -> InprocCluster:
         "slot_bytes": slot_bytes_for(draw(st.integers(1, 6)), block_bytes),
         "scan_span": draw(st.integers(1, 20)),
         "stripe_blocks": draw(st.integers(1, 6)),
+        "message_bytes": draw(st.none() | st.integers(1, 5 * block_bytes)),
         "seed": draw(SEEDS),
     }
     return InprocCluster(**({"world_size": draw(st.integers(1, 5))} | shape | fixed))

@@ -1,0 +1,94 @@
+"""The service on hosts with shaped links, as a share of the bound that the links set.
+
+Dedicated: as many aggregator hosts as ranks, one shard each. A rank's link carries its own blocks up and the union
+down, so an exchange of S bytes takes at least max(D, Du) S / B. Colocated: a rank and a shard on every host. A link
+carries, each way, the blocks for the other shards and the results of its own one for the other ranks: at least
+(N-1)/N (D + Du) S / B, which for dense tensors is the bound of a ring. B is the goodput measured in the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.contest import OURS, Contest, Entrant, Measured
+from benchmarks.group import daemon, gloo_group, service_group
+from benchmarks.report import rows_of
+from benchmarks.targets import Verdict, at_least
+from benchmarks.testbed import goodput, testbed
+
+INTERFACE = "eth0"
+PORT = 7400
+LAYOUTS = ("dedicated", "colocated")
+SHARE_TARGET = 0.92
+DENSITIES = (1.0, 0.1, 0.01)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the shards are, and how many ranks there are."""
+
+    layout: str
+    ranks: int
+
+    def cases(self, rounds: int) -> list[Case]:
+        return [Case(f"{self.layout} tcp", self.ranks, "100 MiB", density, rounds=rounds) for density in DENSITIES]
+
+    def bound_ms(self, measured: Measured, bytes_per_s: float) -> float:
+        """The least time that the links allow."""
+        own, union = measured.density, measured.union_density
+        load = max(own, union) if self.layout == "dedicated" else (self.ranks - 1) / self.ranks * (own + union)
+        return 1e3 * load * measured.case.elements * 4 / bytes_per_s
+
+
+@contextlib.contextmanager
+def shaped(setting: Setting, rate: str, sets: Sequence[str], *, gloo: bool) -> Iterator[tuple[Contest, float]]:
+    """The hosts with everything running on them, and the goodput of a link in bytes per second.
+
+    `sets` are `section.key=value` for the ranks.
+
+    Raises TestbedError where there can be no such hosts, PeerError when something does not start.
+    """
+    ranks = setting.ranks
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
+        hosts = stack.enter_context(testbed(2 * ranks if setting.layout == "dedicated" else ranks, rate))
+        bytes_per_s = goodput(hosts[0], hosts[1])
+        daemons = [
+            stack.enter_context(daemon(1, listen=f"{host.address}:{PORT}", prefix=host.prefix))
+            for host in hosts[-ranks:]
+        ]
+        addresses = [address for each in daemons for address in each.addresses]
+        prefixes = [host.prefix for host in hosts[:ranks]]
+        service = service_group(ranks, folder, addresses, "transport.kind=tcp", *sets, prefixes=prefixes)
+        entrants = [Entrant(OURS, stack.enter_context(service), "allreduce", "dense")]
+        if gloo:
+            peer = stack.enter_context(gloo_group(ranks, folder, prefixes, INTERFACE))
+            entrants.append(Entrant("gloo", peer, "allreduce", "dense"))
+        yield Contest(entrants, lambda: sum(each.cpu_seconds() for each in daemons)), bytes_per_s
+
+
+Outcome = tuple[Measured, list[dict[str, Any]], list[Verdict]]
+
+
+def run_setting(setting: Setting, rate: str, rounds: int, sets: Sequence[str] = ()) -> Iterator[Outcome]:
+    """Measure the cases of one setting; yield each with its rows and what became of its targets."""
+    with shaped(setting, rate, sets, gloo=setting.layout == "colocated") as (contest, bytes_per_s):
+        for case in setting.cases(rounds):
+            measured = contest.run(case)
+            bound = setting.bound_ms(measured, bytes_per_s)
+            more = {"layout": setting.layout, "rate": rate, "link_bytes_per_s": bytes_per_s, "bound_ms": bound}
+            rows = [row | more | {"share": bound / row["ms"]} for row in rows_of(measured)]
+            yield measured, rows, _verdicts(setting, measured, bound)
+
+
+def _verdicts(setting: Setting, measured: Measured, bound_ms: float) -> list[Verdict]:
+    ours, name = measured.results[OURS].median, f"{measured.case.name}, shaped"
+    if setting.layout == "dedicated":
+        return [at_least(name, ours, "union bound", bound_ms, SHARE_TARGET)]
+    target = 1.0 if measured.case.density == 1.0 else 0.9 / measured.union_density
+    return [at_least(name, ours, "gloo", measured.results["gloo"].median, target)]
