@@ -34,7 +34,7 @@ check: lint types test ## lint, types and tests: what CI runs
 
 bench: $(READY) ## measure against MPICH, Open MPI and gloo on this host; hours. Draws into results/
 	@$(BIN)/python -m benchmarks run $(ARGS)
-	@$(BIN)/python -m pip install --quiet matplotlib
+	@$(BIN)/python -m pip install --quiet -e '.[plot]'
 	@$(BIN)/python -m benchmarks plot
 
 bench-quick: $(READY) ## the same, only the cases that have a target; about ten minutes

@@ -94,7 +94,7 @@ class Contest:
         ours = entrant.label == OURS
         processor = self._daemon_cpu() if ours else 0.0
         # an in-place exchange of what the last one left takes as long: the same blocks are zero
-        fill = ours or number < WARM_UP or case.kind == "rows"
+        fill = ours or entrant.label == SCAN or number < WARM_UP or case.kind == "rows"
         answers = entrant.group.tell(
             do="round", kind=case.kind, method=entrant.method, number=number, fill=fill,
             check=entrant.label != SCAN and (ours or number == 0),

@@ -19,6 +19,8 @@ from benchmarks.environments import ROOT, python_of
 START_S = 120.0  # imports, joining, compiling the kernels once
 ORDER_S = 120.0  # the longest that one round may take
 THREADS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+# its default, UCX, takes shared memory between local ranks whatever MPICH is told
+MPICH_OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 Prefixes = Sequence[Sequence[str]]
 
 
@@ -125,7 +127,7 @@ def mpi_group(name: str, size: int, folder: str, transport: str) -> Group:
     environ: dict[str, str] = {}
     if transport == "tcp":
         options += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"] if name == "openmpi" else []
-        environ = {"MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp"} if name == "mpich" else {}
+        environ = MPICH_OVER_TCP if name == "mpich" else {}
     rank = [str(python), "-m", "benchmarks.rank", "mpi", socket_path(folder, name), "{}"]
     command = [str(python.parent / "mpirun"), *options, "-n", str(size), *rank]
     return Group(name, size, [command], folder, environ)

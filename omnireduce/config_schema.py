@@ -145,7 +145,7 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scan_span: Annotated[
         int,
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),
-    ] = 65_536
+    ] = 16_384
     stripe_blocks: Annotated[int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)] = 64
 
 
