@@ -37,7 +37,7 @@ bench: $(READY) ## measure against MPICH, Open MPI and gloo on this host; hours.
 	@$(BIN)/python -m pip install --quiet -e '.[plot]'
 	@$(BIN)/python -m benchmarks plot
 
-bench-quick: $(READY) ## the same, only the cases that have a target; about ten minutes
+bench-quick: $(READY) ## the same, only the cases that have a target; six minutes
 	@$(BIN)/python -m benchmarks run --quick $(ARGS)
 
 rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are

@@ -76,7 +76,7 @@ def shaped(
             for measured, rows, lines in run_setting(setting, rate, rounds, sets):
                 found.add(rows, lines)
                 show_case(console, measured)
-    except (PeerError, TestbedError) as error:
+    except (PeerError, TestbedError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     show_verdicts(console, found.verdicts)
     sys.exit(1 if found.wrong else 0)

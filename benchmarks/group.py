@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ class Group:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(socket_path(folder, name))
             listener.listen(size)
-            listener.settimeout(START_S)
+            listener.settimeout(1.0)  # then whether all still live
             try:
                 for command in commands:
                     self._processes.append(self._start(command))
@@ -66,10 +68,13 @@ class Group:
         )
 
     def _greet(self, listener: socket.socket) -> tuple[int, Any]:
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise PeerError(f"{self.name} did not start in {START_S:g} s: {self._last_words()}") from None
+        connection, deadline = None, time.monotonic() + START_S
+        while connection is None:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if time.monotonic() >= deadline or any(each.poll() is not None for each in self._processes):
+                    raise PeerError(f"{self.name} did not start: {self._last_words()}") from None
         connection.settimeout(ORDER_S)
         with connection:  # the file object keeps it open
             lines = connection.makefile("rw", encoding="ascii")
@@ -78,7 +83,7 @@ class Group:
     def _answer(self, lines: Any) -> dict[str, Any]:
         try:
             line = lines.readline()
-        except TimeoutError:
+        except OSError:  # a time-out, too
             line = ""
         found: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
         if "error" in found:
@@ -92,8 +97,9 @@ class Group:
     def tell(self, **order: object) -> list[dict[str, Any]]:
         """Give all ranks an order; return their answers, by rank."""
         for lines in self._ranks:
-            lines.write(json.dumps(order) + "\n")
-            lines.flush()
+            with contextlib.suppress(OSError):  # the answer that does not come tells
+                lines.write(json.dumps(order) + "\n")
+                lines.flush()
         return [self._answer(lines) for lines in self._ranks]
 
     def close(self) -> None:
@@ -102,11 +108,11 @@ class Group:
                 with contextlib.suppress(OSError):
                     lines.close()
         for process in self._processes:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # mpirun may have died before its ranks
+            process.wait()
         self._log.close()
 
     def __enter__(self) -> Group:
@@ -164,23 +170,32 @@ class Daemon:
         self.addresses, self.pids = addresses, pids
 
     def cpu_seconds(self) -> float:
-        """Processor time of all shards so far."""
+        """Processor time of all shards so far; each has one thread."""
         return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in self.pids) / 1e9
 
 
 @contextlib.contextmanager
 def daemon(shards: int, *overrides: str, listen: str = "127.0.0.1:0", prefix: Sequence[str] = ()) -> Iterator[Daemon]:
-    """Run an aggregator daemon."""
+    """Run an aggregator daemon. Raises PeerError when it does not get ready."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
     command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
-            word, *addresses = process.stdout.readline().split() or [""]
+            ready, _, _ = select.select([process.stdout], [], [], START_S)
+            word, *addresses = (process.stdout.readline().split() if ready else []) or [""]
             if word != "ready":
-                raise PeerError("the aggregator did not get ready")
+                said = os.pread(log.fileno(), 4096, 0).decode(errors="replace").strip()
+                raise PeerError(f"the aggregator did not get ready: {said or 'it said nothing'}")
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             yield Daemon(addresses, [int(each) for each in children])
         finally:
             process.terminate()
-            process.wait(30)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -86,7 +86,8 @@ def _speedup_over_density(rows: Rows, transport: str) -> Any:
         f"100 MiB, 2 ranks, {transport}: against the best dense peer", "density of blocks", "speed-up"
     )
     best = _best_dense(rows)
-    ours = sorted((row["density"], best[row["density"]] / row["ms"]) for row in rows if row["entrant"] == OURS)
+    comparable = [row for row in rows if row["entrant"] == OURS and row["density"] in best]
+    ours = sorted((row["density"], best[row["density"]] / row["ms"]) for row in comparable)
     axes.semilogx([max(density, FLOOR) for density, _ in ours], [ratio for _, ratio in ours], "o-")
     axes.axhline(1, color="grey", linewidth=1)
     return figure

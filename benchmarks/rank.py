@@ -46,27 +46,26 @@ class Rank:
         self._data = Dataset(elements, "float32", block_size, density, overlap, "sum", size, seed)
         self._tensor = np.ones(elements, np.float32)
         self._row = block_size
-        forget_peak()
-        self._before_mib = memory_mib("VmRSS")
         return {"density": self._data.density, "union_density": self._data.union_density}
 
-    def round(self, kind: str, method: str, number: int, fill: bool, check: bool) -> dict[str, Any]:
-        """Exchange the tensor of round `number`; without `fill` whatever it holds."""
+    def round(self, kind: str, method: str, number: int, check: bool) -> dict[str, Any]:
+        """Exchange the tensor of round `number`."""
         peer = self._peer
-        if fill:
-            self._data.fill(peer.rank, number, self._tensor)
+        self._data.fill(peer.rank, number, self._tensor)
         run = self._rows(method) if kind == "rows" else lambda: peer.dense[method](self._tensor)
+        forget_peak()
+        before_mib = memory_mib("VmRSS")
         peer.barrier()
         before, processor, start = peer.wire_bytes(), time.process_time(), time.perf_counter()
         result = run()
         seconds, processor_s = time.perf_counter() - start, time.process_time() - processor
-        after = peer.wire_bytes()
+        after, peak_mib = peer.wire_bytes(), memory_mib("VmHWM")
         return {
             "seconds": seconds,
             "cpu": processor_s,
             "sent": after[0] - before[0],
             "received": after[1] - before[1],
-            "peak_mib": memory_mib("VmHWM") - self._before_mib,
+            "peak_mib": peak_mib - before_mib,
             "wrong": self._data.wrong(number, self._placed(result)) if check else 0,
         }
 

@@ -42,9 +42,8 @@ tools/pyverbs.sh .venv || could_not_run 'no pyverbs (the reason is above)'
 TESTS=(tests/rdma tests/transport/test_conformance.py tests/runtime tests/cluster)
 ONLY='rdma or verbs or test_guest or test_failures' # of the suites that run over every transport, what is RDMA's
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-
 part 'two guests' --nodes 2 -- bash -c 'tests/rdma/two_nodes.sh && tests/rdma/tutorial.sh' >"$log" 2>&1 &
+trap 'pkill -TERM -P $! 2>/dev/null || true; wait; rm -f "$log"' EXIT # its guests end with it
 failed=0
 part 'one guest' -- env SLOWNESS=8 tests/rdma/one_node.sh "${TESTS[@]}" -k "$ONLY" "$@" || failed=1
 wait $! || failed=1

@@ -59,7 +59,7 @@ class _Gathering:
     told_at: float  # when all members were told last who is missing
     is_news: bool = False  # that has changed since
     members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
-    note: str = ""  # who was refused last, for those who may wait for it
+    refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:
@@ -96,10 +96,13 @@ class Membership:
             yield Answer(key, Refused(wrong))
             if hello.job in self._gathering and not _malformed(hello):
                 waiting = self._gathering[hello.job]
-                waiting.note, waiting.is_news = f"{member_name(hello)} was refused: {wrong}", True
+                waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
+                waiting.is_news = True
             return
         gathering = self._gathering.setdefault(hello.job, _Gathering(hello, now, now))
-        gathering.members[hello.rank], gathering.note = (key, hello), ""
+        gathering.members[hello.rank] = key, hello
+        if gathering.refused is not None and gathering.refused[0] == hello.rank:
+            gathering.refused = None
         if len(gathering.members) < hello.world_size:
             yield Answer(key, _pending(gathering))
             gathering.is_news = len(gathering.members) > 1
@@ -138,6 +141,7 @@ class Membership:
                 missing = _missing(gathering)
                 ranks = ", ".join(map(str, missing[:LISTED])) + (" …" if len(missing) > LISTED else "")
                 reason = f"job '{job}' was still waiting for rank {ranks} after {self._limits.join_timeout_s:g} s"
+                reason += f" ({_note(gathering)})" if gathering.refused else ""
                 for key, _ in gathering.members.values():
                     yield Answer(key, Refused(reason))
             elif gathering.is_news and now - gathering.told_at >= NEWS_S:
@@ -206,7 +210,11 @@ _ADVICE = {  # for ranks that disagree, by the field of their hello
 
 def _pending(gathering: _Gathering) -> Pending:
     missing = _missing(gathering)
-    return Pending(missing[:LISTED], len(missing), gathering.note)
+    return Pending(missing[:LISTED], len(missing), _note(gathering))
+
+
+def _note(gathering: _Gathering) -> str:
+    return "" if gathering.refused is None else gathering.refused[1]
 
 
 def _missing(gathering: _Gathering) -> list[int]:

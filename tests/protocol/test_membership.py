@@ -94,15 +94,23 @@ def test_those_who_wait_hear_of_newcomers_at_most_once_a_second() -> None:
 
 
 def test_those_who_wait_hear_who_was_refused_and_why() -> None:
-    """Until another rank joins: then it is old news."""
+    """Until that rank joins; the others that come learn it, too."""
     membership = Membership(LIMITS)
-    join(membership, 0, world_size=3)
+    join(membership, 0, world_size=4)
     reason = refusal(join(membership, 1, world_size=2))
     note = f"rank 1 (host h, pid 101) was refused: {reason}"
-    assert list(membership.expire(1.0)) == [Answer(("job", 0), Pending([1, 2], 2, note))]
-    assert join(membership, 2, world_size=3) == [Answer(("job", 2), Pending([1], 1))]
-    refusal(list(membership.hello("x", hello(-1, 3), 1.0)))
-    assert list(membership.expire(2.0)) == [Answer(("job", rank), Pending([1], 1)) for rank in (0, 2)]
+    assert join(membership, 2, world_size=4) == [Answer(("job", 2), Pending([1, 3], 2, note))]
+    assert list(membership.expire(1.0)) == [Answer(("job", rank), Pending([1, 3], 2, note)) for rank in (0, 2)]
+    refusal(list(membership.hello("x", hello(-1, 4), 1.0)))
+    assert join(membership, 1, world_size=4) == [Answer(("job", 1), Pending([3], 1))]
+    assert list(membership.expire(2.0)) == [Answer(("job", rank), Pending([3], 1)) for rank in (0, 2, 1)]
+
+
+def test_a_job_that_expires_says_who_was_refused() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0)
+    reason = refusal(join(membership, 1, world_size=3))
+    assert f"after 30 s (rank 1 (host h, pid 101) was refused: {reason})" in refusal(list(membership.expire(30.0)))
 
 
 def test_a_rank_cannot_join_twice() -> None:

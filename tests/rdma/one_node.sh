@@ -11,3 +11,4 @@ status=$?
 ((status == 1)) || exit "$status"
 echo '== SOME TESTS FAILED; again, only those'
 run "$@" --last-failed --last-failed-no-failures none
+echo '== PASSED, BUT SOME TESTS ONLY WHEN REPEATED: see above which'
