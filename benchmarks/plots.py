@@ -69,7 +69,7 @@ def _time_over_density(rows: Rows, transport: str) -> Any:
     for label, points in _lines(rows, "entrant", "density").items():
         style = {OURS: "o-", SCAN: "k:"}.get(label, ".--")
         axes.loglog(*zip(*points, strict=True), style, label=label, linewidth=2.5 if label == OURS else 1)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     return figure
 
 
