@@ -1,6 +1,6 @@
 """The benchmark against what a user would pick instead.
 
-python -m benchmarks run [--quick] [--only TEXT] [--rounds N] [--results FOLDER]
+`run` measures on this host, `shaped` between hosts with shaped links, `plot` draws what they wrote.
 """
 
 from __future__ import annotations

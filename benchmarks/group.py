@@ -123,7 +123,7 @@ class Group:
 
 
 def socket_path(folder: str, name: str) -> str:
-    return str(Path(folder) / name.replace(" ", "-"))
+    return str(Path(folder) / name)
 
 
 def mpi_group(name: str, size: int, folder: str, transport: str) -> Group:
@@ -150,17 +150,22 @@ def gloo_group(size: int, folder: str, prefixes: Prefixes = (), interface: str =
     return Group("gloo", size, commands, folder)
 
 
-def service_group(
-    size: int, folder: str, addresses: Sequence[str], *sets: str, name: str = "service", prefixes: Prefixes = ()
-) -> Group:
+def service_group(size: int, folder: str, addresses: Sequence[str], *sets: str, prefixes: Prefixes = ()) -> Group:
     """Ranks of the service, for the daemons at `addresses`; `sets` are `section.key=value`."""
     commands = []
     for rank in range(size):
         overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
-        options = {"rank": rank, "size": size, "job": f"bench-{name.replace(' ', '-')}-{os.getpid()}", "set": overrides}
-        command = [sys.executable, "-m", "benchmarks.rank", "service", socket_path(folder, name), json.dumps(options)]
+        options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": overrides}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.rank",
+            "service",
+            socket_path(folder, "service"),
+            json.dumps(options),
+        ]
         commands.append([*(prefixes[rank] if prefixes else ()), *command])
-    return Group(name, size, commands, folder)
+    return Group("service", size, commands, folder)
 
 
 class Daemon:

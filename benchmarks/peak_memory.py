@@ -20,9 +20,9 @@ ELEMENTS = 26_214_400
 BLOCK = 256
 
 
-def peak_mib() -> float:
-    """Peak resident memory since the last `forget_peak`."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def memory_mib(what: str) -> float:
+    """Resident memory now (`VmRSS`), or its peak since the last `forget_peak` (`VmHWM`)."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 
@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     tensor = np.ones(ELEMENTS, np.float32)
     forget_peak()
-    before = peak_mib()
+    before = memory_mib("VmHWM")
     with omni.connect(omni.load_config(overrides=options.overrides)) as communicator:
         generator = np.random.default_rng(communicator.rank)
         for density in (1.0, 0.1, 0.01):
@@ -47,7 +47,7 @@ def main() -> None:
                 part = blocks[start : start + 4096]
                 part[:] = generator.random((len(part), 1)) < density
             communicator.allreduce(tensor)
-        grown = communicator.allreduce(np.array([peak_mib() - before]), op="max")
+        grown = communicator.allreduce(np.array([memory_mib("VmHWM") - before]), op="max")
         if communicator.rank == 0:
             options.json.write_text(json.dumps({"beyond_tensor_mib": float(grown[0])}) + "\n")
 

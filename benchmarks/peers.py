@@ -8,6 +8,7 @@ of rows, and return the union's row numbers and sums. Only the process that need
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ Dense = Callable[[Array], Array]
 Rows = Callable[[Array, Array, int], tuple[Array, Array]]
 
 
-class Peer:
+class Peer(ABC):
     """One rank of one competitor."""
 
     rank: int
@@ -28,9 +29,9 @@ class Peer:
     dense: dict[str, Dense]
     rows: dict[str, Rows]
 
+    @abstractmethod
     def barrier(self) -> None:
         """Return when all ranks are here."""
-        raise NotImplementedError
 
     def wire_bytes(self) -> tuple[int, int]:
         """Bytes sent and received so far, if it knows them."""

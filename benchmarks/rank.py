@@ -9,29 +9,17 @@ to a round is what it took on this rank: seconds, processor seconds, bytes, wron
 from __future__ import annotations
 
 import json
-import re
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.peak_memory import forget_peak, memory_mib
 from benchmarks.peers import PEERS, Peer
 from omnireduce.bench.data import Dataset
 from omnireduce.dtypes import Array
-
-
-def memory_mib(what: str) -> float:
-    """`VmRSS`, or `VmHWM`: the peak since `forget_peak`."""
-    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Rank:
