@@ -5,6 +5,9 @@ Processes that die are in tests/cluster, over verbs as well.
 
 from __future__ import annotations
 
+import contextlib
+import re
+import select
 import subprocess
 import sys
 import time
@@ -13,14 +16,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves, expect_round
-from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, run_job, workers
+from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, eventually, run_job, workers
 
 from omnireduce import Communicator
 from omnireduce.config import Verbs
 from omnireduce.errors import TransportError
 from omnireduce.transport.memory import private_slots
-from omnireduce.transport.verbs.devices import choose
-from omnireduce.transport.verbs.link import Failure
+from omnireduce.transport.verbs.devices import choose, list_ports
+from omnireduce.transport.verbs.link import Failure, Write
 from omnireduce.transport.verbs.queue import Queue
 
 VERBS = "transport.kind=verbs"
@@ -29,8 +32,16 @@ QUICK = ("verbs.ack_timeout=14", "verbs.retry_count=3")  # 67 ms each: broken af
 SLOTS, SLOT_BYTES = 2, 65536
 
 
+def call(*command: object) -> None:
+    subprocess.run([str(word) for word in command], check=True, timeout=WAIT_S)
+
+
 def ip_link(interface: str, state: str) -> None:
-    subprocess.run(["ip", "link", "set", interface, state], check=True, timeout=WAIT_S)
+    call("ip", "link", "set", interface, state)
+
+
+def devices() -> set[str]:
+    return {port.device for port in list_ports()}
 
 
 def queue(settings: Verbs) -> Queue:
@@ -61,6 +72,25 @@ def cable() -> Iterator[str]:
     ip_link("cable1", "up")
 
 
+@pytest.fixture
+def spare() -> Iterator[str]:
+    """The interface of rxe3, whose other end, spare2, is rxe4's; a test may remove each of them."""
+    call("ip", "link", "add", "spare1", "mtu", 9000, "type", "veth", "peer", "name", "spare2", "mtu", 9000)
+    ends = ("rxe3", "spare1", "192.168.61.1"), ("rxe4", "spare2", "192.168.61.2")
+    try:
+        for _, interface, address in ends:
+            call("ip", "addr", "add", f"{address}/24", "dev", interface)
+            ip_link(interface, "up")
+            options = f"net.ipv4.conf.{interface}"
+            call("sysctl", "-q", "-w", f"{options}.accept_local=1", f"{options}.rp_filter=0")
+        for device, interface, _ in ends:
+            call(ROOT / "vagrant" / "provision" / "rxe.sh", device, interface)
+        yield "spare1"
+    finally:  # what a test has not removed
+        for command in ("rdma link delete rxe3", "rdma link delete rxe4", "ip link delete spare1"):
+            subprocess.run(command.split(), check=False, capture_output=True, timeout=WAIT_S)
+
+
 def test_a_pulled_cable(cable: str) -> None:
     """The control connection does not go over the cable: it is the writes that fail."""
     overrides = [VERBS, "verbs.device=rxe1", *QUICK]
@@ -79,6 +109,46 @@ def test_a_pulled_cable(cable: str) -> None:
             assert error["at"] - pulled < FAILURE_S
         ip_link(cable, "up")
         assert_serves(daemon, *overrides)
+
+
+def test_a_network_card_that_is_removed(spare: str) -> None:
+    """With the interface below it, a Soft-RoCE device goes for good: its jobs end, the daemon does not."""
+    overrides = [VERBS, "verbs.device=rxe3", *QUICK]
+    with (
+        Daemon(1, "verbs.device=rxe4", *QUICK) as daemon,
+        workers(daemon, 2, *LARGE, overrides=overrides) as ranks,
+    ):
+        for worker in ranks:
+            expect_round(worker, "round", 1)
+        removed = time.monotonic()
+        with subprocess.Popen(["ip", "link", "delete", spare]) as removal:
+            for worker in ranks:
+                error = worker.expect("error")
+                assert error["type"] == "AbortedError"
+                assert re.search("RDMA failed: .*; (rxe[34] port 1 is down|the device rxe[34] is gone)", error["text"])
+                assert error["at"] - removed < FAILURE_S
+            assert removal.wait(WAIT_S) == 0, "someone holds the device back"
+        assert eventually(lambda: not {"rxe3", "rxe4"} & devices())
+        assert_serves(daemon, "transport.kind=tcp")
+
+
+def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
+    """Soft-RoCE lets those who use a device finish; nobody new gets it."""
+    with Daemon(1, "verbs.device=rxe4") as daemon:
+        settings = [VERBS, "verbs.device=rxe3"]
+        with workers(daemon, 2, *LARGE, overrides=settings) as ranks:
+            for worker in ranks:
+                expect_round(worker, "round", 1)
+            removal = subprocess.Popen(["rdma", "link", "delete", "rxe3"])
+            assert eventually(lambda: "rxe3" not in devices())
+            with pytest.raises(TransportError, match=r"'rxe3'.*this host has .*rxe0 port 1"):
+                choose(Verbs(device="rxe3"), near="")
+            for worker in ranks:
+                since = worker.expect("round")["round"]
+                expect_round(worker, "round", since + 3)
+            assert removal.poll() is None
+        assert removal.wait(WAIT_S) == 0
+        assert_serves(daemon, "transport.kind=tcp")
 
 
 def test_a_receiver_whose_queue_is_full() -> None:
@@ -104,6 +174,24 @@ def test_a_device_that_takes_no_more_writes() -> None:
 
     with pytest.raises(TransportError, match="RDMA failed: the device takes no write"):
         flood()
+    sender.close()
+    receiver.close()
+
+
+def test_what_the_device_itself_reports_ends_the_link() -> None:
+    """A completion queue that runs over; a fatal error of the device, or its removal, would come the same way."""
+    sender, receiver = queue(Verbs()), queue(Verbs())
+    sender.connect(receiver.endpoint)
+    receiver.connect(sender.endpoint)
+
+    def reported() -> bool:
+        with contextlib.suppress(TransportError):  # so many writes at once are too many for the send queue as well
+            sender.announce(0)
+        assert all(isinstance(news, Write) for news in receiver.poll())
+        return bool(select.select([sender._alarms], [], [], 0)[0])
+
+    assert eventually(reported)
+    assert "RDMA failed: the device reports an error of the completion queue" in failure(sender)
     sender.close()
     receiver.close()
 

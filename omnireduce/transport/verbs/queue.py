@@ -13,7 +13,7 @@ import secrets
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pyverbs.enums as enums
@@ -29,7 +29,7 @@ from pyverbs.wr import SGE, RecvWR
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
-from omnireduce.transport.verbs.devices import MTU_BYTES, Choice, opening
+from omnireduce.transport.verbs.devices import MTU_BYTES, STATES, Choice, opening
 from omnireduce.transport.verbs.link import Failure, Write
 from omnireduce.wire import Endpoint
 
@@ -37,6 +37,13 @@ MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
 MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready
 BATCH = 32  # completions per poll
 EVENT_LINK = "anon_inode:[infinibandevent]"
+FATAL = {  # events after which no write may be relied on
+    enums.IBV_EVENT_DEVICE_FATAL: "a fatal error, or its removal",
+    enums.IBV_EVENT_QP_FATAL: "a fatal error of the queue pair",
+    enums.IBV_EVENT_QP_REQ_ERR: "an invalid request of the peer",
+    enums.IBV_EVENT_QP_ACCESS_ERR: "an access that is not allowed to the peer",
+    enums.IBV_EVENT_CQ_ERR: "an error of the completion queue",
+}
 MEMORY_REFUSED = (errno.ENOMEM, errno.EAGAIN)  # beyond the limit of locked memory
 
 
@@ -64,13 +71,16 @@ class Queue:
 
     def _open(self, send_slots: Array, receive_slots: Array) -> None:
         own, port = self._owned.enter_context, self.choice.port
-        context = own(Context(name=port.device))
-        domain = own(PD(context))
-        before = _event_descriptors()
+        known = _event_descriptors()
+        self._context = context = own(Context(name=port.device))
+        (self._alarms,) = _event_descriptors() - known
         self._channel = own(CompChannel(context))
-        (self.descriptor,) = _event_descriptors() - before
-        self._readable = select.poll()
-        self._readable.register(self.descriptor, select.POLLIN)
+        (completed,) = _event_descriptors() - known - {self._alarms}
+        self._news = own(select.epoll())
+        self.descriptor = self._news.fileno()
+        self._news.register(self._alarms, select.EPOLLIN)
+        self._news.register(completed, select.EPOLLIN)
+        domain = own(PD(context))
         self._completions = own(CQ(context, 4 * self._depth, None, self._channel, 0))
         self._completions.req_notify()
         self._armed = True  # the descriptor tells of the next completion
@@ -160,13 +170,37 @@ class Queue:
 
     def poll(self) -> Iterator[Write | Failure]:
         """What has happened since the last call. Afterwards `descriptor` becomes readable with the next news."""
+        return self._guarded(self._poll())
+
+    def drain(self) -> Iterator[Write | Failure]:
+        """What has happened since the last call, without a system call; not what only the device itself tells."""
+        return self._guarded(self._drain())
+
+    def _guarded(self, news: Iterator[Write | Failure]) -> Iterator[Write | Failure]:
         try:
-            yield from self._poll()
+            yield from news
         except PyverbsError as error:
-            yield Failure(f"RDMA failed: {error}")
+            yield self._failed(str(error))
+
+    def _failed(self, reason: str) -> Failure:
+        return Failure(f"RDMA failed: {reason}{self._port_trouble()}")
+
+    def _port_trouble(self) -> str:
+        """What a port that is not active has to do with a failure."""
+        port = self.choice.port
+        try:
+            state = self._context.query_port(port.number).state
+        except PyverbsError:
+            return f"; the device {port.device} is gone"
+        if state == enums.IBV_PORT_ACTIVE:
+            return ""
+        return f"; {port.device} port {port.number} is {STATES.get(state, state)}"
 
     def _poll(self) -> Iterator[Write | Failure]:
-        if self._readable.poll(0):
+        for descriptor, _ in self._news.poll(0):
+            if descriptor == self._alarms:
+                yield from self._take_alarm()
+                continue
             self._channel.get_cq_event(self._completions)
             self._completions.ack_events(1)
             self._armed = False
@@ -176,12 +210,13 @@ class Queue:
             self._armed = True
             yield from self._drain()  # what came before the request would never be told
 
-    def drain(self) -> Iterator[Write | Failure]:
-        """What has happened since the last call, without a system call."""
-        try:
-            yield from self._drain()
-        except PyverbsError as error:
-            yield Failure(f"RDMA failed: {error}")
+    def _take_alarm(self) -> Iterator[Failure]:
+        """One event of the device: a port that is down may come back in time, a fatal error is the end."""
+        alarm = self._context.get_async_event()
+        alarm.ack()
+        name = FATAL.get(alarm.event_type)
+        if name is not None:
+            yield self._failed(f"the device reports {name}")
 
     def _drain(self) -> Iterator[Write | Failure]:
         count = BATCH
@@ -189,7 +224,7 @@ class Queue:
             count, completions = self._completions.poll(BATCH)
             for completion in completions:
                 if completion.status != enums.IBV_WC_SUCCESS:
-                    yield Failure(f"RDMA failed: {cqe_status_to_str(completion.status)}")
+                    yield self._failed(cqe_status_to_str(completion.status))
                     return
                 if completion.opcode == enums.IBV_WC_RECV_RDMA_WITH_IMM:
                     self._queue.post_recv(self._receive)
@@ -199,7 +234,7 @@ class Queue:
 
     def close(self) -> None:
         """Release everything. May be called twice."""
-        with opening:
+        with opening, suppress(PyverbsError):  # of a device that is gone, nothing is left to release
             self._owned.close()
 
 
