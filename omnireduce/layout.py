@@ -39,3 +39,7 @@ class Layout:
     def first_block(self, shard: int) -> int:
         """The lowest block of `shard`, or `blocks` when the tensor is too small to reach it."""
         return min(shard * self.stripe_blocks, self.blocks)
+
+    def takes_part(self, shard: int) -> bool:
+        """Whether `shard` has something to do: it owns a block, or is the first, which keeps even empty ones in order."""
+        return shard == 0 or self.first_block(shard) < self.blocks

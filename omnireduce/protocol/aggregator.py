@@ -69,7 +69,7 @@ class AggregatorMachine:
         self._current: Reduction | None = None
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
-        self._number = 0
+        self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
         self._warn_after_s = warn_after_s
         self._quiet_since = 0.0
         self._warned_at = 0.0
@@ -192,6 +192,8 @@ class AggregatorMachine:
             raise ProtocolError(
                 f"blocks of {descriptor.block_bytes} bytes do not fit slots of {self._results.shape[1]}"
             )
+        if header.collective < self._number:
+            raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
         key = (descriptor.dtype, descriptor.block_size)
         if key in self._formats:
             self._formats[key].begin(descriptor)
@@ -201,7 +203,7 @@ class AggregatorMachine:
             )
             while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:
                 del self._formats[next(iter(self._formats))]
-        self._current, self._descriptor = self._formats[key], descriptor
+        self._current, self._descriptor, self._number = self._formats[key], descriptor, header.collective
         self._first = rank, extra
 
     def _work_bytes(self) -> int:
@@ -211,10 +213,12 @@ class AggregatorMachine:
         """All ranks must submit the same collective in the same place. Raises ProtocolError."""
         extra = message_extra(self._arena[row], header)
         first, expected = self._first
-        if extra != expected:
-            sides = sorted([(first, str(self._descriptor)), (rank, str(decode_descriptor(extra)))])
-            what = ", ".join(f"rank {each} submitted {descriptor}" for each, descriptor in sides)
-            raise _MismatchError(f"collective {self._number}: {what}")
+        number = header.collective
+        if (number, extra) != (self._number, expected):
+            sides = sorted([(first, self._number, self._descriptor), (rank, number, decode_descriptor(extra))])
+            place = " as number {}" if number != self._number else ""
+            said = ", ".join(f"rank {each} submitted {what}{place.format(at)}" for each, at, what in sides)
+            raise _MismatchError(f"collective {self._number}: {said}")
 
     def _merge(self, current: Reduction) -> bool:
         if self._filling < 0:

@@ -205,11 +205,12 @@ class WorkerMachine:
     def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
         """Queue a collective and return its number."""
         assert self.ended is None, "submit after the end"
-        collective = Collective(self._next, descriptor, operand, len(self._streams))
+        taking_part = [stream for stream in self._streams if operand.layout.takes_part(stream.shard)]
+        collective = Collective(self._next, descriptor, operand, len(taking_part))
         self._next += 1
         if not self._under_way:
             self._oldest_since, self._longest = now, None
-        for stream in self._streams:
+        for stream in taking_part:
             stream.submit(collective)
             if not self._under_way:
                 stream.waiting = None  # for this worker, most likely
@@ -282,9 +283,9 @@ class WorkerMachine:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))
 
     def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
-        """The link to `shard` is over."""
+        """The link to `shard` is over. The shard is told as well: where RDMA failed, control messages may still pass."""
         if self.ended is None and shard not in self._retired:
-            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason), told_by=shard)
+            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; end the job if its oldest collective is overdue."""

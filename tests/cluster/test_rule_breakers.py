@@ -75,7 +75,7 @@ MEMBERS: dict[str, Callable[[RawPeer], None]] = {
     "an index beyond its frontier": data(message([9], frontier=9)),
     "a frontier beyond the tensor": data(message([3], frontier=41)),
     "a negative frontier": data(message([], frontier=-1)),
-    "a collective out of order": data(message([], number=5)),
+    "a collective out of order": data(message([], frontier=9), message([], number=5, extra=b""), slots=(0, 1)),
     "a frontier that goes back": data(message([], frontier=9), message([], frontier=8, extra=b""), slots=(0, 1)),
     "a frontier that stays": data(message([], frontier=9), message([], frontier=9, extra=b""), slots=(0, 1)),
     "an index again": data(message([5], frontier=6), message([5], extra=b""), slots=(0, 1)),

@@ -235,8 +235,7 @@ def test_worker_deadline_is_that_of_the_oldest_collective() -> None:
     assert bench.machine.deadline == 65.0
     bench.advance()
     bench.now = 9.0
-    for shard in range(2):
-        bench.receive(shard, message(0, 0))
+    bench.receive(0, message(0, 0))
     assert [effect for effect in bench.effects if isinstance(effect, Finish)] == [Finish(0)]
     assert bench.machine.deadline == 69.0  # time starts again with what becomes the oldest
     bench.pass_time(59.9)
@@ -246,6 +245,44 @@ def test_worker_deadline_is_that_of_the_oldest_collective() -> None:
     assert bench.ended.cause is not None
     assert bench.ended.cause.timeout
     assert bench.machine.deadline is None
+
+
+def test_a_shard_without_a_block_takes_no_part() -> None:
+    bench = worker()
+    submit(bench, BLOCK)  # one block: the first shard's
+    bench.advance()
+    assert [effect.peer for effect in bench.effects if isinstance(effect, Send)] == [0]
+    bench.receive(0, message(0, 1, [0]))
+    assert [effect for effect in bench.effects if isinstance(effect, Finish)] == [Finish(0)]
+    submit(bench)
+    bench.advance()
+    assert {effect.peer for effect in bench.effects if isinstance(effect, Send)} == {0, 1}
+
+
+def test_aggregator_takes_the_collectives_that_it_has_a_part_in() -> None:
+    bench = aggregator()
+    for number in (3, 7):
+        for rank in range(RANKS):
+            bench.receive(rank, message(number, BLOCKS, first=True))
+            bench.advance()
+    assert bench.ended is None
+    assert len([effect for effect in bench.effects if isinstance(effect, Send)]) == 2
+    bench.receive(0, message(7, BLOCKS, first=True))
+    bench.advance()
+    assert bench.ended is not None and bench.ended.cause is not None
+    assert bench.ended.cause.culprit == "rank 0"
+    assert "a message of collective 7, expected 8 or later" in bench.ended.cause.reason
+
+
+def test_aggregator_tells_ranks_apart_that_skip_different_collectives() -> None:
+    bench = aggregator()
+    bench.receive(0, message(3, BLOCKS, first=True))
+    bench.receive(1, message(4, BLOCKS, first=True))
+    bench.advance()
+    assert bench.ended is not None and bench.ended.cause is not None
+    assert bench.ended.cause.culprit == "ranks 0 and 1"
+    assert "rank 0 submitted allreduce 'w' float32[48] sum" in bench.ended.cause.reason
+    assert bench.ended.cause.reason.endswith("as number 4")
 
 
 def test_aggregator_warns_when_nothing_moves_and_whenever_the_wait_has_doubled() -> None:
