@@ -41,5 +41,5 @@ class Layout:
         return min(shard * self.stripe_blocks, self.blocks)
 
     def takes_part(self, shard: int) -> bool:
-        """Whether `shard` has something to do: it owns a block, or is the first, which keeps even empty ones in order."""
+        """Whether `shard` owns a block, or is the first one, which keeps even empty tensors in order."""
         return shard == 0 or self.first_block(shard) < self.blocks

@@ -283,7 +283,7 @@ class WorkerMachine:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))
 
     def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
-        """The link to `shard` is over. The shard is told as well: where RDMA failed, control messages may still pass."""
+        """The link to `shard` is over. It is told as well: where RDMA failed, control messages may still pass."""
         if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
 

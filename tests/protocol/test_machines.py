@@ -269,7 +269,8 @@ def test_aggregator_takes_the_collectives_that_it_has_a_part_in() -> None:
     assert len([effect for effect in bench.effects if isinstance(effect, Send)]) == 2
     bench.receive(0, message(7, BLOCKS, first=True))
     bench.advance()
-    assert bench.ended is not None and bench.ended.cause is not None
+    assert bench.ended is not None
+    assert bench.ended.cause is not None
     assert bench.ended.cause.culprit == "rank 0"
     assert "a message of collective 7, expected 8 or later" in bench.ended.cause.reason
 
@@ -279,7 +280,8 @@ def test_aggregator_tells_ranks_apart_that_skip_different_collectives() -> None:
     bench.receive(0, message(3, BLOCKS, first=True))
     bench.receive(1, message(4, BLOCKS, first=True))
     bench.advance()
-    assert bench.ended is not None and bench.ended.cause is not None
+    assert bench.ended is not None
+    assert bench.ended.cause is not None
     assert bench.ended.cause.culprit == "ranks 0 and 1"
     assert "rank 0 submitted allreduce 'w' float32[48] sum" in bench.ended.cause.reason
     assert bench.ended.cause.reason.endswith("as number 4")
