@@ -17,7 +17,8 @@ from omnireduce.dtypes import element_type
 from omnireduce.layout import Layout
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.operands import DenseTensor, Operand, RowSet
+from omnireduce.protocol.operands import DenseTensor, Operand
+from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.base import Event
@@ -205,7 +206,7 @@ class InprocCluster:
 
     def rows(self, rank: int, numbers: Array, values: Array, n_rows: int) -> RowSet:
         length = values.shape[1]
-        operand = RowSet(numbers, values, self.layout(n_rows * length, length))
+        operand = RowSet(numbers, values, self.layout(n_rows * length, length), Pool())
         dtype = element_type(values.dtype).name
         self.submit(rank, Descriptor("rows", "", "sum", dtype, n_rows * length, length), operand)
         return operand

@@ -1,4 +1,4 @@
-"""What a worker brings to a collective and where it wants the result: a dense tensor, or a set of rows."""
+"""What a worker brings to a collective and where it wants the result; here a dense tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.pack import pack_blocks, pack_rows
+from omnireduce.kernels.pack import pack_blocks
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -126,44 +126,3 @@ class DenseTensor:
 
     def finish(self) -> None:
         self._target.store_tail()
-
-
-class RowSet:
-    """Rows of a large sparse matrix, contributed without a scan; collects the rows of the union.
-
-    `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
-    numbers, int64 (m,), ascending, and their sums, (m, row length).
-    """
-
-    row_dtype = np.dtype(np.uint8)
-
-    def __init__(self, numbers: Array, values: Array, layout: Layout) -> None:
-        self.layout = layout
-        self.block_bytes = layout.block_size * values.itemsize
-        self._numbers = numbers
-        self._dtype = values.dtype
-        self._bytes = values.view(np.uint8).reshape(len(numbers), self.block_bytes)
-        self._parts: list[tuple[Array, Array]] = []
-        self.result: tuple[Array, Array] = (numbers[:0], values[:0])
-
-    def start(self, shard: int) -> int:
-        return 0
-
-    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        layout = self.layout
-        count, cursor = pack_rows(
-            self._numbers, self._bytes, cursor, layout.stripe_blocks, layout.shards, shard, rows, indices
-        )
-        frontier = layout.blocks if cursor == len(self._numbers) else int(self._numbers[cursor])
-        return Packed(count, cursor, frontier)
-
-    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
-        self._parts.append((indices.copy(), rows[: indices.size].copy()))
-
-    def finish(self) -> None:
-        if not self._parts:
-            return
-        numbers = np.concatenate([part[0] for part in self._parts])
-        values = np.concatenate([part[1] for part in self._parts])
-        order = np.argsort(numbers, kind="stable")
-        self.result = numbers[order], values[order].view(self._dtype)

@@ -23,7 +23,8 @@ from omnireduce.kernels.scatter import add_rows
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.protocol.membership import worker_name
-from omnireduce.protocol.operands import DenseTensor, RowSet
+from omnireduce.protocol.operands import DenseTensor
+from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.engine import Engine, Handle
 from omnireduce.runtime.launcher import whole
@@ -83,6 +84,7 @@ class Communicator:
                 for link in self._links
             ],
         )
+        self._pool = Pool()
         self._engine = Engine(self._machine, self._links, config.transport.spin_us / 1e6)
         _open_communicators.add(self)
 
@@ -209,7 +211,7 @@ class Communicator:
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
             raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
         numbers, rows = _combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
-        operand = RowSet(numbers, rows, self._layout(n_rows * length, length))
+        operand = RowSet(numbers, rows, self._layout(n_rows * length, length), self._pool)
         descriptor = Descriptor("rows", _name(name), "sum", element.name, n_rows * length, length)
         return self._engine.submit(descriptor, operand, lambda: operand.result).wait()
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import DenseTensor, Operand, RowSet
+from omnireduce.protocol.operands import DenseTensor, Operand
+from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.wire import Descriptor
 
 FUNCTIONS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
@@ -89,7 +90,7 @@ class Work:
         if what.kind == "rows":
             rows = self._data.reshape(-1, what.block_size)
             numbers = np.flatnonzero((rows != 0).any(axis=1))
-            self.operand = RowSet(numbers, np.ascontiguousarray(rows[numbers]), self.layout)
+            self.operand = RowSet(numbers, np.ascontiguousarray(rows[numbers]), self.layout, Pool())
         else:
             mask = ELEMENT_TYPES[what.dtype].zero_mask
             source = self._data if what.root in (-1, rank) else None

@@ -1,0 +1,98 @@
+"""Rows of a large sparse matrix as a worker's part of a collective."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.pack import pack_rows
+from omnireduce.layout import Layout
+from omnireduce.protocol.operands import Packed
+
+KEPT = 4  # arrays that a pool remembers
+
+
+class Pool:
+    """Lends arrays of bytes, and lends them again once nobody refers to them: to touch fresh memory for the first time
+    costs more than all copies of a row."""
+
+    def __init__(self) -> None:
+        self._lent: list[Array] = []
+
+    def take(self, nbytes: int) -> Array:
+        """An array of at least `nbytes` bytes, with any content; it is the caller's as long as he refers to it."""
+        free = [at for at in range(len(self._lent)) if _references(self._lent, at) == _UNUSED]
+        for at in reversed(free):
+            if self._lent[at].size >= nbytes:
+                return self._lent[at]
+            del self._lent[at]
+        self._lent = [*self._lent[1 - KEPT :], np.empty(nbytes, np.uint8)]
+        return self._lent[-1]
+
+
+def _references(arrays: list[Array], at: int) -> int:
+    return sys.getrefcount(arrays[at])
+
+
+_UNUSED = _references([np.empty(0)], 0)  # depends on the interpreter
+
+
+class RowSet:
+    """Rows of a large sparse matrix, contributed without a scan; collects the rows of the union.
+
+    `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
+    numbers, int64 (m,), ascending, and their sums, (m, row length), in memory of `pool`.
+    """
+
+    row_dtype = np.dtype(np.uint8)
+
+    def __init__(self, numbers: Array, values: Array, layout: Layout, pool: Pool) -> None:
+        self.layout = layout
+        self.block_bytes = layout.block_size * values.itemsize
+        self._numbers = numbers
+        self._dtype = values.dtype
+        self._bytes = values.view(np.uint8).reshape(len(numbers), self.block_bytes)
+        self._pool = pool
+        self._count = 0
+        self._union_numbers, self._union = np.empty(0, np.int64), self._bytes[:0]
+        self._reserve(min(2 * len(numbers), layout.blocks))
+        self.result: tuple[Array, Array] = (numbers[:0], values[:0])
+
+    def start(self, shard: int) -> int:
+        return 0
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        layout = self.layout
+        count, cursor = pack_rows(
+            self._numbers, self._bytes, cursor, layout.stripe_blocks, layout.shards, shard, rows, indices
+        )
+        frontier = layout.blocks if cursor == len(self._numbers) else int(self._numbers[cursor])
+        return Packed(count, cursor, frontier)
+
+    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
+        start, stop = self._count, self._count + indices.size
+        if stop > len(self._union_numbers):
+            self._reserve(max(stop, 2 * start))
+        self._union_numbers[start:stop] = indices
+        self._union[start:stop] = rows[: indices.size]
+        self._count = stop
+
+    def _reserve(self, count: int) -> None:
+        """Make room for `count` rows of the union, or more."""
+        union = self._rows_of(self._pool.take(count * self.block_bytes))
+        numbers = np.empty(len(union), np.int64)
+        numbers[: self._count], union[: self._count] = self._union_numbers[: self._count], self._union[: self._count]
+        self._union_numbers, self._union = numbers, union
+
+    def _rows_of(self, memory: Array) -> Array:
+        return memory[: memory.size // self.block_bytes * self.block_bytes].reshape(-1, self.block_bytes)
+
+    def finish(self) -> None:
+        numbers, union = self._union_numbers[: self._count], self._union[: self._count]
+        if np.any(numbers[1:] < numbers[:-1]):  # stripes of several shards
+            order = np.argsort(numbers, kind="stable")
+            ordered = self._rows_of(self._pool.take(union.nbytes))[: self._count]
+            numbers, union = numbers[order], np.take(union, order, axis=0, out=ordered, mode="clip")
+        self.result = numbers, union.view(self._dtype)

@@ -1,0 +1,47 @@
+"""Rows of a union: their memory is lent, never taken back from someone who still looks at it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omnireduce.layout import Layout
+from omnireduce.protocol.rows import Pool, RowSet
+
+
+def test_memory_is_lent_again_once_nobody_refers_to_it() -> None:
+    pool = Pool()
+    first = pool.take(1000)
+    first[:] = 7
+    view = first[8:16].view(np.float32)  # refers to the whole
+    del first
+    second = pool.take(1000)
+    assert not np.shares_memory(second, view)
+    del view
+    assert np.all(pool.take(900) == 7)
+
+
+def test_a_free_array_that_is_too_small_is_let_go() -> None:
+    pool = Pool()
+    pool.take(10)
+    assert pool.take(2000).size == 2000
+    assert pool.take(10).size == 2000
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_union_larger_than_expected_in_stripes_of_several_shards(shards: int) -> None:
+    """One row of our own, 40 of others; every shard's arrive in parts and in order."""
+    width, rows = 3, 41
+    values = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+    layout = Layout(rows * width, width, shards, 2)
+    pool = Pool()
+    for _ in range(2):
+        operand = RowSet(np.array([7]), values[7:8], layout, pool)
+        for shard in range(shards):
+            own = np.array([row for row in range(rows) if layout.owner(row) == shard])
+            for part in np.array_split(own, 3):
+                operand.put(values[part].view(np.uint8), part, np.zeros(len(part), np.bool_))
+        operand.finish()
+        numbers, union = operand.result
+        assert numbers.tolist() == list(range(rows))
+        assert np.array_equal(union, values)
