@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 
+from aggregator.access import make_access
 from aggregator.shard import Listeners, open_listeners, run_shard
 from omnireduce.config import Config, parse_address
 from omnireduce.kernels.warm import warm_up_aggregator
@@ -35,10 +36,10 @@ class _Shard:
 
 
 class Daemon:
-    """All shards of this host."""
+    """All shards of this host. Raises ConfigError when the secret is missing or cannot be used."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self._config, self._access = config, make_access(config)
         self._fork = multiprocessing.get_context("fork")
         self._shards: list[_Shard] = []
         self._deaths: list[float] = []
@@ -84,7 +85,7 @@ class Daemon:
         signal.set_wakeup_fd(-1)
         for descriptor in (stop, *(shard.stop for shard in self._shards)):
             os.close(descriptor)  # the supervisor's ends: a copy here would keep the pipes open
-        run_shard(listeners, self._config, stop_pipe)
+        run_shard(listeners, self._config, self._access, stop_pipe)
 
     def _supervise(self) -> bool:
         """Wait for a signal, restarting shards that die; return False when they die too often."""

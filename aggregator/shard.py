@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from omnireduce.config import Config
 from omnireduce.errors import TransportError
 from omnireduce.protocol.membership import Limits
+from omnireduce.runtime.access import Access
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp
@@ -60,7 +61,7 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror)
 
 
-def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
+def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: int) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
@@ -85,6 +86,7 @@ def run_shard(listeners: Listeners, config: Config, stop_pipe: int) -> None:
         [(listener, make) for listener, make in made if listener is not None],
         Limits(settings.max_jobs, settings.max_world_size, settings.max_job_bytes, settings.join_timeout_s),
         drain_s=settings.drain_s,
+        access=access,
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
     )
     server.stop_when_readable(stop_pipe)

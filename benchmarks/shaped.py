@@ -23,6 +23,7 @@ from benchmarks.testbed import goodput, testbed
 
 INTERFACE = "eth0"
 PORT = 7400
+OPEN = "security.allow_no_secret=true"  # the hosts are namespaces of our own
 LAYOUTS = ("dedicated", "colocated")
 SHARE_TARGET = 0.92
 DENSITIES = (1.0, 0.1, 0.01)
@@ -59,7 +60,7 @@ def shaped(setting: Setting, rate: str, sets: Sequence[str], *, gloo: bool) -> I
         hosts = stack.enter_context(testbed(2 * ranks if setting.layout == "dedicated" else ranks, rate))
         bytes_per_s = goodput(hosts[0], hosts[1])
         daemons = [
-            stack.enter_context(daemon(1, listen=f"{host.address}:{PORT}", prefix=host.prefix))
+            stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
             for host in hosts[-ranks:]
         ]
         addresses = [address for each in daemons for address in each.addresses]

@@ -27,11 +27,13 @@ from omnireduce.config_schema import (
     Config,
     Log,
     Protocol,
+    Security,
     Train,
     Transport,
     Verbs,
 )
 from omnireduce.errors import ConfigError
+from omnireduce.secret import SECRET_KEY, SECRET_VARIABLE
 
 __all__ = [
     "Aggregator",
@@ -40,6 +42,7 @@ __all__ = [
     "Config",
     "Log",
     "Protocol",
+    "Security",
     "Train",
     "Transport",
     "Verbs",
@@ -53,6 +56,7 @@ __all__ = [
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
+_NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE)
 
 
 def load_config(
@@ -74,7 +78,7 @@ def load_config(
         label = _label(path)
         layers.add_tables(label, _read(path, label))
     for name in sorted(environ):
-        if name.startswith(_PREFIX) and name != _FILE_VARIABLE:
+        if name.startswith(_PREFIX) and name not in _NO_KEYS:
             layers.add_text(name, _key_of_variable(name), environ[name])
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -150,6 +154,9 @@ def _key(source: str, path: str) -> Key:
     """The key at "section.key"; ConfigError with the closest one if there is none."""
     if path in KEYS:
         return KEYS[path]
+    if path == SECRET_KEY:
+        why = "a command line or a configuration is no place for a secret: others can read it there"
+        raise ConfigError(f"{source}: {path}: {why}; give security.secret_file or the variable {SECRET_VARIABLE}")
     section, _, name = path.partition(".")
     if section not in SECTIONS:
         raise _unknown_section(source, section)

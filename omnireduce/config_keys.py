@@ -145,6 +145,8 @@ def _allowed(hint: Any) -> str:
         return f"{_allowed(arguments[0])}, or a non-empty list of these"
     if origin is tuple:
         return f"a non-empty list of {_allowed(arguments[0])}"
+    if hint is bool:
+        return "true or false"
     noun = "an int" if hint is int else "a number"
     multiple = limits["multiple_of"]
     suffix = f" that is a multiple of {multiple}" if multiple else ""

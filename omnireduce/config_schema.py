@@ -28,6 +28,13 @@ JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
 _ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
 
 _Address = Annotated[str, _meta("", allowed=_ADDRESS_ALLOWED)]
+_Path = Annotated[
+    str,
+    Meta(
+        pattern=r"^[^\x00-\x1f\x7f\"\\]{0,4096}\Z",
+        extra={"allowed": 'a path without control characters, quotes and backslashes; "" for none'},
+    ),
+]
 _Elements = Annotated[int, Meta(ge=0, le=2**40)]
 _Density = Annotated[float, Meta(ge=0, le=1)]
 _BenchBlock = Annotated[int, Meta(ge=0, le=65536, multiple_of=8)]
@@ -181,6 +188,22 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 300.0
 
 
+class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may join: docs/security.md. A secret itself is no part of the configuration."""
+
+    secret_file: Annotated[
+        _Path,
+        _meta(
+            "file with the secret that workers and aggregators prove to each other to know; only its owner may be "
+            "allowed to read it. The variable OMNIREDUCE_SECURITY_SECRET can hold the secret instead"
+        ),
+    ] = ""
+    allow_no_secret: Annotated[
+        bool,
+        _meta("let an aggregator without a secret listen beyond loopback: all who can reach its port may join"),
+    ] = False
+
+
 class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The program `worker bench`. A list of values is a sweep; several lists sweep over their product."""
 
@@ -236,6 +259,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     verbs: Verbs = Verbs()
     protocol: Protocol = Protocol()
     aggregator: Aggregator = Aggregator()
+    security: Security = Security()
     bench: Bench = Bench()
     train: Train = Train()
     log: Log = Log()

@@ -23,8 +23,9 @@ import numpy as np
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
+from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
@@ -156,6 +157,8 @@ _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
 
 
@@ -197,8 +200,27 @@ class Endpoint(msgspec.Struct, frozen=True):
     mtu: Mtu
 
 
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator, first where there is a secret: prove that you know it, as I shall."""
+
+    version: int
+    nonce: _Nonce
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: prove it first."""
+
+    nonce: _Nonce
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator, and back: I know the secret."""
+
+    proof: _Proof
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, first: who I am, which job I want to join, how my slots look."""
+    """Worker to aggregator, first, or after the proofs: who I am, which job I want to join, how my slots look."""
 
     version: int
     job: str
@@ -265,8 +287,18 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: your Leave has been dealt with."""
 
 
-ControlMessage = Hello | Pending | Welcome | Refused | Waiting | Aborted | Leave | Goodbye
+class _Opening(msgspec.Struct):
+    """What the first message of a connection has in every version of the protocol."""
+
+    type: str
+    version: int
+
+
+ControlMessage = (
+    Greeting | Challenge | Proof | Hello | Pending | Welcome | Refused | Waiting | Aborted | Leave | Goodbye
+)
 _control_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ControlMessage)
+_opening_decoder = msgspec.msgpack.Decoder(_Opening)
 
 
 def encode_control(message: ControlMessage) -> bytes:
@@ -279,4 +311,20 @@ def decode_control(body: bytes) -> ControlMessage:
         message: ControlMessage = _control_decoder.decode(body)
         return message
     except UNDECODABLE as error:
-        raise ProtocolError(f"malformed control message: {shown(str(error)[:SHOWN])}") from None
+        raise ProtocolError(_what_is_wrong(body, error)) from None
+
+
+def other_version(theirs: int) -> str:
+    """What to say to a peer that speaks another version of the protocol; empty for one that does not."""
+    if theirs == PROTOCOL_VERSION:
+        return ""
+    return f"protocol version {theirs}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"
+
+
+def _what_is_wrong(body: bytes, error: Exception) -> str:
+    """Why a control message does not decode: the first one of another version may well look different."""
+    try:
+        trouble = other_version(_opening_decoder.decode(body).version)
+    except UNDECODABLE:
+        trouble = ""
+    return trouble or f"malformed control message: {shown(str(error)[:SHOWN])}"

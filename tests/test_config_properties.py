@@ -38,6 +38,13 @@ def overriding(values: Mapping[str, object]) -> tuple[Config, str]:
         return Config(), str(error)
 
 
+TEXTS = {
+    "cluster.job": r"[A-Za-z0-9._:@+-]{1,128}",
+    "verbs.device": r"[A-Za-z0-9_.-]{1,64}",
+    "security.secret_file": r"[^\x00-\x1f\x7f\"\\]{0,40}",
+}
+
+
 def values_of(hint: Any, path: str) -> st.SearchStrategy[Any]:
     """Every value that a key's type allows."""
     limits: dict[str, Any] = {}
@@ -52,10 +59,10 @@ def values_of(hint: Any, path: str) -> st.SearchStrategy[Any]:
         return st.lists(items, min_size=1, max_size=5, unique=path == "cluster.aggregators").map(tuple)
     if arguments:
         return st.one_of([values_of(argument, path) for argument in arguments])
-    if path == "cluster.job":
-        return st.from_regex(r"[A-Za-z0-9._:@+-]{1,128}", fullmatch=True)
-    if path == "verbs.device":
-        return st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
+    if path in TEXTS:
+        return st.from_regex(TEXTS[path], fullmatch=True)
+    if hint is bool:
+        return st.booleans()
     if hint is str:
         return st.builds("{}:{}".format, st.sampled_from(["host", "[::1]"]), st.integers(1, 65535))
     if hint is float:

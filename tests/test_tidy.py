@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("bench",),
     ("aggregator", "worker"),
 )
-BASE = {"cli", "config", "dtypes", "errors", "layout", "wire"}
+BASE = {"cli", "config", "dtypes", "errors", "layout", "secret", "wire"}
 IMPURE = {
     *("asyncio", "concurrent", "datetime", "mmap", "multiprocessing", "os", "random", "select", "selectors"),
     *("signal", "socket", "subprocess", "threading", "time"),

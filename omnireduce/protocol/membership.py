@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.wire import PROTOCOL_VERSION, SHOWN, Hello, Pending, Refused
+from omnireduce.wire import SHOWN, Hello, Pending, Refused, other_version
 
 LISTED = 16  # how many missing ranks a Pending names
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
@@ -160,13 +160,14 @@ class Membership:
     def _objection(self, hello: Hello) -> str:
         """Why `hello` cannot join; empty when it can."""
         limits = self._limits
-        if hello.version != PROTOCOL_VERSION:
-            return (
-                f"protocol version {hello.version}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"
-            )
         if self.draining:
             return "the aggregator is shutting down"
-        return _malformed(hello) or self._over_limit(hello, limits) or self._conflict(hello)
+        return (
+            other_version(hello.version)
+            or _malformed(hello)
+            or self._over_limit(hello, limits)
+            or self._conflict(hello)
+        )
 
     def _over_limit(self, hello: Hello, limits: Limits) -> str:
         if hello.world_size > limits.max_world_size:

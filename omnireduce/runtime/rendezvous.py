@@ -1,4 +1,4 @@
-"""How a worker finds its aggregators: connect to every shard, say hello, wait until all ranks are there."""
+"""How a worker finds its aggregators: connect to every shard, prove the secret, say hello, wait until all are there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from omnireduce.config import Config, parse_address
-from omnireduce.errors import ProtocolError, RefusedError, TransportError
+from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.engine import error_of
-from omnireduce.transport.base import Control, Event, Link, Lost
+from omnireduce.runtime.prove import prove, read_message
+from omnireduce.secret import load_secret
+from omnireduce.transport.base import Event, Link
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm
 from omnireduce.transport.tcp import TcpLink, connect_tcp
@@ -23,10 +25,8 @@ from omnireduce.wire import (
     Aborted,
     Hello,
     Pending,
-    Refused,
     Waiting,
     Welcome,
-    decode_control,
     encode_control,
     shown,
 )
@@ -42,9 +42,11 @@ QUIET_S = 2.0  # how long to wait for an aggregator before saying so
 def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     """Join `job` on every configured aggregator; return one attached link per shard, in order.
 
-    Raises TransportError when an aggregator cannot be reached, RefusedError when it does not admit this worker or when
-    ranks are missing after `cluster.join_timeout_s`, AbortedError when another rank failed meanwhile.
+    Raises ConfigError when the secret cannot be used, TransportError when an aggregator cannot be reached or does not
+    know the secret, RefusedError when it does not admit this worker or when ranks are missing after
+    `cluster.join_timeout_s`, AbortedError when another rank failed meanwhile.
     """
+    secret = load_secret(config.security)
     deadline = time.monotonic() + config.cluster.join_timeout_s
     addresses = config.cluster.aggregators
     links: list[Link] = []
@@ -53,6 +55,8 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
         for address in addresses:
             link = _connect(address, config, deadline)
             links.append(link)  # one by one, so that a failure closes those that were made
+        if secret is not None:
+            prove(links, secret, deadline)
         offers += [_offer(link, config) for link in links]
         for shard, (link, offer) in enumerate(zip(links, offers, strict=True)):
             link.send_control(encode_control(_hello(config, job, rank, size, shard, offer)))
@@ -174,17 +178,7 @@ def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
     One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the first
     shard can say Waiting, or Aborted, to a rank that waits for the second.
     """
-    if isinstance(event, Lost):
-        raise TransportError(
-            f"aggregator {link.peer}: {event.reason} before this worker was admitted; "
-            f"does its transport.kind allow {link.kind}?"
-        )
-    try:
-        message = decode_control(event.body) if isinstance(event, Control) else None
-    except ProtocolError as error:
-        raise TransportError(f"aggregator {link.peer}: {error}") from error
-    if isinstance(message, Refused):
-        raise RefusedError(f"aggregator {link.peer} refused: {shown(message.reason)}")
+    message = read_message(link, event)
     if isinstance(message, Aborted):
         raise error_of(message.cause)
     if not isinstance(message, Pending | Welcome | Waiting):

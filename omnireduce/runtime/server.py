@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.effects import End
+from omnireduce.protocol.handshake import Gate
 from omnireduce.protocol.membership import Admit, Limits, Membership, MembershipEffect
+from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
 from omnireduce.transport.base import Control, Event, Link, Lost
@@ -34,6 +36,7 @@ MAX_STRANGERS = 4096  # connections that have not said Hello yet; fewer when des
 class _Connection:
     link: Link
     since: float
+    gate: Gate
     said_hello: bool = False
     job: Job | None = None
     rank: int = -1
@@ -45,8 +48,8 @@ class ShardServer:
     """Serves jobs until `stop`.
 
     `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
-    address, as workers see it in errors. `verbs` allows RDMA. A simulation brings its own `clock` and
-    `selector`, and hands links to `adopt`.
+    address, as workers see it in errors. `access` says who may join, `verbs` allows RDMA. A simulation brings its own
+    `clock` and `selector`, and hands links to `adopt`.
     """
 
     def __init__(
@@ -56,12 +59,13 @@ class ShardServer:
         limits: Limits,
         *,
         drain_s: float,
+        access: Access = ANYBODY,
         verbs: Verbs | None = None,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self._verbs = clock, drain_s, verbs
+        self._clock, self._drain_s, self._access, self._verbs = clock, drain_s, access, verbs
         self._membership = Membership(limits)
         self._selector = selector or selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
@@ -174,7 +178,7 @@ class ShardServer:
 
     def adopt(self, link: Link) -> None:
         """Serve a worker that has just connected."""
-        connection = _Connection(link, self._clock())
+        connection = _Connection(link, self._clock(), self._access.gate(link))
         self._connections.add(connection)
         self._timed.add(connection)
         self._selector.register(link, selectors.EVENT_READ, connection)
@@ -194,6 +198,10 @@ class ShardServer:
         """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
         try:
             message = decode_control(body)
+            answer = connection.gate.told(message)
+            if answer is not None:
+                connection.link.send_control(encode_control(answer))
+                return True
             if connection.said_hello and isinstance(message, Leave):
                 self._forget(connection)
                 return False

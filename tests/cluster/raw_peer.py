@@ -14,12 +14,15 @@ import numpy as np
 from local_cluster import WAIT_S
 
 from omnireduce.config import Config, parse_address
+from omnireduce.protocol.handshake import Candidate
+from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire import (
     PROTOCOL_VERSION,
     ControlMessage,
     Descriptor,
     Pending,
+    Refused,
     decode_control,
     encode_control,
     encode_descriptor,
@@ -74,6 +77,16 @@ class RawPeer:
         """Send any value as a control message."""
         body = msgspec.msgpack.encode(message)
         self.frame(CONTROL, 0, len(body), body)
+
+    def prove(self, secret: Secret, nonce: bytes = bytes(32)) -> ControlMessage:
+        """Go through the handshake as far as the aggregator lets us; return its last answer."""
+        candidate = Candidate(secret, nonce)
+        self.send(framed(candidate.greeting))
+        answer = self.control()
+        while not isinstance(answer, Refused) and (reply := candidate.told(answer)) is not None:
+            self.send(framed(reply))
+            answer = self.control()
+        return answer
 
     def hello(self, job: str, rank: int, world_size: int, **fields: Any) -> None:
         defaults: dict[str, Any] = {

@@ -105,7 +105,7 @@ def test_an_address_is_taken_by_either_transport(kind: str) -> None:
 
 
 def test_an_address_that_is_not_here_is_one_line_and_status_1() -> None:
-    status, _, log = run_aggregator("--listen", "192.0.2.1:7400")
+    status, _, log = run_aggregator("--listen", "192.0.2.1:7400", "--set", "security.allow_no_secret=true")
     assert status == 1
     assert log.count("\n") == 1
     assert "cannot listen on 192.0.2.1:7400" in log
@@ -160,7 +160,7 @@ def test_shard_i_listens_on_port_plus_i() -> None:
 def test_other_ways_to_name_the_address(listen: str) -> None:
     if listen.startswith("[") and not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")
-    with Daemon(1, listen=listen) as daemon:
+    with Daemon(1, "security.allow_no_secret=true", listen=listen) as daemon:
         [address] = daemon.addresses
         host, _, port = address.rpartition(":")
         assert host == listen.rpartition(":")[0]

@@ -29,6 +29,7 @@ from omnireduce.transport.verbs.queue import Queue
 VERBS = "transport.kind=verbs"
 LARGE = ("--elements", "8000000")
 QUICK = ("verbs.ack_timeout=14", "verbs.retry_count=3")  # 67 ms each: broken after 0.27 s
+OPEN = "security.allow_no_secret=true"
 SLOTS, SLOT_BYTES = 2, 65536
 
 
@@ -266,9 +267,9 @@ def test_nothing_is_registered_or_made_for_a_collective(daemon: Daemon) -> None:
 
 def test_auto_takes_rdma_on_the_way_and_says_why_not(daemon: Daemon) -> None:
     """Over the address of rxe0 it is verbs, unless the aggregator is on this host and shares memory."""
-    with Daemon(1, "transport.kind=verbs", listen="192.168.59.101:0") as far:
+    with Daemon(1, "transport.kind=verbs", OPEN, listen="192.168.59.101:0") as far:
         assert run_job(configured(far.addresses), 2, lambda comm: comm.transport) == ["verbs", "verbs"]
-    with Daemon(1, "transport.kind=tcp", listen="192.168.59.101:0") as far:
+    with Daemon(1, "transport.kind=tcp", OPEN, listen="192.168.59.101:0") as far:
         assert run_job(configured(far.addresses), 1, lambda comm: comm.transport) == ["tcp"]
         with pytest.raises(
             TransportError, match=r"offers no RDMA: the aggregator's transport.kind does not allow verbs"

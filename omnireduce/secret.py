@@ -1,0 +1,87 @@
+"""The shared secret of a cluster: where it comes from, and the proofs that it makes.
+
+It is no part of the configuration, so that nothing that shows a configuration can show it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from omnireduce.config_schema import Security
+from omnireduce.errors import ConfigError
+
+SECRET_VARIABLE = "OMNIREDUCE_SECURITY_SECRET"
+SECRET_KEY = "security.secret"  # that it has no such key is said to those who try
+MIN_BYTES, MAX_BYTES = 16, 4096
+NONCE_BYTES = PROOF_BYTES = 32
+_PURPOSE = b"omnireduce handshake 2"
+_HOW = "for example by: (umask 077; openssl rand -hex 32 > FILE)"
+
+Role = Literal["worker", "aggregator"]
+
+
+class Secret:
+    """Bytes that only members know. It makes and checks proofs, and shows itself to nobody."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def proof(self, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bytes:
+        """What only a `role` that knows the secret can say after these nonces, HMAC-SHA256."""
+        said = b"\0".join((_PURPOSE, role.encode(), worker_nonce + aggregator_nonce))
+        return hmac.digest(self._key, said, "sha256")
+
+    def proves(self, proof: bytes, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bool:
+        """Whether `proof` is that of the `role`; takes as long for a wrong one as for the right one."""
+        return hmac.compare_digest(proof, self.proof(role, worker_nonce, aggregator_nonce))
+
+
+def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> Secret | None:
+    """The secret in `security.secret_file` or in the environment; None when there is neither.
+
+    White space around it does not count. Raises ConfigError for a file that cannot be read, that others than its owner
+    may read, for a secret that is too short, and when it comes from both places.
+    """
+    text = environ.get(SECRET_VARIABLE)
+    if text is not None and security.secret_file:
+        raise ConfigError(f"{SECRET_VARIABLE}: got a secret from it and one from security.secret_file, expected one")
+    if text is not None:
+        return _checked(os.fsencode(text), SECRET_VARIABLE)
+    if security.secret_file:
+        return _checked(read_private(security.secret_file, "security.secret_file"), security.secret_file)
+    return None
+
+
+def read_private(name: str, key: str) -> bytes:
+    """The start of a file that only its owner may read. Raises ConfigError, which names `key`."""
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{key}: {name} is no regular file")
+            if mode & 0o077:
+                allowed = f"mode {stat.S_IMODE(mode):04o} lets others than its owner at it"
+                raise ConfigError(f"{key}: {name}: {allowed}, expected 0600; run chmod 600 and choose a new secret")
+            return file.read(MAX_BYTES + 1)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{key}: {name} cannot be read: {reason}") from None
+
+
+def _checked(data: bytes, source: str) -> Secret:
+    key = data.strip()
+    if not MIN_BYTES <= len(key) <= MAX_BYTES:
+        raise ConfigError(
+            f"{source}: got a secret of {len(key)} bytes, expected {MIN_BYTES} to {MAX_BYTES}, made {_HOW}"
+        )
+    return Secret(key)

@@ -1,0 +1,106 @@
+"""Where the secret comes from, what is refused, and that nothing shows it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from omnireduce.config import Config, Security, dump_config, load_config, override_config
+from omnireduce.errors import ConfigError
+from omnireduce.secret import MAX_BYTES, MIN_BYTES, SECRET_VARIABLE, load_secret
+from worker.cli import main
+
+TEXT = "correct horse battery staple"
+NONCES = bytes(32), bytes(range(32))
+
+
+def write(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    file = folder / "secret"
+    file.write_bytes(content)
+    file.chmod(mode)
+    return str(file)
+
+
+def refusal(security: Security, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_secret(security, environ)
+    return str(caught.value)
+
+
+def test_there_may_be_none() -> None:
+    assert load_secret(Security(), {}) is None
+
+
+@pytest.mark.parametrize("content", [TEXT, f"{TEXT}\n", f"  {TEXT}\r\n"])
+def test_file_and_variable_give_the_same_secret(tmp_path: Path, content: str) -> None:
+    from_file = load_secret(Security(secret_file=write(tmp_path, content.encode())), {})
+    from_variable = load_secret(Security(), {SECRET_VARIABLE: content})
+    assert from_file is not None
+    assert from_variable is not None
+    assert from_file.proof("worker", *NONCES) == from_variable.proof("worker", *NONCES)
+
+
+def test_a_file_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, TEXT.encode())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_secret(Security(secret_file="~/secret"), {}) is not None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o777])
+def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    name = write(tmp_path, TEXT.encode(), mode)
+    text = refusal(Security(secret_file=name))
+    assert text.startswith(f"security.secret_file: {name}: mode {mode:04o} lets others")
+    assert "chmod 600" in text
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"x" * (MIN_BYTES - 1), b"x" * (MAX_BYTES + 1)])
+def test_a_secret_of_an_unsuitable_length_is_refused(tmp_path: Path, content: bytes) -> None:
+    expected = f"got a secret of {len(content.strip())} bytes, expected {MIN_BYTES} to {MAX_BYTES}"
+    name = write(tmp_path, content)
+    assert refusal(Security(secret_file=name)).startswith(f"{name}: {expected}")
+    assert refusal(Security(), **{SECRET_VARIABLE: content.decode()}).startswith(f"{SECRET_VARIABLE}: {expected}")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert "none cannot be read: No such file" in refusal(Security(secret_file=str(tmp_path / "none")))
+    assert "cannot be read: Is a directory" in refusal(Security(secret_file=str(tmp_path)))
+    assert "cannot be read: " in refusal(Security(secret_file="~nobody-of-this-name/secret"))
+    assert "/dev/null is no regular file" in refusal(Security(secret_file="/dev/null"))
+
+
+def test_two_secrets_are_refused(tmp_path: Path) -> None:
+    text = refusal(Security(secret_file=write(tmp_path, TEXT.encode())), **{SECRET_VARIABLE: TEXT})
+    assert text == f"{SECRET_VARIABLE}: got a secret from it and one from security.secret_file, expected one"
+
+
+def test_nothing_shows_it(tmp_path: Path) -> None:
+    file = write(tmp_path, TEXT.encode())
+    secret = load_secret(Security(secret_file=file), {})
+    assert TEXT not in f"{secret!r} {secret}"
+    config = load_config(overrides=[f"security.secret_file={file}"], environ={SECRET_VARIABLE: TEXT})
+    assert config.security.secret_file == file
+    assert TEXT not in f"{config!r}{dump_config(config)}"
+    environ = {**os.environ, SECRET_VARIABLE: TEXT}
+    for arguments in (["config"], ["config", "--reference"]):
+        result = CliRunner().invoke(main, arguments, env=environ)
+        assert result.exit_code == 0
+        assert TEXT not in result.output
+
+
+def test_a_command_line_or_a_configuration_is_no_place_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(f'[security]\nsecret = "{TEXT}"\n')
+    for source, load in {
+        "--set": lambda: load_config(overrides=[f"security.secret={TEXT}"], environ={}),
+        str(file): lambda: load_config(file, environ={}),
+        "argument": lambda: override_config(Config(), {"security.secret": TEXT}, source="argument"),
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load()
+        assert str(caught.value).startswith(f"{source}: security.secret: a command line or a configuration is no place")
+        assert f"security.secret_file or the variable {SECRET_VARIABLE}" in str(caught.value)
+        assert TEXT not in str(caught.value)
