@@ -22,7 +22,7 @@ def make_access(config: Config) -> Access:
             f"aggregator.listen: {listen} can be reached from other hosts, and without a secret all of them may join: "
             f"give {GIVE}, here and to the workers, or say security.allow_no_secret = true"
         )
-    return Access(secret)
+    return Access(secret, config.security.local_users == "any")
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,6 +16,7 @@ Op = Literal["sum", "mean", "min", "max", "prod"]
 Overlap = Literal["random", "full", "none"]
 Kind = Literal["auto", "shm", "tcp", "verbs"]
 Level = Literal["debug", "info", "warning", "error"]
+Users = Literal["same", "any"]
 
 
 def _meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> Meta:
@@ -31,7 +32,7 @@ _Address = Annotated[str, _meta("", allowed=_ADDRESS_ALLOWED)]
 _Path = Annotated[
     str,
     Meta(
-        pattern=r"^[^\x00-\x1f\x7f\"\\]{0,4096}\Z",
+        pattern=r"^[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,4096}\Z",
         extra={"allowed": 'a path without control characters, quotes and backslashes; "" for none'},
     ),
 ]
@@ -202,6 +203,10 @@ class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool,
         _meta("let an aggregator without a secret listen beyond loopback: all who can reach its port may join"),
     ] = False
+    local_users: Annotated[
+        Users,
+        _meta('whose processes share memory with this one: "same" is this user\'s and root\'s, "any" all on this host'),
+    ] = "same"
 
 
 class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -41,7 +41,7 @@ def overriding(values: Mapping[str, object]) -> tuple[Config, str]:
 TEXTS = {
     "cluster.job": r"[A-Za-z0-9._:@+-]{1,128}",
     "verbs.device": r"[A-Za-z0-9_.-]{1,64}",
-    "security.secret_file": r"[^\x00-\x1f\x7f\"\\]{0,40}",
+    "security.secret_file": r"[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,40}",
 }
 
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from dataclasses import dataclass
 
 from omnireduce.protocol.handshake import Gate
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Link
+from omnireduce.transport.shm import ShmLink
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`secret`: what workers must prove to know."""
+    """`secret`: what workers must prove to know. `any_local_user`: who shares memory may be anybody on this host."""
 
     secret: Secret | None = None
+    any_local_user: bool = False
 
     def gate(self, link: Link) -> Gate:
         """What stands between a new connection and its Hello."""
-        return Gate(self.secret, secrets.token_bytes(NONCE_BYTES))
+        return Gate(self.secret, secrets.token_bytes(NONCE_BYTES), self._objection(link))
+
+    def _objection(self, link: Link) -> str:
+        user = None if self.any_local_user or not isinstance(link, ShmLink) else link.foreign_user
+        if user is None:
+            return ""
+        return (
+            f"user {user} may not share memory with an aggregator of user {os.geteuid()}: "
+            "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the worker"
+        )
 
 
 ANYBODY = Access()

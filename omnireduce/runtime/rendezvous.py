@@ -116,7 +116,7 @@ def _connect(address: str, config: Config, deadline: float) -> Link:
     started = time.monotonic()
     while True:
         try:
-            return _connect_once(host, port, kind, config.transport.dead_peer_s, deadline)
+            return _connect_once(host, port, config, deadline)
         except OSError as error:
             now = time.monotonic()
             if now >= deadline or isinstance(error, socket.gaierror):
@@ -130,15 +130,18 @@ def _connect(address: str, config: Config, deadline: float) -> Link:
             time.sleep(min(RETRY_S, max(0.0, deadline - now)))
 
 
-def _connect_once(host: str, port: int, kind: str, dead_peer_s: float, deadline: float) -> Link:
+def _connect_once(host: str, port: int, config: Config, deadline: float) -> Link:
+    kind = config.transport.kind
     timeout_s = max(0.1, deadline - time.monotonic())
     if kind in ("auto", "shm"):
         try:
-            return connect_shm(host, port, timeout_s)
-        except OSError:
+            return connect_shm(host, port, timeout_s, any_user=config.security.local_users == "any")
+        except (OSError, TransportError) as error:
             if kind == "shm":
                 raise
-    return connect_tcp(host, port, timeout_s, dead_peer_s)
+            if isinstance(error, TransportError):
+                log.warning("going on by tcp: %s", error)
+    return connect_tcp(host, port, timeout_s, config.transport.dead_peer_s)
 
 
 def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Config) -> dict[Link, Welcome]:

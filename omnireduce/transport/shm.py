@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections import deque
 
 from omnireduce.errors import TransportError
@@ -17,6 +18,7 @@ from omnireduce.transport.memory import map_slots
 from omnireduce.transport.stream import CONTROL, FRAME, StreamLink
 
 MAX_DESCRIPTORS = 2
+_CREDENTIALS = struct.Struct("iII")  # unix(7), struct ucred: process, user, group
 
 
 class ShmLink(StreamLink):
@@ -32,6 +34,13 @@ class ShmLink(StreamLink):
         super().__init__(sock, peer)
         self._descriptors: deque[int] = deque()
         self._takes_memory = takes_memory
+
+    @property
+    def foreign_user(self) -> int | None:
+        """The user of the peer's process, as the kernel says, if it is neither root nor the one of this process."""
+        size = _CREDENTIALS.size
+        user: int = _CREDENTIALS.unpack(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+        return None if user in (0, os.geteuid()) else user
 
     def _receive(self, into: memoryview) -> int:
         if not self._takes_memory:
@@ -98,8 +107,11 @@ def _numeric(host: str) -> str:
     return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def connect_shm(host: str, port: int, timeout_s: float) -> ShmLink:
-    """Connect to an aggregator on this host. Raises OSError when it is elsewhere or offers no shared memory."""
+def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = False) -> ShmLink:
+    """Connect to an aggregator on this host: of root or of this user, or of `any_user`.
+
+    Raises OSError when it is elsewhere or offers no shared memory, TransportError when it is another user's.
+    """
     if not _is_local(host):
         raise ConnectionError(f"{host} is not this host")
     for name in (_abstract(_numeric(host), port), _abstract("*", port)):
@@ -110,7 +122,15 @@ def connect_shm(host: str, port: int, timeout_s: float) -> ShmLink:
         except OSError:
             sock.close()
         else:
-            return ShmLink(sock, f"{host}:{port}", takes_memory=True)
+            link = ShmLink(sock, f"{host}:{port}", takes_memory=True)
+            if not any_user and link.foreign_user is not None:
+                whose = f"user {link.foreign_user}, this worker to user {os.geteuid()}"
+                link.close()
+                raise TransportError(
+                    f"what offers shared memory for {host}:{port} belongs to {whose}: set security.local_users = 'any' "
+                    "if that is meant"
+                )
+            return link
     raise ConnectionRefusedError(f"no aggregator on this host listens on {host}:{port} for shared memory")
 
 

@@ -1,0 +1,98 @@
+"""Processes of other users on the same host. Needs root, to be another user."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, Ranks, configured, unique_job
+
+from omnireduce import Communicator, RefusedError, TransportError
+from omnireduce.transport.shm import listen_shm
+
+NOBODY = 65534
+KEEP = -1
+
+_T = TypeVar("_T")
+
+
+def set_user(user: int) -> bool:
+    """Be another user in this thread alone, but for files; root can. glibc's own functions change all threads."""
+    setresuid, setfsuid = {"x86_64": (117, 122), "aarch64": (147, 151)}.get(os.uname().machine, (-1, -1))
+    call = ctypes.CDLL(None).syscall
+    changed = setresuid > 0 and call(setresuid, KEEP, user, KEEP) == 0
+    if changed:
+        call(setfsuid, 0)  # what Python and numba load late must not fail for the whole process
+    return changed
+
+
+def can_change() -> bool:
+    return os.geteuid() == 0 and Ranks(1, lambda _: set_user(NOBODY) and os.geteuid() == NOBODY).results() == [True]
+
+
+pytestmark = pytest.mark.skipif(not can_change(), reason="only root can be other users")
+
+
+def as_nobody(function: Callable[[], _T]) -> _T:
+    def run(_: int) -> _T:
+        assert set_user(NOBODY)
+        return function()
+
+    [found] = Ranks(1, run).results()
+    return found
+
+
+def outcome(daemon: Daemon, *overrides: str) -> str:
+    """How a worker of another user, alone in its job, fares: its transport, or the error."""
+    config, job = configured(daemon.addresses, "cluster.join_timeout_s=20", *overrides), unique_job()
+
+    def run() -> str:
+        try:
+            with Communicator(config, rank=0, size=1, job=job) as comm:
+                assert comm.allreduce(np.ones(9)).tolist() == [1.0] * 9
+                return comm.transport
+        except RefusedError as error:
+            return str(error)
+
+    return as_nobody(run)
+
+
+def test_another_users_worker_gets_no_memory(daemon: Daemon) -> None:
+    text = outcome(daemon)
+    assert f"refused: user {NOBODY} may not share memory with an aggregator of user 0: " in text
+    assert "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the worker" in text
+    assert outcome(daemon, "transport.kind=tcp") == "tcp"
+
+
+def test_another_users_worker_that_is_welcome() -> None:
+    with Daemon(1, "security.local_users=any") as daemon:
+        assert outcome(daemon) == "shm"
+
+
+@contextmanager
+def impostor(port: int) -> Iterator[socket.socket]:
+    """Another user's process has taken the name under which an aggregator offers shared memory."""
+    with as_nobody(lambda: listen_shm("127.0.0.1", port)) as listener:
+        yield listener
+
+
+def test_another_users_aggregator_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    """Where tcp will do as well, the worker goes on with that."""
+    with Daemon(1, "transport.kind=tcp") as daemon, impostor(int(daemon.addresses[0].rpartition(":")[2])) as listener:
+        config = configured(daemon.addresses, "cluster.join_timeout_s=20")
+        with Communicator(config, rank=0, size=1, job=unique_job()) as comm:
+            assert comm.transport == "tcp"
+        belongs = f"what offers shared memory for {daemon.addresses[0]} belongs to user {NOBODY}, this worker to user 0"
+        assert f"going on by tcp: {belongs}" in caplog.text
+        with pytest.raises(TransportError, match=belongs):
+            Communicator(configured(daemon.addresses, "transport.kind=shm"), rank=0, size=1)
+        listener.setblocking(True)
+        for _ in range(2):
+            with listener.accept()[0] as sock:
+                assert sock.recv(1) == b""  # nothing was said to it
