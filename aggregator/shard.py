@@ -84,8 +84,16 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
     server = ShardServer(
         listeners.name,
         [(listener, make) for listener, make in made if listener is not None],
-        Limits(settings.max_jobs, settings.max_world_size, settings.max_job_bytes, settings.join_timeout_s),
+        Limits(
+            max_jobs=settings.max_jobs,
+            max_world_size=settings.max_world_size,
+            max_job_bytes=settings.max_job_bytes,
+            join_timeout_s=settings.join_timeout_s,
+            max_ranks=settings.max_ranks,
+            max_bytes=settings.max_bytes,
+        ),
         drain_s=settings.drain_s,
+        hello_timeout_s=settings.hello_timeout_s,
         access=access,
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
     )

@@ -202,6 +202,11 @@ def conflicts(config: Config) -> Iterator[dict[str, str]]:
             "bench.op": f"an op other than mean because bench.dtype is {integers[0]}",
             "bench.dtype": "float types because bench.op is mean",
         }
+    if daemon.max_bytes < daemon.max_job_bytes:
+        yield {
+            "aggregator.max_job_bytes": f"at most {daemon.max_bytes} because that is aggregator.max_bytes",
+            "aggregator.max_bytes": f"at least {daemon.max_job_bytes} because that is aggregator.max_job_bytes",
+        }
     port = parse_address(daemon.listen)[1]
     if port and port + daemon.shards - 1 > 65535:
         yield {

@@ -180,6 +180,18 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=2**40,
         ),
     ] = 1 << 30
+    max_ranks: Annotated[
+        int, _meta("most ranks of all jobs together on one shard; each is a connection", "ranks", ge=1, le=2**20)
+    ] = 16_384
+    max_bytes: Annotated[
+        int,
+        _meta(
+            "most slot memory of all jobs together on one shard; no less than max_job_bytes",
+            "bytes",
+            ge=2**20,
+            le=2**44,
+        ),
+    ] = 4 << 30
     drain_s: Annotated[
         float,
         _meta("how long running collectives may take to finish after SIGTERM", "seconds", ge=0, le=86400),
@@ -187,6 +199,10 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     join_timeout_s: Annotated[
         float, _meta("how long an incomplete job may wait for its missing ranks", "seconds", ge=0.1, le=86400)
     ] = 300.0
+    hello_timeout_s: Annotated[
+        float,
+        _meta("how long a connection may take to prove the secret and say hello", "seconds", ge=0.1, le=3600),
+    ] = 10.0
 
 
 class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -287,6 +287,12 @@ def test_ports_of_all_shards_must_exist() -> None:
     assert text == '--set: aggregator.listen: got "h:65535", expected a port up to 65534 for 2 shards'
 
 
+def test_one_job_may_have_no_more_memory_than_all() -> None:
+    text = message(None, "aggregator.max_job_bytes=8589934592")
+    expected = "at most 4294967296 because that is aggregator.max_bytes"
+    assert text == f"--set: aggregator.max_job_bytes: got 8589934592, expected {expected}"
+
+
 def test_integers_have_no_mean() -> None:
     text = message(None, 'bench.dtype=["float32", "int8"]', 'bench.op=["sum", "mean"]')
     assert text == '--set: bench.op: got ["sum", "mean"], expected an op other than mean because bench.dtype is int8'

@@ -25,12 +25,15 @@ MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one shard allows: jobs at once, ranks per job, slot memory per job in bytes, seconds to gather."""
+    """What one shard allows: jobs at once, ranks and bytes of slots of one job, seconds to gather; ranks and bytes of
+    all jobs together."""
 
     max_jobs: int
     max_world_size: int
     max_job_bytes: int
     join_timeout_s: float
+    max_ranks: int = 1 << 62
+    max_bytes: int = 1 << 62
 
 
 class Answer(NamedTuple):
@@ -79,6 +82,7 @@ class Membership:
         self._limits = limits
         self._gathering: dict[str, _Gathering] = {}
         self._running: dict[int, tuple[str, dict[int, Hello]]] = {}
+        self._held: dict[int, Hello] = {}  # by generation, what its size and memory follow from, until it is released
         self._next_generation = 1
         self.draining = False
 
@@ -111,6 +115,7 @@ class Membership:
         ranked = [gathering.members[rank] for rank in range(hello.world_size)]
         generation, self._next_generation = self._next_generation, self._next_generation + 1
         self._running[generation] = hello.job, {each.rank: each for _, each in ranked}
+        self._held[generation] = hello
         yield Admit(generation, hello.job, [key for key, _ in ranked], [each for _, each in ranked])
 
     def gone(self, key: Hashable) -> None:
@@ -130,8 +135,12 @@ class Membership:
             self._running[generation][1].pop(rank, None)
 
     def finished(self, generation: int) -> None:
-        """A running generation is over."""
+        """A running generation is over; its ranks may still be leaving."""
         self._running.pop(generation, None)
+
+    def released(self, generation: int) -> None:
+        """A generation that is over has given back its memory and its connections."""
+        self._held.pop(generation, None)
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: refuse jobs that gather for too long, tell the others who is missing."""
@@ -172,14 +181,26 @@ class Membership:
     def _over_limit(self, hello: Hello, limits: Limits) -> str:
         if hello.world_size > limits.max_world_size:
             return f"world size {hello.world_size}; aggregator.max_world_size is {limits.max_world_size}: raise it"
-        need = (hello.world_size + 1) * hello.slots * hello.slot_bytes
+        need = _slot_bytes(hello)
         if need > limits.max_job_bytes:
             return (
                 f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {limits.max_job_bytes}: "
                 "raise it on the aggregator, or lower protocol.slots or protocol.slot_bytes"
             )
-        if hello.job not in self._gathering and len(self._gathering) + len(self._running) >= limits.max_jobs:
+        return "" if hello.job in self._gathering else self._no_room(hello, limits)
+
+    def _no_room(self, hello: Hello, limits: Limits) -> str:
+        """Why there is no room for one more job; those that gather count as if they ran."""
+        if len(self._gathering) + len(self._running) >= limits.max_jobs:
             return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
+        others = [*(each.spec for each in self._gathering.values()), *self._held.values()]
+        ranks, held = sum(each.world_size for each in others), sum(map(_slot_bytes, others))
+        if ranks + hello.world_size > limits.max_ranks:
+            wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
+            return f"{wanted} are more than aggregator.max_ranks, {limits.max_ranks}: raise it, or wait"
+        if held + _slot_bytes(hello) > limits.max_bytes:
+            wanted = f"{held} bytes of slots of other jobs and {_slot_bytes(hello)} of this one"
+            return f"{wanted} are more than aggregator.max_bytes, {limits.max_bytes}: raise it, or wait"
         return ""
 
     def _conflict(self, hello: Hello) -> str:
@@ -220,6 +241,11 @@ def _note(gathering: _Gathering) -> str:
 
 def _missing(gathering: _Gathering) -> list[int]:
     return [rank for rank in range(gathering.spec.world_size) if rank not in gathering.members]
+
+
+def _slot_bytes(hello: Hello) -> int:
+    """Slot memory of the job on this shard: receive slots for every rank, and the results."""
+    return (hello.world_size + 1) * hello.slots * hello.slot_bytes
 
 
 def _malformed(hello: Hello) -> str:

@@ -27,7 +27,6 @@ from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire import Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
-HELLO_S = 10.0  # how long a connection may stay without a Hello
 LINGER_S = 1.0  # how long a leaver's last output may take
 MAX_STRANGERS = 4096  # connections that have not said Hello yet; fewer when descriptors are short
 
@@ -48,8 +47,8 @@ class ShardServer:
     """Serves jobs until `stop`.
 
     `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
-    address, as workers see it in errors. `access` says who may join, `verbs` allows RDMA. A simulation brings its own
-    `clock` and `selector`, and hands links to `adopt`.
+    address, as workers see it in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may
+    join, `verbs` allows RDMA. A simulation brings its own `clock` and `selector`, and hands links to `adopt`.
     """
 
     def __init__(
@@ -59,13 +58,15 @@ class ShardServer:
         limits: Limits,
         *,
         drain_s: float,
+        hello_timeout_s: float = 10.0,
         access: Access = ANYBODY,
         verbs: Verbs | None = None,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self._access, self._verbs = clock, drain_s, access, verbs
+        self._clock, self._drain_s, self._hello_timeout_s = clock, drain_s, hello_timeout_s
+        self._access, self._verbs = access, verbs
         self._membership = Membership(limits)
         self._selector = selector or selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
@@ -146,7 +147,7 @@ class ShardServer:
         now = self._clock()
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
-        deadlines += [_time_limit(connection) for connection in self._timed]
+        deadlines += [self._time_limit(connection) for connection in self._timed]
         return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
 
     # newcomers
@@ -163,10 +164,6 @@ class ShardServer:
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if len(self._timed) >= min(MAX_STRANGERS, descriptors // 2):
             self._forget(min(self._timed, key=lambda each: each.since))
-        if len(self._connections) >= descriptors * 3 // 4:
-            log.error("turned a connection away: %d are open", len(self._connections))
-            sock.close()
-            return
         try:
             link = data(sock)
         except OSError as error:  # the peer has reset the connection already
@@ -174,6 +171,13 @@ class ShardServer:
             sock.close()
             return
         assert isinstance(link, Link)
+        if len(self._connections) >= descriptors * 3 // 4:
+            log.error("turned a connection away: %d are open", len(self._connections))
+            link.send_control(
+                encode_control(Refused("too many connections; raise ulimit -n of the aggregator, or wait"))
+            )
+            link.close()
+            return
         self.adopt(link)
 
     def adopt(self, link: Link) -> None:
@@ -246,6 +250,7 @@ class ShardServer:
             job = Job(admit.generation, admit.job, links, admit.hellos, self._clock, self._job_ended, self._verbs)
         except OSError as error:
             self._membership.finished(admit.generation)
+            self._membership.released(admit.generation)
             for connection in connections:
                 self._refuse(connection, f"the aggregator has no memory for this job: {error}")
             return
@@ -309,6 +314,7 @@ class ShardServer:
             members.remove(connection)
             if not members:
                 connection.job.close()
+                self._membership.released(connection.job.generation)
                 del self._of_job[connection.job.generation]
 
     def _update_interest(self, connection: _Connection) -> None:
@@ -320,11 +326,11 @@ class ShardServer:
     def _housekeeping(self, now: float) -> None:
         self._answer(self._membership.expire(now))
         for connection in list(self._timed):
-            if now >= _time_limit(connection):
+            if now >= self._time_limit(connection):
                 if connection.leaving:
                     self._drop(connection)
                 else:
-                    self._refuse(connection, f"no Hello within {HELLO_S:g} s")
+                    self._refuse(connection, f"no Hello within {self._hello_timeout_s:g} s")
         if self._drain_deadline is not None:
             self._drain(now >= self._drain_deadline)
 
@@ -340,6 +346,5 @@ class ShardServer:
             if connection.job is None and not connection.leaving:
                 self._forget(connection)
 
-
-def _time_limit(connection: _Connection) -> float:
-    return connection.since + (LINGER_S if connection.leaving else HELLO_S)
+    def _time_limit(self, connection: _Connection) -> float:
+        return connection.since + (LINGER_S if connection.leaving else self._hello_timeout_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import threading
 import time
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves
 from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, unique_job
-from raw_peer import RawPeer, await_pending
+from raw_peer import DEFAULTS, RawPeer, await_pending
 from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError
@@ -171,9 +173,61 @@ def test_limits_of_the_daemon() -> None:
         assert_serves(daemon, job="gathering", size=2)
 
 
-def test_another_protocol_version(daemon: Daemon) -> None:
+def test_limits_of_all_jobs_together() -> None:
+    """They hold for jobs that gather; what a job that is over held is free as soon as its ranks have gone."""
+    job_bytes = 3 * 3 * DEFAULTS.slot_bytes
+    limits = [
+        "aggregator.max_ranks=5",
+        f"aggregator.max_bytes={2 * job_bytes}",
+        f"aggregator.max_job_bytes={job_bytes}",
+    ]
+    with Daemon(1, *limits) as daemon:
+        config = configured(daemon.addresses, "cluster.join_timeout_s=20")
+        with RawPeer(daemon.addresses[0]) as one, RawPeer(daemon.addresses[0]) as two:
+            one.hello("one", 0, 2)
+            two.hello("two", 0, 2)
+            await_pending(one, [1])
+            await_pending(two, [1])
+            assert "4 ranks of other jobs and 2 of this one are more than aggregator.max_ranks, 5" in join(
+                config, 0, 2, "three"
+            )
+            text = join(config, 0, 1, "three")
+            assert f"{2 * job_bytes} bytes of slots of other jobs and {job_bytes * 2 // 3} of this one are more" in text
+            assert f"than aggregator.max_bytes, {2 * job_bytes}: raise it, or wait" in text
+        for _ in range(5):
+            assert run_job(config, 2, lambda comm: comm.size, unique_job()) == [2, 2]
+
+
+def test_a_connection_that_does_not_say_hello_is_refused_in_time() -> None:
+    with Daemon(1, "aggregator.hello_timeout_s=0.2") as daemon, RawPeer(daemon.addresses[0]) as peer:
+        answer = peer.control()
+        assert isinstance(answer, Refused)
+        assert answer.reason == "no Hello within 0.2 s"
+        assert peer.is_closed()
+
+
+def test_more_ranks_than_descriptors() -> None:
+    """Who comes too late is told why."""
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    with Daemon(1, preexec_fn=few) as daemon, contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(RawPeer(daemon.addresses[0])) for _ in range(48)]
+        for rank, peer in enumerate(ranks):
+            peer.hello("many", rank, 100)
+            assert isinstance(peer.control(), Pending)
+        with RawPeer(daemon.addresses[0]) as late:
+            answer = late.control()
+            assert isinstance(answer, Refused)
+            assert answer.reason == "too many connections; raise ulimit -n of the aggregator, or wait"
+
+
+@pytest.mark.parametrize("fields", [{}, {"rank": "first", "shards": None, "more": []}], ids=["alike", "different"])
+def test_another_protocol_version(daemon: Daemon, fields: dict[str, Any]) -> None:
+    """Both versions are named, also when the hello of the other one cannot be read."""
     with RawPeer(daemon.addresses[0]) as peer:
-        peer.hello(unique_job(), 0, 1, version=PROTOCOL_VERSION + 1)
+        peer.hello(**({"job": unique_job(), "rank": 0, "world_size": 1, "version": PROTOCOL_VERSION + 1} | fields))
         answer = peer.control()
         assert isinstance(answer, Refused)
         assert answer.reason.startswith(f"protocol version {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from omnireduce.protocol.membership import Admit, Answer, Limits, Membership, Me
 from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
+TIGHT = dataclasses.replace(LIMITS, max_ranks=5, max_bytes=2 << 20)
 
 
 def hello(rank: int, world_size: int = 2, **changes: Any) -> Hello:
@@ -198,6 +200,37 @@ def test_no_more_jobs_than_allowed() -> None:
     assert join(membership, 0, job="d") == [Answer(("d", 0), Pending([1], 1))]
 
 
+def test_no_more_ranks_than_allowed() -> None:
+    """Those of jobs that gather count as if they were there, those of a job that is over until they have gone."""
+    membership = Membership(dataclasses.replace(LIMITS, max_ranks=5))
+    (running,) = join(membership, 0, 1, job="a")
+    join(membership, 0, job="b")
+    reason = "4 ranks of other jobs and 2 of this one are more than aggregator.max_ranks, 5: raise it, or wait"
+    assert refusal(join(membership, 0, job="c")) == reason
+    assert isinstance(join(membership, 1, job="b")[0], Admit)  # it was counted already
+    membership.finished(running.generation)
+    assert refusal(join(membership, 0, job="c")) == reason
+    membership.released(running.generation)
+    assert join(membership, 0, job="c") == [Answer(("c", 0), Pending([1], 1))]
+
+
+def test_no_more_memory_than_allowed() -> None:
+    """Of all jobs together, each 3 × 4 slots."""
+    each = 3 * 4 * 65536
+    membership = Membership(dataclasses.replace(LIMITS, max_bytes=2 * each))
+    (running,) = join(membership, 0, 1, job="a")
+    join(membership, 0, job="b")
+    reason = f"{2 * each} bytes of slots of other jobs and {each} of this one are more than aggregator.max_bytes"
+    assert reason in refusal(join(membership, 0, job="c"))
+    membership.gone(("b", 0))
+    assert isinstance(join(membership, 0, job="c")[0], Answer)
+    assert reason in refusal(join(membership, 0, job="d"))
+    membership.finished(running.generation)
+    assert reason in refusal(join(membership, 0, job="d"))
+    membership.released(running.generation)
+    assert isinstance(join(membership, 0, job="d")[0].message, Pending)
+
+
 def test_a_rank_that_goes_while_the_job_gathers_may_come_again() -> None:
     membership = Membership(LIMITS)
     join(membership, 0, 1, world_size=3)
@@ -275,12 +308,14 @@ class Life(RuleBasedStateMachine):
 
     hellos = Bundle("hellos")
     generations = Bundle("generations")
+    over = Bundle("over")
 
     @initialize()
     def start(self) -> None:
-        self.membership = Membership(LIMITS)
+        self.membership = Membership(TIGHT)
         self.now = 0.0
         self.next_key = 0
+        self.held: dict[int, Hello] = {}  # by generation, one of its ranks, until it is released
         self.waiting: dict[Hashable, Hello] = {}  # by connection
         self.running: dict[int, dict[int, Hello]] = {}  # by generation, the ranks that are still there
         self.started = 0
@@ -311,6 +346,7 @@ class Life(RuleBasedStateMachine):
         assert len(agreed) == 1
         there = {(each.job, each.rank) for ranks in self.running.values() for each in ranks.values()}
         assert not any((admit.job, rank) in there for rank in range(len(admit.keys)))
+        self.held[admit.generation] = admit.hellos[0]
         self.running[admit.generation] = {each.rank: each for each in admit.hellos}
 
     @rule(
@@ -331,7 +367,10 @@ class Life(RuleBasedStateMachine):
             each.job == job and each.rank == rank for ranks in self.running.values() for each in ranks.values()
         )
         jobs = len({each.job for each in before.values()}) + len(self.running)
-        room = bool(others) or jobs < LIMITS.max_jobs
+        loads = [*{each.job: each for each in before.values()}.values(), *self.held.values(), message]
+        ranks = sum(each.world_size for each in loads)
+        memory = sum((each.world_size + 1) * each.slots * each.slot_bytes for each in loads)
+        room = bool(others) or (jobs < TIGHT.max_jobs and ranks <= TIGHT.max_ranks and memory <= TIGHT.max_bytes)
         welcome = rank < world_size and agrees and not is_there and room and not self.membership.draining
         started = self.read(self.membership.hello(self.next_key, message, self.now))
         assert bool(started) == (welcome and len(others) + 1 == world_size)
@@ -350,10 +389,16 @@ class Life(RuleBasedStateMachine):
         self.membership.departed(generation, rank)
         self.running.get(generation, {}).pop(rank, None)
 
-    @rule(generation=consumes(generations))
-    def finishes(self, generation: int) -> None:
+    @rule(target=over, generation=consumes(generations))
+    def finishes(self, generation: int) -> int:
         self.membership.finished(generation)
         self.running.pop(generation, None)
+        return generation
+
+    @rule(generation=consumes(over))
+    def is_released(self, generation: int) -> None:
+        self.membership.released(generation)
+        del self.held[generation]
 
     @rule(seconds=st.sampled_from([1.0, 15.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
