@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 import click
 
 from omnireduce.cli import Command, config_options
 from omnireduce.config import Config, load_config, override_config
+from omnireduce.logs import start_logs
 
 
 @click.command(cls=Command, name="omnireduce-aggregator")
@@ -21,9 +21,7 @@ def main(config_file: str | None, overrides: tuple[str, ...], listen: str | None
     Prints `ready` and the addresses on standard output as soon as workers can join; logs go to standard error.
     """
     config = _with_options(load_config(config_file, overrides=overrides), listen, shards)
-    logging.basicConfig(
-        level=config.log.level.upper(), stream=sys.stderr, format="%(asctime)s %(process)d %(levelname)s %(message)s"
-    )
+    start_logs(config.log)
     from aggregator.daemon import Daemon  # imports numba, which --help need not wait for
 
     sys.exit(Daemon(config).run())

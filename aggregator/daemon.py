@@ -20,6 +20,7 @@ from aggregator.access import make_access
 from aggregator.shard import Listeners, open_listeners, run_shard
 from omnireduce.config import Config, parse_address
 from omnireduce.kernels.warm import warm_up_aggregator
+from omnireduce.logs import tagged
 
 log = logging.getLogger("omnireduce.aggregator")
 RESTART_WINDOW_S = 60.0
@@ -53,13 +54,17 @@ class Daemon:
         bound = self._bind()
         _make_kernels_ready()
         if wait([self._signals], 0):
-            log.info("stopped before the start")
+            log.info("stopped before the start", extra=tagged("stopped"))
             return 0
         for listeners in bound:
             self._shards.append(self._start(listeners))
-        print("ready", *(each.address for each in bound), flush=True)
+        addresses = [each.address for each in bound]
+        print("ready", *addresses, flush=True)
+        log.info("ready at %s", ", ".join(addresses), extra=tagged("ready", shards=addresses))
         healthy = self._supervise()
-        return 0 if self._stop() and healthy else 1
+        clean = self._stop()
+        log.info("stopped", extra=tagged("stopped"))
+        return 0 if clean and healthy else 1
 
     def _watch_signals(self) -> None:
         self._signals_in.setblocking(False)
@@ -93,7 +98,7 @@ class Daemon:
             ready = wait([self._signals, *(shard.process.sentinel for shard in self._shards)])
             if self._signals in ready:
                 self._signals.recv(64)
-                log.info("stopping")
+                log.info("stopping", extra=tagged("stopping"))
                 return True
             for i, shard in enumerate(self._shards):
                 if shard.process.sentinel in ready and not self._restart(i, shard):
@@ -101,13 +106,15 @@ class Daemon:
 
     def _restart(self, index: int, shard: _Shard) -> bool:
         shard.process.join()
-        log.error("shard %s died with status %s", shard.listeners.address, shard.process.exitcode)
+        name, status = shard.listeners.address, shard.process.exitcode
+        log.error("shard %s died with status %s", name, status, extra=tagged("shard_died", shard=name, status=status))
         os.close(shard.stop)
         now = time.monotonic()
         self._deaths = [at for at in self._deaths if now - at < RESTART_WINDOW_S] + [now]
         del self._shards[index]
         if len(self._deaths) > RESTARTS_PER_WINDOW:
-            log.error("%d shards died within %g s; giving up", len(self._deaths), RESTART_WINDOW_S)
+            deaths = len(self._deaths)
+            log.error("%d shards died within %g s; giving up", deaths, RESTART_WINDOW_S, extra=tagged("gave_up"))
             return False
         self._shards.insert(index, self._start(shard.listeners))
         return True
@@ -121,7 +128,8 @@ class Daemon:
         for shard in self._shards:
             shard.process.join(max(0.0, deadline - time.monotonic()))
             if shard.process.is_alive():
-                log.error("shard %s did not stop; killing it", shard.listeners.address)
+                name = shard.listeners.address
+                log.error("shard %s did not stop; killing it", name, extra=tagged("shard_killed", shard=name))
                 shard.process.kill()
                 shard.process.join()
             clean &= shard.process.exitcode == 0
@@ -131,14 +139,16 @@ class Daemon:
 def _make_kernels_ready() -> None:
     """Load or compile the kernels, and say so when that takes long. No thread is left at the end: shards are forked."""
     started = time.monotonic()
-    slow = threading.Timer(MOMENT_S, log.info, ["compiling kernels (at the first start only)"])
+    text = "compiling kernels (at the first start only)"
+    slow = threading.Timer(MOMENT_S, log.info, [text], {"extra": tagged("compiling")})
     slow.start()
     try:
         warm_up_aggregator()
     finally:
         slow.cancel()
         slow.join()
-    log.info("kernels ready after %.1f s", time.monotonic() - started)
+    seconds = time.monotonic() - started
+    log.info("kernels ready after %.1f s", seconds, extra=tagged("kernels_ready", seconds=round(seconds, 1)))
 
 
 def _check_rdma(config: Config) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from omnireduce.config import Config
 from omnireduce.errors import TransportError
+from omnireduce.logs import start_logs, tagged
 from omnireduce.protocol.membership import Limits
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.server import ShardServer
@@ -58,13 +59,14 @@ def _run_as_batch() -> None:
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError as error:  # a sandbox may forbid it; it is only faster
-        log.info("not a batch task: %s", error.strerror)
+        log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
 def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: int) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
+    start_logs(config.log, shard=listeners.name)
     _run_as_batch()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every job is a descriptor
@@ -96,6 +98,7 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
         hello_timeout_s=settings.hello_timeout_s,
         access=access,
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
+        straggler_s=settings.straggler_s,
     )
     server.stop_when_readable(stop_pipe)
     server.serve()

@@ -7,10 +7,13 @@
 | an array that does not fit into memory          | one line             | 1           |
 | Ctrl-C                                          | one line             | 130         |
 | a bug                                           | its traceback        | 1           |
+
+Where the logs are JSON, so is that line.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ from typing import Any, TypeVar
 import click
 
 from omnireduce.errors import ConfigError, OmniReduceError
+from omnireduce.logs import logs_are_json, tagged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -51,14 +55,21 @@ def reporting_errors() -> Iterator[None]:
         yield
     except OmniReduceError as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        click.echo(f"Error: {message}", err=True)
+        _complain(message)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except MemoryError as error:
-        click.echo(f"Error: too little memory: {error}".rstrip(": "), err=True)
+        _complain(f"too little memory: {error}".rstrip(": "))
         sys.exit(1)
     except KeyboardInterrupt:
         click.echo("Interrupted", err=True)
         sys.exit(130)
+
+
+def _complain(message: str) -> None:
+    if logs_are_json():
+        logging.getLogger("omnireduce").critical(message, extra=tagged("failed"))
+    else:
+        click.echo(f"Error: {message}", err=True)
 
 
 class Command(click.Command):

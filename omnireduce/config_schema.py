@@ -17,6 +17,7 @@ Overlap = Literal["random", "full", "none"]
 Kind = Literal["auto", "shm", "tcp", "verbs"]
 Level = Literal["debug", "info", "warning", "error"]
 Users = Literal["same", "any"]
+LogFormat = Literal["text", "json"]
 
 
 def _meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> Meta:
@@ -203,6 +204,16 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         _meta("how long a connection may take to prove the secret and say hello", "seconds", ge=0.1, le=3600),
     ] = 10.0
+    straggler_s: Annotated[
+        float,
+        _meta(
+            "log which ranks a collective waits for once no result has left for so long; it is looked at after "
+            "1, 2, 4, 8 ... seconds",
+            "seconds",
+            ge=0,
+            le=86400,
+        ),
+    ] = 1.0
 
 
 class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -270,6 +281,7 @@ class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the programs say."""
 
     level: Annotated[Level, _meta("least severity that is logged")] = "info"
+    format: Annotated[LogFormat, _meta("how a line is written: key=value pairs, or an object of JSON")] = "text"
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("bench",),
     ("aggregator", "worker"),
 )
-BASE = {"cli", "config", "dtypes", "errors", "layout", "secret", "wire"}
+BASE = {"cli", "config", "dtypes", "errors", "layout", "logs", "secret", "status", "wire"}
 IMPURE = {
     *("asyncio", "concurrent", "datetime", "mmap", "multiprocessing", "os", "random", "select", "selectors"),
     *("signal", "socket", "subprocess", "threading", "time"),
@@ -271,7 +271,7 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
     ("check", "name", "text"),
     [
         (check_placed, "omnireduce.misc", ""),
-        (check_placed, "omnireduce.status.table", ""),
+        (check_placed, "omnireduce.misc.table", ""),
         (check_direction, "omnireduce.errors", "from omnireduce.kernels import merge"),
         (check_direction, "omnireduce.config_load", "import omnireduce"),
         (check_direction, "omnireduce.kernels.pack", "from omnireduce.protocol.worker import Worker"),

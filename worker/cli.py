@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ import click
 from omnireduce.cli import Group, config_options
 from omnireduce.config import Config, dump_config, load_config, reference_toml
 from omnireduce.errors import OmniReduceError
+from omnireduce.logs import start_logs
 
 # The commands import what they run when they run: --help need not wait for it.
 
@@ -176,7 +176,7 @@ def show_config(config_file: str | None, overrides: tuple[str, ...], reference: 
 
 def _load(config_file: str | None, overrides: tuple[str, ...]) -> Config:
     config = load_config(config_file, overrides=overrides)
-    logging.basicConfig(level=config.log.level.upper(), stream=sys.stderr, format="%(levelname)s: %(message)s")
+    start_logs(config.log)
     return config
 
 

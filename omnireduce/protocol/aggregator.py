@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.effects import ALL, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.wire import (
     Aborted,
@@ -36,6 +37,15 @@ class _Rank:
     open_row: int = -1  # arena row of the message in use, -1 for none
     joined: bool = False  # has sent its first message of the current collective
     left: bool = False
+
+
+class Wait(NamedTuple):
+    """The collective `what` (a text) waits for `ranks`, called `who`; no result has left for `seconds`."""
+
+    what: str
+    ranks: list[int]
+    who: str
+    seconds: float
 
 
 class AggregatorMachine:
@@ -87,6 +97,14 @@ class AggregatorMachine:
             return None
         return self._quiet_since + max(self._warn_after_s, 2 * (self._warned_at - self._quiet_since))
 
+    def waiting(self, now: float) -> Wait | None:
+        """Whom the collective under way waits for; None when there is none."""
+        if self._current is None or self.ended is not None:
+            return None
+        ranks = self._waited_for(self._current)
+        who = listed([self._ranks[rank].name for rank in ranks])
+        return Wait(f"collective {self._number} ({self._descriptor})", ranks, who, now - self._quiet_since)
+
     def has_left(self, rank: int) -> bool:
         """The rank said that it goes, cleanly."""
         return self._ranks[rank].left
@@ -113,31 +131,30 @@ class AggregatorMachine:
         if not isinstance(message, Leave):
             yield from self._violation(rank, ProtocolError(f"unexpected {type(message).__name__}"))
         elif message.cause is not None:
-            yield from self.abort(message.cause)
+            own = message.cause.culprit == self._ranks[rank].name
+            kind: AbortKind = "timeout" if message.cause.timeout else "worker" if own else "relayed"
+            yield from self.abort(message.cause, kind, rank if own else None)
         else:
             yield from self._left(rank)
 
     def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `rank` is over."""
         if not self._ranks[rank].left:
-            yield from self.abort(Cause(self._ranks[rank].name, reason))
+            yield from self.abort(Cause(self._ranks[rank].name, reason), "lost", rank)
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; if no result left for long, tell everybody who is waited for."""
-        deadline = self.deadline
-        if deadline is None or now < deadline or self._current is None:
+        deadline, wait = self.deadline, self.waiting(now)
+        if deadline is None or now < deadline or wait is None:
             return
         self._warned_at = now
-        names = [self._ranks[rank].name for rank in self._waited_for(self._current)]
-        what, who = f"collective {self._number} ({self._descriptor})", listed(names)
-        seconds = now - self._quiet_since
-        yield Warn(f"{what} waits for {who} since {seconds:.0f} s")
-        yield Tell(ALL, Waiting(what, who, seconds))
+        yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
+        yield Tell(ALL, Waiting(wait.what, wait.who, wait.seconds))
 
-    def abort(self, cause: Cause) -> Iterator[Effect]:
+    def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
         """End the job on every rank."""
         if self.ended is None:
-            self.ended = End(cause)
+            self.ended = End(cause, kind, rank)
             yield Tell(ALL, Aborted(cause))
             yield self.ended
 
@@ -160,7 +177,7 @@ class AggregatorMachine:
             if self._current is None:
                 return
             if self._ranks_gone():
-                yield from self.abort(self._ranks_gone_cause())
+                yield from self.abort(self._ranks_gone_cause(), "left")
                 return
             moved |= self._merge(self._current)
             yield from self._return_used(self._current)
@@ -290,8 +307,8 @@ class AggregatorMachine:
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, _MismatchError):
             low, high = sorted((self._first[0], rank))
-            return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"))
-        return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"))
+            return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"), "mismatch")
+        return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"), "violation", rank)
 
 
 class _MismatchError(ProtocolError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from omnireduce.wire import Cause, ControlMessage
 
 ALL = -1
+AbortKind = Literal["timeout", "lost", "violation", "mismatch", "worker", "relayed", "left", "shutdown", "internal"]
 
 
 class Send(NamedTuple):
@@ -38,9 +39,15 @@ class Finish(NamedTuple):
 
 
 class End(NamedTuple):
-    """The machine is done, cleanly or because of `cause`. No further effects follow."""
+    """The machine is done, cleanly or because of `cause`. No further effects follow.
+
+    An aggregator sorts causes by `kind`, and `rank` is the one to blame where one alone is. A cause is "relayed" by a
+    worker that learnt it from another shard, or of one.
+    """
 
     cause: Cause | None
+    kind: AbortKind | None = None
+    rank: int | None = None
 
 
 class Warn(NamedTuple):

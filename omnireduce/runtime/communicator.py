@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import re
 import socket
@@ -22,6 +23,7 @@ from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
+from omnireduce.logs import BoundLog
 from omnireduce.protocol.membership import worker_name
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.rows import Pool, RowSet
@@ -85,7 +87,8 @@ class Communicator:
             ],
         )
         self._pool = Pool()
-        self._engine = Engine(self._machine, self._links, config.transport.spin_us / 1e6)
+        log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
+        self._engine = Engine(self._machine, self._links, config.transport.spin_us / 1e6, log)
         _open_communicators.add(self)
 
     def __enter__(self) -> Self:

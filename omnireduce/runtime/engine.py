@@ -6,7 +6,6 @@ Only while asynchronous collectives are under way and nobody waits, a background
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -19,6 +18,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, CollectiveTimeoutError, OmniReduceError, UsageError
+from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.worker import WorkerMachine
@@ -26,7 +26,6 @@ from omnireduce.runtime.driver import Driver
 from omnireduce.transport.base import Link
 from omnireduce.wire import Cause, Descriptor, shown
 
-log = logging.getLogger("omnireduce")
 T = TypeVar("T")
 PEEKED = [(-1, 0)]  # a link has news that no descriptor told
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
@@ -68,12 +67,17 @@ def error_of(cause: Cause | None) -> OmniReduceError:
 
 
 class Engine:
-    """Drives the worker machine over `links` (one per shard)."""
+    """Drives the worker machine over `links` (one per shard); its warnings go to `log`."""
 
-    def __init__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float) -> None:
+    def __init__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog) -> None:
         self._machine, self._links, self._spin_s = machine, links, spin_s
         self._driver = Driver(
-            machine, links, time.monotonic, on_finish=self._on_finish, on_end=self._on_end, on_warn=log.warning
+            machine,
+            links,
+            time.monotonic,
+            on_finish=self._on_finish,
+            on_end=self._on_end,
+            on_warn=lambda text: log.warning(text, extra=tagged("waiting")),
         )
         self._handles: dict[int, Handle[Any]] = {}
         self._start_afresh()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
+from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.membership import member_name
+from omnireduce.protocol.membership import LISTED, member_name
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.transport.base import Link
 from omnireduce.transport.memory import Region
@@ -18,12 +19,14 @@ from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.wire import Endpoint, Hello, Welcome, encode_control
 
-log = logging.getLogger("omnireduce.aggregator")
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
 
 
 class Job:
-    """Made when all ranks are there; tells each rank so. `links[r]` and `hellos[r]` belong to rank r."""
+    """Made when all ranks are there; tells each rank so. `links[r]` and `hellos[r]` belong to rank r.
+
+    After `straggler_s` without a result the log names the ranks that a collective waits for.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,10 @@ class Job:
         clock: Clock,
         on_end: Callable[[Job, End], None],
         verbs: Verbs | None = None,
+        straggler_s: float = WARN_AFTER_S,
     ) -> None:
+        self.log = BoundLog(logging.getLogger("omnireduce.aggregator"), job=name, generation=generation)
+        self._clock, self._straggler_s = clock, straggler_s
         self.generation, self.name, self.links = generation, name, list(links)
         slots, slot_bytes, ranks = hellos[0].slots, hellos[0].slot_bytes, len(links)
         self._arena = Region(ranks * slots, slot_bytes)
@@ -62,9 +68,11 @@ class Job:
             self.links,
             clock,
             on_end=lambda end: on_end(self, end),
-            on_warn=lambda text: log.warning("%s: %s", self, text),
+            on_warn=self._warn,
         )
-        log.info("%s: %d ranks joined by %s", self, ranks, "+".join(sorted({link.kind for link in self.links})))
+        self.transport = "+".join(sorted({link.kind for link in self.links}))
+        started = tagged("job_started", world_size=ranks, transport=self.transport)
+        self.log.info("%s: %d ranks joined by %s", self, ranks, self.transport, extra=started)
 
     def _welcome(self, rank: int, hello: Hello, verbs: Verbs | None) -> Link:
         """Tell the rank that all are here; return the link with its slots, over RDMA if both ends can."""
@@ -75,7 +83,9 @@ class Job:
             try:
                 return _welcome_by_verbs(link, self.generation, hello.verbs, verbs, send_slots, receive_slots)
             except TransportError as error:
-                log.info("%s: rank %d by tcp, not verbs: %s", self, rank, error)
+                self.log.info(
+                    "%s: rank %d by tcp, not verbs: %s", self, rank, error, extra=tagged("no_verbs", rank=rank)
+                )
                 note = str(error)
         link.attach(send_slots, receive_slots)
         welcome = encode_control(Welcome(self.generation, note=note))
@@ -84,6 +94,13 @@ class Job:
         else:
             link.send_control(welcome)
         return link
+
+    def _warn(self, text: str) -> None:
+        wait = self.machine.waiting(self._clock())
+        if wait is not None and wait.seconds >= self._straggler_s:
+            who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
+            waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
+            self.log.warning("%s: %s", self, text, extra=waiting)
 
     def __str__(self) -> str:
         return f"job '{self.name}' generation {self.generation}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import RefusedError, TransportError
+from omnireduce.logs import BoundLog, tagged
 from omnireduce.runtime.engine import error_of
 from omnireduce.runtime.prove import prove, read_message
 from omnireduce.secret import load_secret
@@ -34,7 +35,6 @@ from omnireduce.wire import (
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer
 
-log = logging.getLogger("omnireduce")
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet
 QUIET_S = 2.0  # how long to wait for an aggregator before saying so
 
@@ -47,22 +47,23 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     `cluster.join_timeout_s`, AbortedError when another rank failed meanwhile.
     """
     secret = load_secret(config.security)
+    log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=rank)
     deadline = time.monotonic() + config.cluster.join_timeout_s
     addresses = config.cluster.aggregators
     links: list[Link] = []
     offers: list[Offer | None] = []
     try:
         for address in addresses:
-            link = _connect(address, config, deadline)
+            link = _connect(address, config, deadline, log)
             links.append(link)  # one by one, so that a failure closes those that were made
         if secret is not None:
             prove(links, secret, deadline)
-        offers += [_offer(link, config) for link in links]
+        offers += [_offer(link, config, log) for link in links]
         for shard, (link, offer) in enumerate(zip(links, offers, strict=True)):
             link.send_control(encode_control(_hello(config, job, rank, size, shard, offer)))
-        welcomes = _await_welcome(links, job, deadline, config)
+        welcomes = _await_welcome(links, job, deadline, config, log)
         for shard, offer in enumerate(offers):
-            links[shard] = _attach(links[shard], welcomes[links[shard]], offer, config, rank)
+            links[shard] = _attach(links[shard], welcomes[links[shard]], offer, config, rank, log)
     except BaseException:
         for link in links:
             link.close()
@@ -73,7 +74,7 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     return links
 
 
-def _offer(link: Link, config: Config) -> Offer | None:
+def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:
     """Get ready for RDMA with this aggregator, if it is wanted and possible. Raises TransportError."""
     kind, protocol = config.transport.kind, config.protocol
     if not isinstance(link, TcpLink) or kind not in ("auto", "verbs"):
@@ -86,7 +87,7 @@ def _offer(link: Link, config: Config) -> Offer | None:
     except TransportError as error:
         if kind == "verbs":
             raise
-        log.info("aggregator %s by tcp, not verbs: %s", link.peer, error)
+        _say_no_verbs(log, link, str(error))
         return None
 
 
@@ -109,14 +110,14 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Of
     )
 
 
-def _connect(address: str, config: Config, deadline: float) -> Link:
+def _connect(address: str, config: Config, deadline: float, log: BoundLog) -> Link:
     """Connect by the wanted transport, again and again until the deadline. Raises TransportError."""
     host, port = parse_address(address)
     kind, complained = config.transport.kind, False
     started = time.monotonic()
     while True:
         try:
-            return _connect_once(host, port, config, deadline)
+            return _connect_once(host, port, config, deadline, log)
         except OSError as error:
             now = time.monotonic()
             if now >= deadline or isinstance(error, socket.gaierror):
@@ -125,12 +126,13 @@ def _connect(address: str, config: Config, deadline: float) -> Link:
                     "is `python -m aggregator` running there, and does cluster.aggregators name its address?"
                 ) from error
             if not complained and now - started > QUIET_S:
-                log.warning("waiting for aggregator %s: %s", address, error.strerror or error)
+                waiting = tagged("waiting_for_aggregator", aggregator=address)
+                log.warning("waiting for aggregator %s: %s", address, error.strerror or error, extra=waiting)
                 complained = True
             time.sleep(min(RETRY_S, max(0.0, deadline - now)))
 
 
-def _connect_once(host: str, port: int, config: Config, deadline: float) -> Link:
+def _connect_once(host: str, port: int, config: Config, deadline: float, log: BoundLog) -> Link:
     kind = config.transport.kind
     timeout_s = max(0.1, deadline - time.monotonic())
     if kind in ("auto", "shm"):
@@ -140,11 +142,13 @@ def _connect_once(host: str, port: int, config: Config, deadline: float) -> Link
             if kind == "shm":
                 raise
             if isinstance(error, TransportError):
-                log.warning("going on by tcp: %s", error)
+                log.warning("going on by tcp: %s", error, extra=tagged("no_shm", aggregator=f"{host}:{port}"))
     return connect_tcp(host, port, timeout_s, config.transport.dead_peer_s)
 
 
-def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Config) -> dict[Link, Welcome]:
+def _await_welcome(
+    links: Sequence[Link], job: str, deadline: float, config: Config, log: BoundLog
+) -> dict[Link, Welcome]:
     """Wait until every aggregator has said Welcome. Raises RefusedError, TransportError or AbortedError."""
     missing: dict[Link, Pending] = {}
     welcomes: dict[Link, Welcome] = {}
@@ -158,7 +162,8 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
             if now >= deadline:
                 raise RefusedError(_who_is_missing(waiting, missing, job, config.cluster.join_timeout_s))
             if now >= complain_at:
-                log.warning("waiting for %s", _what_is_missing(waiting, missing, job))
+                what = _what_is_missing(waiting, missing, job)
+                log.warning("waiting for %s", what, extra=tagged("waiting_for_ranks"))
                 complain_at = deadline
             for key, _ in selector.select(min(deadline, complain_at) - now):
                 asked: Link = key.data
@@ -167,7 +172,8 @@ def _await_welcome(links: Sequence[Link], job: str, deadline: float, config: Con
                     if isinstance(answer, Pending):
                         if answer.note and answer.note != noted:
                             noted = answer.note
-                            log.warning("aggregator %s: %s", asked.peer, shown(noted))
+                            said = tagged("rank_refused", aggregator=asked.peer)
+                            log.warning("aggregator %s: %s", asked.peer, shown(noted), extra=said)
                         missing[asked] = answer
                     elif isinstance(answer, Welcome):
                         waiting.discard(asked)
@@ -205,7 +211,7 @@ def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, 
     return f"still waiting for {what} after cluster.join_timeout_s = {timeout_s:g}{hint}"
 
 
-def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, rank: int) -> Link:
+def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, rank: int, log: BoundLog) -> Link:
     """The link with its slots, over RDMA if the aggregator took the offer. Raises TransportError."""
     slots, slot_bytes = config.protocol.slots, config.protocol.slot_bytes
     if offer is not None and welcome.verbs is not None:
@@ -215,10 +221,14 @@ def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, r
             raise TransportError(
                 f"aggregator {link.peer} offers no RDMA: {shown(welcome.note)}; or choose transport.kind = 'tcp'"
             )
-        log.info("aggregator %s by tcp, not verbs: %s", link.peer, shown(welcome.note))
+        _say_no_verbs(log, link, shown(welcome.note))
         offer.close()
     if isinstance(link, ShmLink):
         link.attach_memory(rank * slots, slots, slot_bytes)
     else:
         link.attach(private_slots(slots, slot_bytes), private_slots(slots, slot_bytes))
     return link
+
+
+def _say_no_verbs(log: BoundLog, link: Link, why: str) -> None:
+    log.info("aggregator %s by tcp, not verbs: %s", link.peer, why, extra=tagged("no_verbs", aggregator=link.peer))

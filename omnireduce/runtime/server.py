@@ -14,17 +14,19 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
+from omnireduce.logs import tagged
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.handshake import Gate
 from omnireduce.protocol.membership import Admit, Limits, Membership, MembershipEffect
 from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.job import Job
+from omnireduce.runtime.job import WARN_AFTER_S, Job
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control, shown
+from omnireduce.wire import SHOWN, Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 LINGER_S = 1.0  # how long a leaver's last output may take
@@ -36,7 +38,7 @@ class _Connection:
     link: Link
     since: float
     gate: Gate
-    said_hello: bool = False
+    hello: Hello | None = None
     job: Job | None = None
     rank: int = -1
     leaving: bool = False
@@ -48,7 +50,8 @@ class ShardServer:
 
     `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
     address, as workers see it in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may
-    join, `verbs` allows RDMA. A simulation brings its own `clock` and `selector`, and hands links to `adopt`.
+    join, `verbs` allows RDMA. The log says whom a collective waits for after `straggler_s`. A simulation brings its own
+    `clock` and `selector`, and hands links to `adopt`.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class ShardServer:
         hello_timeout_s: float = 10.0,
         access: Access = ANYBODY,
         verbs: Verbs | None = None,
+        straggler_s: float = WARN_AFTER_S,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
         self._clock, self._drain_s, self._hello_timeout_s = clock, drain_s, hello_timeout_s
-        self._access, self._verbs = access, verbs
+        self._access = access
+        self._make_job = partial(Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s)
         self._membership = Membership(limits)
         self._selector = selector or selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
@@ -159,7 +164,7 @@ class ShardServer:
         try:
             sock, _ = source.accept()
         except OSError as error:
-            log.error("cannot accept a connection: %s", error)
+            log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
             return
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if len(self._timed) >= min(MAX_STRANGERS, descriptors // 2):
@@ -167,12 +172,13 @@ class ShardServer:
         try:
             link = data(sock)
         except OSError as error:  # the peer has reset the connection already
-            log.info("lost a connection at once: %s", error)
+            log.info("lost a connection at once: %s", error, extra=tagged("newcomer_lost"))
             sock.close()
             return
         assert isinstance(link, Link)
         if len(self._connections) >= descriptors * 3 // 4:
-            log.error("turned a connection away: %d are open", len(self._connections))
+            count = len(self._connections)
+            log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
             link.send_control(
                 encode_control(Refused("too many connections; raise ulimit -n of the aggregator, or wait"))
             )
@@ -192,7 +198,9 @@ class ShardServer:
         for number, event in enumerate(events):
             if isinstance(event, Lost):
                 if event.violation:
-                    log.warning("dropped %s: %s", connection.link.peer, event.reason)
+                    log.warning(
+                        "dropped %s: %s", connection.link.peer, event.reason, extra=_about(connection, "dropped")
+                    )
                 self._forget(connection)
             elif not isinstance(event, Control) or not self._read_hello(connection, event.body):
                 return events[number + 1 :]
@@ -206,16 +214,17 @@ class ShardServer:
             if answer is not None:
                 connection.link.send_control(encode_control(answer))
                 return True
-            if connection.said_hello and isinstance(message, Leave):
+            if connection.hello is not None and isinstance(message, Leave):
                 self._forget(connection)
                 return False
-            if connection.said_hello or not isinstance(message, Hello):
+            if connection.hello is not None or not isinstance(message, Hello):
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
         except ProtocolError as error:
             self._refuse(connection, str(error))
             self._membership.gone(connection)
             return False
-        connection.said_hello = True
+        connection.hello = message
+        log.debug("%s wants to join", connection.link.peer, extra=_about(connection, "hello"))
         self._timed.discard(connection)
         self._answer(self._membership.hello(connection, message, self._clock()))
         return connection.job is None and not connection.leaving
@@ -233,7 +242,7 @@ class ShardServer:
                 connection.link.send_control(encode_control(effect.message))
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
-        log.warning("refused %s: %s", connection.link.peer, shown(reason))
+        log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=_about(connection, "refused"))
         connection.link.send_control(encode_control(Refused(reason)))
         self._leave(connection)
 
@@ -247,7 +256,7 @@ class ShardServer:
         connections = [key for key in admit.keys if isinstance(key, _Connection)]
         links = [connection.link for connection in connections]
         try:
-            job = Job(admit.generation, admit.job, links, admit.hellos, self._clock, self._job_ended, self._verbs)
+            job = self._make_job(admit.generation, admit.job, links, admit.hellos)
         except OSError as error:
             self._membership.finished(admit.generation)
             self._membership.released(admit.generation)
@@ -267,14 +276,17 @@ class ShardServer:
         machine = job.machine  # the events may end the job, and close it
         job.driver.take(connection.rank, events)
         if machine.has_left(connection.rank):
+            job.log.debug("%s: rank %d left", job, connection.rank, extra=tagged("rank_left", rank=connection.rank))
             self._membership.departed(job.generation, connection.rank)
             self._leave(connection)
 
     def _job_ended(self, job: Job, end: End) -> None:
         if end.cause is not None:
-            log.warning("%s ended: %s: %s", job, shown(end.cause.culprit), shown(end.cause.reason))
+            culprit, reason = shown(end.cause.culprit), shown(end.cause.reason)
+            ended = tagged("job_ended", cause=end.kind, rank=end.rank, culprit=culprit)
+            job.log.warning("%s ended: %s: %s", job, culprit, reason, extra=ended)
         else:
-            log.info("%s ended: all ranks left", job)
+            job.log.info("%s ended: all ranks left", job, extra=tagged("job_ended"))
         self._membership.finished(job.generation)
         self._jobs.pop(job.generation, None)
         for connection in list(self._of_job.get(job.generation, ())):
@@ -282,14 +294,16 @@ class ShardServer:
 
     def _contain(self, job: Job | None, connection: _Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
-        log.exception("internal error while serving %s; please report it", job or "a newcomer")
+        about = log if job is None else job.log
+        what = job or "a newcomer"
+        about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
         if connection is not None and job is None:
             self._forget(connection)
         elif job is not None and job.generation in self._jobs:
             cause = Cause(f"aggregator {self.name}", "internal error; its log has the details")
             for link in job.links:
                 link.send_control(encode_control(Aborted(cause)))
-            self._job_ended(job, End(cause))
+            self._job_ended(job, End(cause, "internal"))
 
     # departures
 
@@ -341,10 +355,19 @@ class ShardServer:
         for job in list(self._jobs.values()):
             idle = job.machine.idle
             if overdue or idle:
-                job.driver.perform(job.machine.abort(Cause(f"aggregator {self.name}", why, orderly=idle)))
+                cause = Cause(f"aggregator {self.name}", why, orderly=idle)
+                job.driver.perform(job.machine.abort(cause, "shutdown"))
         for connection in list(self._connections):
             if connection.job is None and not connection.leaving:
                 self._forget(connection)
 
     def _time_limit(self, connection: _Connection) -> float:
         return connection.since + (LINGER_S if connection.leaving else self._hello_timeout_s)
+
+
+def _about(connection: _Connection, what: str) -> dict[str, object]:
+    """The event `what` with all that is known of who it is about."""
+    hello = connection.hello
+    if hello is None or not hello.job.isprintable():
+        return tagged(what, peer=connection.link.peer)
+    return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, peer=connection.link.peer)

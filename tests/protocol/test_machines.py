@@ -80,7 +80,7 @@ def all_left(bench: Bench) -> None:
 
 def aborted(bench: Bench) -> None:
     half_merged(bench)
-    bench.perform(bench.machine.abort(Cause("rank 1", "why")))  # type: ignore[union-attr]
+    bench.perform(bench.machine.abort(Cause("rank 1", "why"), "worker"))  # type: ignore[union-attr]
 
 
 def lost_one(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from local_cluster import WAIT_S, Ranks, configured, run_job, start_job
 
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, RefusedError
+from omnireduce.logs import BoundLog
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime import engine
 from omnireduce.runtime.communicator import Communicator
@@ -160,7 +162,7 @@ def test_last_words_may_wait_on_any_descriptor(high_descriptor: int, monkeypatch
         link.attach(private_slots(2, 65536), private_slots(2, 65536))
         slots = [(link.send_slots, link.receive_slots)]
         machine = WorkerMachine(slots, ["host:1"], "me", rank=0, scan_span=1, timeout_s=9.0)
-        ours = engine.Engine(machine, [link], 0.0)
+        ours = engine.Engine(machine, [link], 0.0, BoundLog(logging.getLogger(__name__)))
         while not link.wants_write:
             link.send_control(b"x" * 60_000)
         ours.abort("nobody reads this")

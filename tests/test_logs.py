@@ -1,0 +1,115 @@
+"""Log lines: what is in them, and that each stays one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from omnireduce.cli import reporting_errors
+from omnireduce.config import Log
+from omnireduce.errors import UsageError
+from omnireduce.logs import BoundLog, JsonLines, TextLines, start_logs, tagged
+
+log = logging.getLogger("omnireduce.test_logs")
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """The root logger is everybody's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    for handler in handlers:
+        root.removeHandler(handler)  # `start_logs` would close them
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    return lambda: capsys.readouterr().err.splitlines()
+
+
+def test_a_line_of_json(lines: Callable[[], list[str]]) -> None:
+    start_logs(Log(format="json"), shard="a:7400")
+    log.warning("rank %d is late", 1, extra=tagged("waiting", job="train", rank=1, ranks=None))
+    [line] = lines()
+    found = json.loads(line)
+    assert list(found) == ["time", "level", "event", "pid", "shard", "job", "rank", "message"]
+    assert found["time"].endswith("+00:00")
+    assert (found["level"], found["event"], found["shard"]) == ("warning", "waiting", "a:7400")
+    assert (found["job"], found["rank"], found["message"]) == ("train", 1, "rank 1 is late")
+
+
+def test_a_line_of_text(lines: Callable[[], list[str]]) -> None:
+    start_logs(Log(), shard="[::1]:7400")
+    log.info("job 'x' \"y\"", extra=tagged("waiting", job="x", ranks=[1, 2], empty=""))
+    [line] = lines()
+    assert " level=info event=waiting pid=" in line
+    assert line.endswith(r"""shard="[::1]:7400" job=x ranks="[1, 2]" empty="" message="job 'x' \"y\"" """.strip())
+
+
+@pytest.mark.parametrize("settings", [Log(), Log(format="json")], ids=lambda each: each.format)
+def test_every_event_is_one_line(settings: Log, lines: Callable[[], list[str]]) -> None:
+    start_logs(settings)
+    log.info("two\nlines\u2028and\x1b[31m", extra=tagged("odd", value="a\nb"))
+    try:
+        raise ValueError("no\nway")
+    except ValueError:
+        log.exception("a bug")
+    logging.getLogger("elsewhere").warning("not ours")
+    found = lines()
+    assert len(found) == 3, found
+    assert "Traceback" in found[1]
+    assert "test_logs.py" in found[1]
+    assert "not ours" in found[2]
+
+
+def test_the_level_counts(lines: Callable[[], list[str]]) -> None:
+    start_logs(Log(level="warning"))
+    log.info("quiet")
+    log.warning("loud")
+    assert ["loud" in line for line in lines()] == [True]
+
+
+@pytest.mark.parametrize("formatter", [JsonLines, TextLines])
+def test_fields_of_a_bound_log_join_those_of_the_record(
+    formatter: type[JsonLines], caplog: pytest.LogCaptureFixture
+) -> None:
+    bound = BoundLog(log, job="j", rank=0)
+    with caplog.at_level("INFO", logger=log.name):
+        bound.info("plain")
+        bound.info("tagged", extra=tagged("left", rank=2, seconds=1.5))
+    first, second = (formatter({}).format(record) for record in caplog.records)
+    assert "left" in second
+    if formatter is JsonLines:
+        assert (json.loads(first)["rank"], json.loads(first)["event"]) == (0, "message")
+        assert {"job": "j", "rank": 2, "seconds": 1.5}.items() <= json.loads(second).items()
+    else:
+        assert "event=message" in first
+        assert "job=j rank=2 seconds=1.5" in second
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"), [(Log(), "Error: two lines"), (Log(format="json"), "two lines")], ids=["text", "json"]
+)
+def test_the_error_that_ends_a_program(settings: Log, expected: str, lines: Callable[[], list[str]]) -> None:
+    start_logs(settings)
+    with pytest.raises(SystemExit), reporting_errors():
+        raise UsageError("two\nlines")
+    [line] = lines()
+    if settings.format == "json":
+        assert (json.loads(line)["event"], json.loads(line)["level"]) == ("failed", "critical")
+        line = json.loads(line)["message"]
+    assert line == expected
+
+
+def test_standard_error_is_the_place() -> None:
+    start_logs(Log())
+    [handler] = logging.getLogger().handlers
+    assert isinstance(handler, logging.StreamHandler)
+    assert handler.stream is sys.stderr
