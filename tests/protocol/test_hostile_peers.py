@@ -182,7 +182,7 @@ def tamper(rng: random.Random, slot: Array, nbytes: int) -> int:
         HEADER.pack_into(slot.data, 0, *fields)
     elif kind == 2 and indices.size:
         value = rng.choice([*INTERESTING, int(indices[-1]), int(indices[0]), int(indices[-1]) + 1])
-        indices.view(np.uint64)[rng.randrange(indices.size)] = value
+        indices.view(np.uint64)[rng.randrange(indices.size)] = value % 2**64  # an index may be negative by now
     elif kind == 3 and header.extra_bytes:
         start = nbytes - header.extra_bytes
         slot[start + rng.randrange(header.extra_bytes)] ^= 1 << rng.randrange(8)
