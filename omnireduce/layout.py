@@ -36,6 +36,11 @@ class Layout:
         """The shard that reduces `block`."""
         return block // self.stripe_blocks % self.shards
 
+    def owned_blocks(self, shard: int) -> int:
+        """How many blocks `shard` reduces."""
+        rounds, rest = divmod(self.blocks, self.shards * self.stripe_blocks)
+        return rounds * self.stripe_blocks + min(max(rest - shard * self.stripe_blocks, 0), self.stripe_blocks)
+
     def first_block(self, shard: int) -> int:
         """The lowest block of `shard`, or `blocks` when the tensor is too small to reach it."""
         return min(shard * self.stripe_blocks, self.blocks)

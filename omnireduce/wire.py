@@ -24,6 +24,7 @@ from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
+from omnireduce.status import Status, StatusRequest
 
 PROTOCOL_VERSION = 2
 HEADER_BYTES = 64
@@ -295,7 +296,19 @@ class _Opening(msgspec.Struct):
 
 
 ControlMessage = (
-    Greeting | Challenge | Proof | Hello | Pending | Welcome | Refused | Waiting | Aborted | Leave | Goodbye
+    Greeting
+    | Challenge
+    | Proof
+    | Hello
+    | Pending
+    | Welcome
+    | Refused
+    | Waiting
+    | Aborted
+    | Leave
+    | Goodbye
+    | StatusRequest
+    | Status
 )
 _control_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ControlMessage)
 _opening_decoder = msgspec.msgpack.Decoder(_Opening)

@@ -29,6 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("protocol", "transport"),
     ("runtime",),
     ("bench",),
+    ("console",),
     ("aggregator", "worker"),
 )
 BASE = {"cli", "config", "dtypes", "errors", "layout", "logs", "secret", "status", "wire"}
@@ -53,6 +54,8 @@ def layer_of(name: str) -> str | None:
     if package != "omnireduce":
         return package if package in PACKAGES else None
     part = rest.partition(".")[0]
+    if part == "__main__":
+        return "console"
     if part in BASE or part.startswith("config"):
         return "base"
     return part if any(part in level for level in LEVELS[:-1]) else "runtime"

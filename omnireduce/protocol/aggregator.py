@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.protocol.account import Account
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.wire import (
@@ -57,6 +58,8 @@ class AggregatorMachine:
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
     has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
+
+    `account` is kept of what the job does; `owned_blocks` tells how many blocks of a tensor are this shard's.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class AggregatorMachine:
         *,
         message_bytes: int | None = None,
         warn_after_s: float = 1.0,
+        owned_blocks: Callable[[Descriptor], int] = lambda descriptor: descriptor.layout.blocks,
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
         self._arena, self._results = arena, results
@@ -83,6 +87,7 @@ class AggregatorMachine:
         self._warn_after_s = warn_after_s
         self._quiet_since = 0.0
         self._warned_at = 0.0
+        self.account = Account(len(members), owned_blocks)
         self.ended: End | None = None
 
     @property
@@ -104,6 +109,12 @@ class AggregatorMachine:
         ranks = self._waited_for(self._current)
         who = listed([self._ranks[rank].name for rank in ranks])
         return Wait(f"collective {self._number} ({self._descriptor})", ranks, who, now - self._quiet_since)
+
+    @property
+    def slots_in_use(self) -> tuple[int, int]:
+        """Receive slots with messages that are still needed; result slots being filled, or not yet read by all."""
+        held = sum(len(rank.inbox) + (rank.open_row >= 0) for rank in self._ranks)
+        return held, self._slots - len(self._free)
 
     def has_left(self, rank: int) -> bool:
         """The rank said that it goes, cleanly."""
@@ -170,7 +181,7 @@ class AggregatorMachine:
             for rank, state in enumerate(self._ranks):
                 if state.inbox and state.open_row < 0:
                     try:
-                        moved |= self._open_next(rank, state)
+                        moved |= self._open_next(rank, state, now)
                     except ProtocolError as error:
                         yield from self._violation(rank, error)
                         return
@@ -185,11 +196,12 @@ class AggregatorMachine:
                 moved, self._quiet_since = True, now
                 yield self._emit(self._current)
 
-    def _open_next(self, rank: int, state: _Rank) -> bool:
+    def _open_next(self, rank: int, state: _Rank, now: float) -> bool:
         """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
         row, header = state.inbox[0]
         if self._current is None:
             self._begin(rank, row, header)
+            self.account.begin(now)
         elif not state.joined:
             self._compare(rank, row, header)
         elif self._current.ended(rank):
@@ -199,7 +211,10 @@ class AggregatorMachine:
         state.inbox.popleft()
         assert self._current is not None
         self._current.open(rank, row, header)
-        state.open_row, state.joined = row, True
+        state.open_row = row
+        if not state.joined:
+            state.joined = True
+            self.account.join(rank, now)
         return True
 
     def _begin(self, rank: int, row: int, header: Header) -> None:
@@ -262,6 +277,8 @@ class AggregatorMachine:
         nbytes = current.seal(slot, self._number)
         self._readers[slot] = set(range(len(self._ranks)))
         if complete:
+            assert self._descriptor is not None
+            self.account.complete(self._descriptor, current)
             self._current = self._descriptor = None
             self._number += 1
             for state in self._ranks:

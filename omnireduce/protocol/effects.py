@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from omnireduce.wire import Cause, ControlMessage
 
 ALL = -1
 AbortKind = Literal["timeout", "lost", "violation", "mismatch", "worker", "relayed", "left", "shutdown", "internal"]
+ABORT_KINDS: tuple[str, ...] = get_args(AbortKind)
 
 
 class Send(NamedTuple):

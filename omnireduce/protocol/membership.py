@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.status import LISTED, JobStatus
 from omnireduce.wire import SHOWN, Hello, Pending, Refused, other_version
 
-LISTED = 16  # how many missing ranks a Pending names
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
 HOST_CHARACTERS = 255
 MAX_SLOTS = 64
@@ -157,6 +157,20 @@ class Membership:
                 gathering.told_at, gathering.is_news = now, False
                 for key, _ in gathering.members.values():
                     yield Answer(key, _pending(gathering))
+
+    def gathering(self, now: float) -> list[JobStatus]:
+        """The jobs whose ranks are not all here."""
+        return [
+            JobStatus(
+                name=job,
+                generation=0,
+                world_size=each.spec.world_size,
+                joined=len(each.members),
+                missing=_missing(each)[:LISTED],
+                age_s=now - each.since,
+            )
+            for job, each in self._gathering.items()
+        ]
 
     def drain(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""

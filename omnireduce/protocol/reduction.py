@@ -61,6 +61,7 @@ class Reduction:
         self._frontier = [NOT_STARTED] * len(self._frontier)
         self.watermark = NOT_STARTED  # the lowest frontier: below it nothing can be missing
         self.written = 0
+        self.received_blocks = self.sent_blocks = 0  # of this collective, without `written`
 
     def open(self, rank: int, row: int, header: Header) -> None:
         """Make the message in arena row `row` the one that `rank`'s blocks are taken from. Raises ProtocolError."""
@@ -77,6 +78,7 @@ class Reduction:
         self._start[rank] = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
         self._unused[rank] = header.block_count
         self._frontier[rank] = header.frontier
+        self.received_blocks += header.block_count
         self.watermark = min(self._frontier)
 
     def exhausted(self, rank: int) -> bool:
@@ -126,5 +128,6 @@ class Reduction:
         indices = self._out_indices[: self.written]
         cut_short = self.full and any(self._unused)
         frontier = int(indices[-1]) % MAX_BLOCKS + 1 if cut_short else self.watermark
+        self.sent_blocks += self.written
         self.written = 0
         return seal(self._results[slot], number, frontier, indices, self._block_bytes)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
+from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.membership import LISTED, member_name
+from omnireduce.protocol.membership import member_name
 from omnireduce.runtime.driver import Clock, Driver
+from omnireduce.status import LISTED, JobStatus, Traffic, Waiting
 from omnireduce.transport.base import Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire import Endpoint, Hello, Welcome, encode_control
+from omnireduce.wire import Descriptor, Endpoint, Hello, Welcome, encode_control
 
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
 
@@ -42,7 +45,8 @@ class Job:
         self.log = BoundLog(logging.getLogger("omnireduce.aggregator"), job=name, generation=generation)
         self._clock, self._straggler_s = clock, straggler_s
         self.generation, self.name, self.links = generation, name, list(links)
-        slots, slot_bytes, ranks = hellos[0].slots, hellos[0].slot_bytes, len(links)
+        self._since, self._spec = clock(), hellos[0]
+        slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         self._arena = Region(ranks * slots, slot_bytes)
         try:
             self._results = Region(slots, slot_bytes)
@@ -62,6 +66,7 @@ class Job:
             self._results.slots,
             message_bytes=min(over_tcp, default=None),
             warn_after_s=warn_after_s,
+            owned_blocks=self._owned_blocks,
         )
         self.driver = Driver(
             self.machine,
@@ -101,6 +106,41 @@ class Job:
             who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
             waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
             self.log.warning("%s: %s", self, text, extra=waiting)
+
+    def _owned_blocks(self, descriptor: Descriptor) -> int:
+        spec = self._spec
+        layout = Layout(descriptor.elements, descriptor.block_size, spec.shards, spec.stripe_blocks)
+        return layout.owned_blocks(spec.shard)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Totals since the job began."""
+        found = copy(self.machine.account.traffic)
+        found.received_bytes = sum(link.counters.received_bytes for link in self.links)
+        found.sent_bytes = sum(link.counters.sent_bytes for link in self.links)
+        return found
+
+    def status(self, now: float) -> JobStatus:
+        """How the job is doing."""
+        machine, spec = self.machine, self._spec
+        present = [rank for rank in range(spec.world_size) if not machine.has_left(rank)]
+        in_use, results_in_use = machine.slots_in_use
+        wait = machine.waiting(now)
+        return JobStatus(
+            name=self.name,
+            generation=self.generation,
+            world_size=spec.world_size,
+            joined=len(present),
+            age_s=now - self._since,
+            transport=self.transport,
+            traffic=self.traffic,
+            slots=spec.slots * spec.world_size,
+            slots_in_use=in_use,
+            results=spec.slots,
+            results_in_use=results_in_use,
+            waiting=wait and Waiting(wait.what, wait.ranks[:LISTED], len(wait.ranks), wait.who, wait.seconds),
+            late=machine.account.late[:LISTED],
+        )
 
     def __str__(self) -> str:
         return f"job '{self.name}' generation {self.generation}"

@@ -19,6 +19,7 @@ from omnireduce.secret import load_secret
 from omnireduce.transport.base import Event, Link
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm
+from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp
 from omnireduce.transport.verbs import import_rdma
 from omnireduce.wire import (
@@ -112,12 +113,11 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Of
 
 def _connect(address: str, config: Config, deadline: float, log: BoundLog) -> Link:
     """Connect by the wanted transport, again and again until the deadline. Raises TransportError."""
-    host, port = parse_address(address)
     kind, complained = config.transport.kind, False
     started = time.monotonic()
     while True:
         try:
-            return _connect_once(host, port, config, deadline, log)
+            return connect_once(address, config, deadline, log)
         except OSError as error:
             now = time.monotonic()
             if now >= deadline or isinstance(error, socket.gaierror):
@@ -132,18 +132,23 @@ def _connect(address: str, config: Config, deadline: float, log: BoundLog) -> Li
             time.sleep(min(RETRY_S, max(0.0, deadline - now)))
 
 
-def _connect_once(host: str, port: int, config: Config, deadline: float, log: BoundLog) -> Link:
-    kind = config.transport.kind
+def connect_once(address: str, config: Config, deadline: float, log: BoundLog) -> StreamLink:
+    """Connect to an aggregator; only control messages can flow yet.
+
+    Raises OSError, and TransportError when it offers nothing but the shared memory of another user.
+    """
+    host, port = parse_address(address)
+    wanted = config.transport
     timeout_s = max(0.1, deadline - time.monotonic())
-    if kind in ("auto", "shm"):
+    if wanted.kind in ("auto", "shm"):
         try:
             return connect_shm(host, port, timeout_s, any_user=config.security.local_users == "any")
         except (OSError, TransportError) as error:
-            if kind == "shm":
+            if wanted.kind == "shm":
                 raise
             if isinstance(error, TransportError):
-                log.warning("going on by tcp: %s", error, extra=tagged("no_shm", aggregator=f"{host}:{port}"))
-    return connect_tcp(host, port, timeout_s, config.transport.dead_peer_s)
+                log.warning("going on by tcp: %s", error, extra=tagged("no_shm", aggregator=address))
+    return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)
 
 
 def _await_welcome(

@@ -25,8 +25,21 @@ from omnireduce.protocol.membership import Admit, Limits, Membership, Membership
 from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job
+from omnireduce.runtime.report import Report
+from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import SHOWN, Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control, shown
+from omnireduce.wire import (
+    SHOWN,
+    Aborted,
+    Cause,
+    Hello,
+    Leave,
+    Refused,
+    decode_control,
+    encode_control,
+    other_version,
+    shown,
+)
 
 log = logging.getLogger("omnireduce.aggregator")
 LINGER_S = 1.0  # how long a leaver's last output may take
@@ -43,6 +56,7 @@ class _Connection:
     rank: int = -1
     leaving: bool = False
     interest: int = selectors.EVENT_READ
+    asked_in_turn: int = -1
 
 
 class ShardServer:
@@ -72,13 +86,14 @@ class ShardServer:
         self._clock, self._drain_s, self._hello_timeout_s = clock, drain_s, hello_timeout_s
         self._access = access
         self._make_job = partial(Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s)
-        self._membership = Membership(limits)
+        self._membership, self._report = Membership(limits), Report(name, clock)
         self._selector = selector or selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
         self._timed: set[_Connection] = set()  # those without a Hello and those that leave: they have a time limit
         self._jobs: dict[int, Job] = {}
         self._of_job: dict[int, list[_Connection]] = {}
         self._drain_deadline: float | None = None
+        self._turns = 0
         for listener, make_link in listeners:
             self._selector.register(listener, selectors.EVENT_READ, make_link)
 
@@ -112,6 +127,7 @@ class ShardServer:
     def turn(self, longest_s: float) -> None:
         """Wait for events, at most `longest_s`, and deal with them."""
         touched: set[Job] = set()
+        self._turns += 1
         for key, mask in self._selector.select(self._patience(longest_s)):
             if not isinstance(key.data, _Connection):
                 self._accept(key.fileobj, key.data)
@@ -217,6 +233,9 @@ class ShardServer:
             if connection.hello is not None and isinstance(message, Leave):
                 self._forget(connection)
                 return False
+            if connection.hello is None and isinstance(message, StatusRequest):
+                self._tell_status(connection, message)
+                return True
             if connection.hello is not None or not isinstance(message, Hello):
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
         except ProtocolError as error:
@@ -228,6 +247,18 @@ class ShardServer:
         self._timed.discard(connection)
         self._answer(self._membership.hello(connection, message, self._clock()))
         return connection.job is None and not connection.leaving
+
+    def _tell_status(self, connection: _Connection, request: StatusRequest) -> None:
+        """Answer one request in a turn: the jobs come first. Raises ProtocolError for a second one."""
+        wrong = other_version(request.version)
+        if wrong:
+            raise ProtocolError(wrong)
+        if connection.asked_in_turn == self._turns:
+            raise ProtocolError("a StatusRequest before the last one was answered")
+        connection.asked_in_turn = self._turns
+        gathering = self._membership.gathering(self._clock())
+        page = self._report.page(request, self._jobs.values(), gathering, len(self._connections))
+        connection.link.send_control(encode_control(page))
 
     def _answer(self, effects: Iterable[MembershipEffect]) -> None:
         for effect in list(effects):
@@ -242,6 +273,7 @@ class ShardServer:
                 connection.link.send_control(encode_control(effect.message))
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
+        self._report.refused += 1
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=_about(connection, "refused"))
         connection.link.send_control(encode_control(Refused(reason)))
         self._leave(connection)
@@ -263,6 +295,7 @@ class ShardServer:
             for connection in connections:
                 self._refuse(connection, f"the aggregator has no memory for this job: {error}")
             return
+        self._report.jobs_started += 1
         self._jobs[job.generation] = job
         self._of_job[job.generation] = connections
         for rank, connection in enumerate(connections):
@@ -288,7 +321,8 @@ class ShardServer:
         else:
             job.log.info("%s ended: all ranks left", job, extra=tagged("job_ended"))
         self._membership.finished(job.generation)
-        self._jobs.pop(job.generation, None)
+        if self._jobs.pop(job.generation, None) is not None:
+            self._report.job_ended(job, end)
         for connection in list(self._of_job.get(job.generation, ())):
             self._leave(connection)
 

@@ -1,0 +1,5 @@
+"""`python -m omnireduce`."""
+
+from omnireduce.console.program import main
+
+main()

@@ -1,0 +1,1 @@
+"""The program `omnireduce`: what operators ask of a running service."""

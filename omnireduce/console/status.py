@@ -1,0 +1,81 @@
+"""`omnireduce status`: asks aggregators and shows the answers once, again and again, or as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import click
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from omnireduce.config import Config, override_config
+from omnireduce.console.status_table import View
+from omnireduce.runtime.observe import ask_all
+from omnireduce.status import Status
+
+WIDTH = 140  # characters, where no terminal says otherwise
+
+
+class Look:
+    """Asks the aggregators at `addresses`, as often as wanted; each answer takes `timeout_s` at most.
+
+    Raises ConfigError for an address that is none.
+    """
+
+    def __init__(self, addresses: Sequence[str], config: Config, timeout_s: float) -> None:
+        wanted = {"cluster.aggregators": list(addresses), "transport.kind": "auto"}
+        self._config, self._timeout_s = override_config(config, wanted, source="HOST:PORT"), timeout_s
+
+    def now(self) -> dict[str, Status | Exception]:
+        """What each of them says, or why it says nothing."""
+        addresses = self._config.cluster.aggregators
+        return dict(zip(addresses, ask_all(addresses, self._config, self._timeout_s), strict=True))
+
+
+def print_json(look: Look) -> bool:
+    """Print one list; return whether all aggregators answered."""
+    answers = look.now()
+    found = [
+        {"address": address, "error": str(each)}
+        if isinstance(each, Exception)
+        else {"address": address, "status": each}
+        for address, each in answers.items()
+    ]
+    click.echo(msgspec.json.format(msgspec.json.encode(found)))
+    return _all_answered(answers)
+
+
+def print_once(look: Look) -> bool:
+    """Print the tables; return whether all aggregators answered."""
+    answers = look.now()
+    _console().print(View().show(answers, time.monotonic()))
+    return _all_answered(answers)
+
+
+def watch_status(look: Look, every_s: float) -> None:
+    """Show the tables until Ctrl-C: in place on a terminal, else one after another."""
+    console, view = _console(), View()
+    try:
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            while True:
+                tables = view.show(look.now(), time.monotonic())
+                if console.is_terminal:
+                    live.update(tables, refresh=True)
+                else:
+                    console.print(tables)
+                time.sleep(every_s)
+    except KeyboardInterrupt:
+        pass  # the way to end it
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def _all_answered(answers: dict[str, Status | Exception]) -> bool:
+    return not any(isinstance(each, Exception) for each in answers.values())

@@ -1,0 +1,141 @@
+"""The tables of `omnireduce status`: one line for each shard, one for each job with its shards added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from omnireduce.bench.report import density_text, short_count
+from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
+from omnireduce.wire import shown
+
+SHORTEST_WAIT_S = 0.1  # every look catches some collective in its course; what is shorter is no straggler
+_Jobs = Sequence[JobStatus]
+
+
+class View:
+    """Tables of one answer after another; from the second on with the rates between them."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, bool], Traffic] = {}
+        self._last_at: float | None = None
+
+    def show(self, answers: Mapping[str, Status | Exception], now: float) -> RenderableType:
+        """The tables for these answers, which came at `now` (seconds), and below them what stands out."""
+        elapsed_s = None if self._last_at is None else now - self._last_at
+        jobs = [job for each in answers.values() if isinstance(each, Status) for job in each.jobs]
+        table, seen = _jobs_table(with_rates=elapsed_s is not None), {}
+        notes = [Text(shown(str(each)), style="bold red") for each in answers.values() if isinstance(each, Exception)]
+        for key, parts in groupby(sorted(jobs, key=_same_job), key=_same_job):
+            shards = list(parts)
+            seen[key] = traffic = _sum(shards)
+            rates = [] if elapsed_s is None else _rates(traffic, self._last.get(key), elapsed_s)
+            table.add_row(*_cells(shards, traffic, rates))
+            notes += _notes(shards)
+        self._last, self._last_at = seen, now
+        return Group(_shards_table(answers), Text(), table if jobs else Text("no jobs"), *notes)
+
+
+def _same_job(job: JobStatus) -> tuple[str, bool]:
+    """Shards number the generations of a job each for itself."""
+    return job.name, job.generation > 0
+
+
+def _sum(shards: _Jobs) -> Traffic:
+    total = Traffic()
+    for each in shards:
+        total.add(each.traffic)
+    total.collectives = min(each.traffic.collectives for each in shards)  # each shard takes part in all of them
+    return total
+
+
+def _rates(traffic: Traffic, last: Traffic | None, elapsed_s: float) -> list[str]:
+    if last is None or not elapsed_s:
+        return ["", ""]
+    pairs = [(traffic.received_bytes, last.received_bytes), (traffic.sent_bytes, last.sent_bytes)]
+    return [short_count(max(0, new - old) / elapsed_s) for new, old in pairs]  # a new job may have an old one's name
+
+
+def _shards_table(answers: Mapping[str, Status | Exception]) -> Table:
+    table = _table("shard", "up", "jobs", "gather", "conn", "in", "out", "refused", "aborts")
+    for address, status in answers.items():
+        if isinstance(status, Exception):
+            table.add_row(address, "down")
+            continue
+        aborts = ", ".join(f"{count} {shown(cause)}" for cause, count in status.aborts.items() if count) or "none"
+        counts = [status.running, status.gathering, status.connections]
+        traffic = [short_count(status.traffic.received_bytes), short_count(status.traffic.sent_bytes)]
+        cells = [duration(status.uptime_s), *map(str, counts), *traffic, str(status.refused)]
+        table.add_row(address, *cells, Text(aborts))
+    return table
+
+
+def _jobs_table(*, with_rates: bool) -> Table:
+    rates = ("in/s", "out/s") if with_rates else ()
+    first = ("ranks", "by", "age", "done", "in", "out")
+    return _table("job", *first, *rates, "density", "union", "slots", "late", "waits for")
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        is_text = title in ("shard", "job", "aborts")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return table
+
+
+def _cells(shards: _Jobs, traffic: Traffic, rates: Sequence[str]) -> list[str]:
+    first = shards[0]
+    names = [first.name, f"{min(each.joined for each in shards)}/{first.world_size}"]
+    age = duration(max(each.age_s for each in shards))
+    if not first.generation:
+        return [*names, "", age]
+    kinds = sorted({kind for each in shards for kind in each.transport.split("+")})
+    slots = f"{sum(each.slots_in_use for each in shards)}/{sum(each.slots for each in shards)}"
+    densities = ["" if each is None else density_text(each) for each in (traffic.density, traffic.union_density)]
+    counts = [str(traffic.collectives), short_count(traffic.received_bytes), short_count(traffic.sent_bytes)]
+    return [*names, shown("+".join(kinds)), age, *counts, *rates, *densities, slots, _latest(shards), _waits(shards)]
+
+
+def _latest(shards: _Jobs) -> str:
+    found = [each for shard in shards for each in shard.late]
+    worst = max(found, key=lambda each: each.seconds, default=Late(0, 0.0))
+    return f"rank {worst.rank} {duration(worst.seconds)}" if worst.seconds >= SHORTEST_WAIT_S else ""
+
+
+def _longest_wait(shards: _Jobs) -> Waiting | None:
+    found = [each.waiting for each in shards if each.waiting and each.waiting.seconds >= SHORTEST_WAIT_S]
+    return max(found, key=lambda each: each.seconds, default=None)
+
+
+def _waits(shards: _Jobs) -> str:
+    wait = _longest_wait(shards)
+    if wait is None:
+        return ""
+    who = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
+    return f"{who} {duration(wait.seconds)}"
+
+
+def _notes(shards: _Jobs) -> list[Text]:
+    """In full what a job waits for, if it does."""
+    first, wait = shards[0], _longest_wait(shards)
+    if not first.generation:
+        missing = ", ".join(map(str, first.missing))
+        missing += " …" if first.world_size - first.joined > len(first.missing) else ""
+        return [Text(f"{first.name}: rank {missing} must still join", style="yellow")]
+    if wait is None:
+        return []
+    text = f"{first.name}: {shown(wait.what)} waits for {shown(wait.who)} since {duration(wait.seconds)}"
+    return [Text(text, style="bold yellow")]
+
+
+def duration(seconds: float) -> str:
+    """A time in a few characters: 0.3 s, 12 s, 5 min, 3.2 h, 12 d."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,51 @@
+"""What a job did on one shard: collectives, blocks, and which ranks the others waited for. Nothing here per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omnireduce.protocol.reduction import Reduction
+from omnireduce.status import Late, Traffic
+from omnireduce.wire import Descriptor
+
+
+class Account:
+    """Kept by the aggregator's machine. `owned_blocks` tells how many blocks of a tensor this shard has.
+
+    `traffic` counts no bytes. A rank is late by the time that passes between the first message of a collective and its
+    own, when that is the last one.
+    """
+
+    def __init__(self, ranks: int, owned_blocks: Callable[[Descriptor], int]) -> None:
+        self.traffic = Traffic()
+        self._late_s = [0.0] * ranks
+        self._owned_blocks = owned_blocks
+        self._begun_at = 0.0
+        self._to_join = 0
+
+    def begin(self, now: float) -> None:
+        """The first message of a collective is here."""
+        self._begun_at, self._to_join = now, len(self._late_s)
+
+    def join(self, rank: int, now: float) -> None:
+        """The first message of `rank` is here."""
+        self._to_join -= 1
+        if not self._to_join:
+            self._late_s[rank] += now - self._begun_at
+
+    def complete(self, descriptor: Descriptor, done: Reduction) -> None:
+        """The last result has been sent."""
+        traffic = self.traffic
+        traffic.collectives += 1
+        if descriptor.kind in ("allreduce", "rows"):  # of the others, ranks send all or nothing by design
+            blocks = self._owned_blocks(descriptor)
+            traffic.blocks += blocks
+            traffic.rank_blocks += blocks * len(self._late_s)
+            traffic.own_blocks += done.received_blocks
+            traffic.union_blocks += done.sent_blocks
+
+    @property
+    def late(self) -> list[Late]:
+        """The ranks that others have waited for, longest first."""
+        found = [Late(rank, seconds) for rank, seconds in enumerate(self._late_s) if seconds > 0]
+        return sorted(found, key=lambda each: each.seconds, reverse=True)

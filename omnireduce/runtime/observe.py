@@ -1,0 +1,102 @@
+"""How to ask aggregators for their status: every wait has a bound, and every failure is an answer too."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from omnireduce.config import Config
+from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
+from omnireduce.logs import BoundLog
+from omnireduce.runtime.prove import prove
+from omnireduce.runtime.rendezvous import connect_once
+from omnireduce.secret import load_secret
+from omnireduce.status import JobStatus, Status, StatusRequest
+from omnireduce.transport.base import Control, Link, Lost
+from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, Refused, decode_control, encode_control, shown
+
+AT_ONCE = 64  # aggregators that are asked at the same time
+
+
+def ask(address: str, config: Config, timeout_s: float) -> Status:
+    """The status of the aggregator shard at `address`, with all its jobs, reached as a worker would reach it.
+
+    Raises ConfigError when the secret cannot be used, TransportError when it does not answer within `timeout_s`, or not
+    as it should, RefusedError when it refuses.
+    """
+    secret = load_secret(config.security)
+    deadline = time.monotonic() + timeout_s
+    try:
+        link = connect_once(address, config, deadline, BoundLog(logging.getLogger("omnireduce")))
+    except OSError as error:
+        raise TransportError(
+            f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "
+            "is `python -m aggregator` running there?"
+        ) from error
+    try:
+        if secret is not None:
+            prove([link], secret, deadline)
+        return _ask(link, deadline, timeout_s)
+    finally:
+        link.close()
+
+
+def ask_all(addresses: Sequence[str], config: Config, timeout_s: float) -> list[Status | OmniReduceError]:
+    """What `ask` returns or raises for each address, all asked at once."""
+
+    def outcome(address: str) -> Status | OmniReduceError:
+        try:
+            return ask(address, config, timeout_s)
+        except OmniReduceError as error:
+            return error
+
+    if not addresses:
+        return []
+    with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
+        return list(pool.map(outcome, addresses))
+
+
+def _ask(link: Link, deadline: float, timeout_s: float) -> Status:
+    jobs: list[JobStatus] = []
+    after = ("", 0)
+    while True:
+        link.send_control(encode_control(StatusRequest(PROTOCOL_VERSION, after)))
+        page = _answer(link, deadline, timeout_s)
+        if not isinstance(page, Status):
+            raise TransportError(f"aggregator {link.peer} answered the status request with {type(page).__name__}")
+        jobs += page.jobs
+        if not page.more:
+            break
+        if not page.jobs or page.jobs[-1].key <= after:
+            raise TransportError(f"aggregator {link.peer} lists its jobs out of order")
+        after = page.jobs[-1].key
+    page.jobs[:] = jobs
+    return page
+
+
+def _answer(link: Link, deadline: float, timeout_s: float) -> ControlMessage:
+    """The next control message. Raises TransportError or RefusedError."""
+    readable = select.poll()
+    readable.register(link, select.POLLIN)
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not readable.poll(left_s * 1000):
+            raise TransportError(
+                f"aggregator {link.peer} takes the connection, but does not answer within {timeout_s:g} s; "
+                "is it stopped or overloaded?"
+            )
+        for event in link.poll():
+            if isinstance(event, Lost):
+                raise TransportError(f"aggregator {link.peer}: {event.reason} instead of an answer")
+            try:
+                message = decode_control(event.body) if isinstance(event, Control) else None
+            except ProtocolError as error:
+                raise TransportError(f"aggregator {link.peer}: {error}") from error
+            if isinstance(message, Refused):
+                raise RefusedError(f"aggregator {link.peer} refused: {shown(message.reason)}")
+            if message is None:
+                raise TransportError(f"aggregator {link.peer} sent blocks instead of an answer")
+            return message

@@ -1,0 +1,91 @@
+"""What a shard tells those who ask how it is: totals since its start, and its jobs page by page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+
+from omnireduce.protocol.effects import ABORT_KINDS, End
+from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.job import Job
+from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
+
+PAGE_BYTES = 48 * 1024  # of jobs; a control message holds more
+
+
+@cache
+def installed_version() -> str:
+    """The version of this package."""
+    try:
+        return version("omnireduce")
+    except PackageNotFoundError:  # run from a folder
+        return "unknown"
+
+
+class Report:
+    """Counts what happens on the shard `name`."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self._name, self._clock, self._since = name, clock, clock()
+        self._ended = Traffic()  # of jobs that are over
+        self._aborts = dict.fromkeys(ABORT_KINDS, 0)
+        self.jobs_started = self.jobs_ended = self.refused = 0
+
+    def job_ended(self, job: Job, end: End) -> None:
+        """A job is over."""
+        self.jobs_ended += 1
+        self._ended.add(job.traffic)
+        if end.kind is not None:
+            self._aborts[end.kind] += 1
+
+    def page(
+        self, request: StatusRequest, running: Collection[Job], gathering: Collection[JobStatus], connections: int
+    ) -> Status:
+        """The answer to a request."""
+        now, traffic = self._clock(), Traffic()
+        for each in (self._ended, *(job.traffic for job in running)):
+            traffic.add(each)
+        makers: dict[tuple[str, int], Callable[[], JobStatus]] = {
+            (job.name, job.generation): partial(job.status, now) for job in running
+        }
+        makers |= {job.key: partial(_same, job) for job in gathering}
+        jobs, more = _fill(makers, request.after)
+        return Status(
+            shard=self._name,
+            pid=os.getpid(),
+            version=installed_version(),
+            uptime_s=now - self._since,
+            connections=connections,
+            running=len(running),
+            gathering=len(gathering),
+            traffic=traffic,
+            jobs_started=self.jobs_started,
+            jobs_ended=self.jobs_ended,
+            aborts=self._aborts,
+            refused=self.refused,
+            jobs=jobs,
+            more=more,
+        )
+
+
+def _same(job: JobStatus) -> JobStatus:
+    return job
+
+
+def _fill(
+    makers: Mapping[tuple[str, int], Callable[[], JobStatus]], after: tuple[str, int]
+) -> tuple[list[JobStatus], bool]:
+    """As many jobs beyond `after` as one page holds, in the order of their keys, and whether there are more."""
+    jobs: list[JobStatus] = []
+    room = PAGE_BYTES
+    for key in sorted(key for key in makers if key > after):
+        job = makers[key]()
+        room -= len(msgspec.msgpack.encode(job))
+        if jobs and room < 0:
+            return jobs, True
+        jobs.append(job)
+    return jobs, False

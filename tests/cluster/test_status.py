@@ -1,0 +1,273 @@
+"""What aggregators say about themselves: right numbers, the right culprit, page by page, and to strangers too."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_checks import FAILURE_S, SLOWNESS, assert_serves, expect_round, name_of
+from local_cluster import WAIT_S, Daemon, configured, eventually, start_job, unique_job, workers
+from raw_peer import RawPeer, await_pending
+from transports import KINDS
+
+from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
+from omnireduce.protocol.effects import ABORT_KINDS
+from omnireduce.runtime.observe import ask, ask_all
+from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
+from omnireduce.wire import PROTOCOL_VERSION, Refused
+
+BLOCK, BLOCKS = 256, 1000
+MOST_S = 30.0
+
+
+def statuses(daemon: Daemon) -> list[Status]:
+    found: list[Status] = []
+    for each in ask_all(daemon.addresses, configured(daemon.addresses), MOST_S):
+        assert isinstance(each, Status), each
+        found.append(each)
+    return found
+
+
+def jobs(daemon: Daemon, name: str) -> list[JobStatus]:
+    """What each shard says of one job."""
+    return [job for each in statuses(daemon) for job in each.jobs if job.name == name]
+
+
+def blocks_of(rank: int) -> np.ndarray:
+    """Rank 0 has the first 300 blocks, rank 1 blocks 200 to 599, of 1000; the last block is short."""
+    x = np.zeros(BLOCKS * BLOCK - 7, np.float32)
+    x[(0, 200 * BLOCK)[rank] : (300 * BLOCK, 600 * BLOCK)[rank]] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("transport", KINDS)
+def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
+    """Collectives, blocks and bytes of all shards together; a barrier counts as collective only."""
+    job, seen, over = unique_job("counted"), threading.Event(), threading.Event()
+    before = statuses(daemon)
+
+    def run(comm: Communicator) -> tuple[int, int]:
+        for _ in range(4):
+            comm.allreduce(blocks_of(comm.rank))
+        comm.barrier()
+        found = comm.statistics()
+        if comm.rank == 0:
+            seen.set()
+        assert over.wait(WAIT_S)
+        return found.sent_bytes, found.received_bytes
+
+    running = start_job(configured(daemon.addresses, f"transport.kind={transport}"), 2, run, job)
+    assert seen.wait(WAIT_S)
+    assert eventually(lambda: all(each.results_in_use == 0 for each in jobs(daemon, job)))  # the last credits are back
+    found = jobs(daemon, job)
+    over.set()
+    totals = running.results()
+    assert [each.traffic.collectives for each in found] == [5] * 3
+    traffic = Traffic()
+    for each in found:
+        traffic.add(each.traffic)
+        assert (each.world_size, each.joined, each.transport) == (2, 2, transport)
+        assert (each.slots, each.slots_in_use, each.results, each.missing) == (6, 0, 3, [])
+        assert each.waiting is None
+    assert (traffic.blocks, traffic.rank_blocks) == (4 * BLOCKS, 8 * BLOCKS)
+    assert (traffic.own_blocks, traffic.union_blocks) == (4 * 700, 4 * 600)
+    assert (traffic.density, traffic.union_density) == (0.35, 0.6)
+    payload_up, payload_down = 4 * 700 * BLOCK * 4, 4 * 2 * 600 * BLOCK * 4
+    assert payload_up <= traffic.received_bytes == sum(sent for sent, _ in totals)
+    assert payload_down <= traffic.sent_bytes == sum(received for _, received in totals)
+    assert eventually(lambda: jobs(daemon, job) == [])
+    for old, new in zip(before, statuses(daemon), strict=True):
+        assert new.traffic.collectives == old.traffic.collectives + 5
+        assert (new.jobs_started, new.jobs_ended) == (old.jobs_started + 1, old.jobs_ended + 1)
+        assert (new.aborts, new.pid, new.running) == (old.aborts, old.pid, 0)
+        assert new.uptime_s > old.uptime_s
+    gained = sum(each.traffic.own_blocks for each in statuses(daemon)) - sum(each.traffic.own_blocks for each in before)
+    assert gained == 4 * 700
+
+
+@pytest.mark.parametrize("transport", KINDS)
+def test_a_stopped_rank_is_the_one_that_is_waited_for(daemon: Daemon, transport: str) -> None:
+    job, patient = unique_job("straggler"), ["cluster.timeout_s=60", f"transport.kind={transport}"]
+    with workers(
+        daemon, 3, "--elements", "1000000", job=job, overrides=[*patient, "transport.dead_peer_s=60"]
+    ) as ranks:
+        for worker in ranks:
+            expect_round(worker, "round", 1)
+        stopped = ranks[1].signal(signal.SIGSTOP)
+
+        def waits() -> list[Any]:
+            return [each.waiting for each in jobs(daemon, job) if each.waiting is not None]
+
+        assert eventually(lambda: any(wait.seconds >= 0.5 for wait in waits()))
+        longest = max(waits(), key=lambda wait: wait.seconds)
+        assert (longest.ranks, longest.total, longest.who) == ([1], 1, name_of(ranks[1], 1))
+        assert "(allreduce 'gradient' float32[1000000]" in longest.what
+        assert longest.seconds <= time.monotonic() - stopped + FAILURE_S
+        ranks[1].signal(signal.SIGCONT)
+        ranks[1].expect("round")
+        assert eventually(lambda: not any(wait.seconds >= 0.5 for wait in waits()))
+    assert eventually(lambda: jobs(daemon, job) == [])
+
+
+def test_a_late_rank_stays_on_the_account(daemon: Daemon) -> None:
+    job = unique_job("late")
+    with workers(daemon, 2, "--hold", "1", "1", job=job) as (first, late):
+        late.expect("held")
+        expect_round(first, "started", 1)
+        assert eventually(lambda: all(each.waiting and each.waiting.seconds > 0.3 for each in jobs(daemon, job)))
+        late.go_on()
+        expect_round(late, "round", 2)
+        for each in jobs(daemon, job):
+            assert each.late[0].rank == 1
+            assert each.late[0].seconds > 0.3
+
+
+def test_a_job_that_gathers_says_who_is_missing(daemon: Daemon) -> None:
+    job = unique_job("gathering")
+    with RawPeer(daemon.addresses[0]) as first:
+        first.hello(job, 1, 40)
+        await_pending(first, [0, *range(2, 17)])
+        [found] = jobs(daemon, job)
+        assert (found.generation, found.world_size, found.joined) == (0, 40, 1)
+        assert found.missing == [0, *range(2, 17)]
+        assert statuses(daemon)[0].gathering == 1
+    assert eventually(lambda: jobs(daemon, job) == [])
+
+
+def test_aborts_are_counted_by_cause_and_refusals_too() -> None:
+    with Daemon(1) as daemon:
+        with workers(daemon, 2) as ranks:
+            ranks[1].signal(signal.SIGKILL)
+            ranks[0].expect("error")
+        with workers(daemon, 2, "--hold", "1", "1", overrides=[f"cluster.timeout_s={0.5 * SLOWNESS}"]) as ranks:
+            ranks[0].expect("error")
+        per_rank = [("--name", "a"), ("--name", "b")]
+        with workers(daemon, 2, per_rank=per_rank) as ranks:
+            ranks[0].expect("error")
+        with RawPeer(daemon.addresses[0]) as peer:
+            peer.hello("x", 5, 2)
+            assert isinstance(peer.control(), Refused)
+        [found] = statuses(daemon)
+        assert set(found.aborts) == set(ABORT_KINDS)
+        assert {cause: count for cause, count in found.aborts.items() if count} == {
+            "lost": 1, "timeout": 1, "mismatch": 1,
+        }  # fmt: skip
+        assert (found.jobs_started, found.jobs_ended, found.refused) == (3, 3, 1)
+
+
+def test_many_jobs_come_in_pages() -> None:
+    """Long names, so that they need several control messages; each job is listed once."""
+    names = [f"{number:03}{'x' * 125}" for number in range(400)]
+    with Daemon(1, "aggregator.max_jobs=400") as daemon, contextlib.ExitStack() as stack:
+        for name in reversed(names):
+            peer = stack.enter_context(RawPeer(daemon.addresses[0]))
+            peer.hello(name, 0, 2)
+            await_pending(peer, [1])
+        for kind in ("auto", "tcp"):
+            found = ask(daemon.addresses[0], configured(daemon.addresses, f"transport.kind={kind}"), MOST_S)
+            assert [job.name for job in found.jobs] == names
+            assert (found.gathering, found.running) == (400, 0)
+            assert found.connections == 401
+        with RawPeer(daemon.addresses[0]) as peer:
+            peer.say(StatusRequest(PROTOCOL_VERSION))
+            first = peer.control()
+            assert isinstance(first, Status)
+            assert first.more
+            assert [job.name for job in first.jobs] == names[: len(first.jobs)]
+
+
+def test_a_connection_that_asks_may_join_afterwards(daemon: Daemon) -> None:
+    job = unique_job("curious")
+    with RawPeer(daemon.addresses[0]) as peer:
+        for _ in range(3):
+            peer.say(StatusRequest(PROTOCOL_VERSION))
+            assert isinstance(peer.control(), Status)
+        peer.hello(job, 0, 2)
+        await_pending(peer, [1])
+        peer.say(StatusRequest(PROTOCOL_VERSION))  # but not after its Hello
+        answer = peer.control()
+        assert isinstance(answer, Refused)
+        assert "expected one Hello, got StatusRequest" in answer.reason
+        assert peer.is_closed()
+
+
+def test_a_flood_of_requests_is_refused(busy: Daemon) -> None:
+    """The jobs that run go on; one request is answered at a time."""
+    with RawPeer(busy.addresses[0]) as peer:
+        for _ in range(5000):
+            peer.say(StatusRequest(PROTOCOL_VERSION))
+        assert isinstance(peer.control(), Status | Refused)
+        assert peer.is_closed()
+    assert_serves(busy)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (StatusRequest(PROTOCOL_VERSION + 1), f"protocol version {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}"),
+        ({"type": "StatusRequest", "version": PROTOCOL_VERSION, "after": ["x"]}, "malformed control message"),
+        ({"type": "StatusRequest"}, "malformed control message"),
+    ],
+    ids=["version", "after", "no version"],
+)
+def test_requests_that_are_refused(daemon: Daemon, request_: object, reason: str) -> None:
+    with RawPeer(daemon.addresses[0]) as peer:
+        peer.say(request_)
+        answer = peer.control()
+        assert isinstance(answer, Refused)
+        assert reason in answer.reason
+        assert peer.is_closed()
+
+
+def outcome(address: str, timeout_s: float) -> Status | OmniReduceError:
+    [found] = ask_all([address], configured([address]), timeout_s)
+    return found
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    found = outcome(address, 1.0)
+    assert isinstance(found, TransportError)
+    assert f"cannot reach aggregator {address} by auto: Connection refused; is `python -m aggregator`" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (b"", "does not answer within 0.3 s; is it stopped or overloaded?"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a frame of this protocol"),
+    ],
+    ids=["silence", "another server"],
+)
+def test_something_else_listens(said: bytes, expected: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            kept.append(server.accept()[0])
+            kept[0].sendall(said)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = outcome(f"127.0.0.1:{server.getsockname()[1]}", 0.3)
+        thread.join(WAIT_S)
+        kept[0].close()
+    assert isinstance(found, TransportError)
+    assert expected in str(found)
+
+
+def test_a_daemon_that_shuts_down_ends_the_conversation() -> None:
+    with Daemon(1, "aggregator.drain_s=30") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
+        expect_round(first, "started", 1)
+        daemon.signal(signal.SIGTERM)
+        assert eventually(lambda: "stopping" in daemon.log)
+        assert eventually(lambda: isinstance(outcome(daemon.addresses[0], MOST_S), TransportError | RefusedError))
+        late.go_on()
+        assert daemon.wait() == 0

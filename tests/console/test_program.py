@@ -1,0 +1,99 @@
+"""The program `omnireduce` as a process: what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from local_cluster import ROOT, WAIT_S, Daemon, Lines, Process, unique_job, workers
+
+PROGRAM = [sys.executable, "-m", "omnireduce"]
+NOWHERE = "127.0.0.1:9"  # discard: nobody offers that any more
+
+
+def run(*arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run the program to its end: status, standard output, standard error."""
+    with Process(*PROGRAM, *arguments, environ=environ) as process:
+        assert process.popen.stdout is not None
+        out = process.popen.stdout.read().decode()
+        return process.wait(), out, process.log
+
+
+def test_status_of_a_running_job(daemon: Daemon) -> None:
+    job = unique_job("shown")
+    with workers(daemon, 2, job=job) as ranks:
+        ranks[0].expect("round")
+        status, out, log = run("status", *daemon.addresses)
+        assert (status, log) == (0, "")
+        assert all(f"{address}  " in out for address in daemon.addresses)
+        [row] = [line.split() for line in out.splitlines() if line.startswith(job)]
+        assert row[1:3] == ["2/2", "shm"]
+        addresses = json.dumps(daemon.addresses)
+        status, out, _ = run("status", "--json", environ={"OMNIREDUCE_CLUSTER_AGGREGATORS": addresses})
+        assert status == 0
+        found = json.loads(out)
+        assert [each["address"] for each in found] == daemon.addresses
+        assert {each["pid"] for each in (entry["status"] for entry in found)} == set(daemon.shard_pids)
+        [mine] = [each for each in found[0]["status"]["jobs"] if each["name"] == job]
+        assert (mine["world_size"], mine["joined"], mine["transport"]) == (2, 2, "shm")
+        assert mine["traffic"]["collectives"] > 0
+
+
+def test_the_exit_status_says_whether_all_answered(daemon: Daemon) -> None:
+    status, out, _ = run("status", daemon.addresses[0], NOWHERE, "--once", "--timeout", "1")
+    assert status == 1
+    assert f"cannot reach aggregator {NOWHERE}" in out
+    assert daemon.addresses[0] in out
+    status, out, _ = run("status", NOWHERE, "--json")
+    assert status == 1
+    assert "Connection refused" in json.loads(out)[0]["error"]
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1:0", "127.0.0.1:70000"])
+def test_an_address_that_is_none(address: str) -> None:
+    status, out, log = run("status", address)
+    assert (status, out) == (2, "")
+    assert log.startswith(f'Error: HOST:PORT: cluster.aggregators: got "{address}"')
+    assert log.count("\n") == 1
+
+
+def test_watching_ends_with_ctrl_c(daemon: Daemon) -> None:
+    with Process(*PROGRAM, "status", daemon.addresses[0], "--watch", "--every", "0.1") as process:
+        seen = [process.line() for _ in range(9)]  # a table for each look
+        assert sum(line.startswith("shard ") for line in seen) >= 2
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0
+        assert process.log == ""
+
+
+def test_on_a_terminal_it_watches_in_place(daemon: Daemon) -> None:
+    """The cursor goes back up for every look."""
+    ours, theirs = pty.openpty()
+    command = [*PROGRAM, "status", *daemon.addresses, "--every", "0.1"]
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, env=environ) as process:
+        try:
+            lines, seen = Lines(ours), ""
+            while seen.count("shard ") < 3:
+                line = lines.next(time.monotonic() + WAIT_S)
+                assert line is not None, seen
+                seen += f"{line}\n"
+            assert "\x1b[1A" in seen
+            process.send_signal(signal.SIGINT)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+            os.close(theirs)
+            os.close(ours)
+
+
+def test_help_names_the_commands() -> None:
+    status, out, _ = run("--help")
+    assert status == 0
+    assert {"status"} <= {line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()}

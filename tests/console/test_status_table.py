@@ -1,0 +1,106 @@
+"""The tables of `omnireduce status`, from answers made up for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from omnireduce.console.status_table import View, duration
+from omnireduce.errors import TransportError
+from omnireduce.protocol.effects import ABORT_KINDS
+from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
+
+
+def answer(*jobs: JobStatus, **changes: Any) -> Status:
+    fields: dict[str, Any] = {
+        "shard": "a:1", "pid": 1, "version": "0", "uptime_s": 7200.0, "connections": 3, "running": 1, "gathering": 0,
+        "traffic": Traffic(), "jobs_started": 1, "jobs_ended": 0, "aborts": dict.fromkeys(ABORT_KINDS, 0), "refused": 0,
+    }  # fmt: skip
+    return Status(**fields | changes, jobs=list(jobs))
+
+
+def job(name: str = "train", generation: int = 1, **changes: Any) -> JobStatus:
+    fields = {"world_size": 2, "joined": 2, "age_s": 30.0, "transport": "shm", "slots": 6, "slots_in_use": 1}
+    return JobStatus(name=name, generation=generation, **fields | changes)  # type: ignore[arg-type]
+
+
+def text(view: View, answers: dict[str, Status | Exception], now: float = 0.0, width: int = 140) -> list[list[str]]:
+    """The words of each line."""
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(view.show(answers, now))
+    return [line.split() for line in capture.get().splitlines() if line.strip()]
+
+
+def test_shards_of_a_job_are_added_up_whatever_generation_each_gave_it() -> None:
+    first = Traffic(
+        collectives=10, received_bytes=1_000_000, sent_bytes=2_000_000,
+        blocks=100, rank_blocks=200, own_blocks=20, union_blocks=30,
+    )  # fmt: skip
+    second = Traffic(
+        collectives=11, received_bytes=3_000_000, sent_bytes=4_000_000,
+        blocks=300, rank_blocks=600, own_blocks=20, union_blocks=50,
+    )  # fmt: skip
+    one = job(generation=4, traffic=first, late=[Late(0, 1.0)])
+    other = job(generation=9, traffic=second, late=[Late(1, 2.0)], age_s=31.0, transport="tcp")
+    lines = text(View(), {"a:1": answer(one), "b:1": answer(other)})
+    assert " ".join(lines[1][:7]) == "a:1 2 h 1 0 3 0"
+    assert " ".join(lines[3]) == "job ranks by age done in out density union slots late waits for"
+    assert " ".join(lines[4]) == "train 2/2 shm+tcp 31 s 10 4M 6M 0.0500 0.2000 2/12 rank 1 2.0 s"
+    assert len(lines) == 5
+
+
+def test_who_is_waited_for_stands_in_the_row_and_in_full_below() -> None:
+    short, long = Waiting("c 1", [0], 1, "rank 0 (host a, pid 1)", 0.05), Waiting("c 2", [1], 1, "rank 1 (h)", 65.0)
+    lines = text(View(), {"a:1": answer(job(waiting=short)), "b:1": answer(job(waiting=long))})
+    assert lines[4][-4:] == ["rank", "1", "65", "s"]
+    assert " ".join(lines[5]) == "train: c 2 waits for rank 1 (h) since 65 s"
+    many = Waiting("c 3", [0, 1], 20, "rank 0, rank 1 and 18 more", 5.0)
+    assert text(View(), {"a:1": answer(job(waiting=many))})[3][-4:] == ["20", "ranks", "5.0", "s"]
+    assert "waits" not in str(text(View(), {"a:1": answer(job(waiting=short))})[3:])
+
+
+def test_a_job_that_gathers_beside_one_of_its_name_that_runs() -> None:
+    gathering = job(generation=0, world_size=30, joined=2, missing=list(range(2, 18)), transport="", slots=0)
+    lines = text(View(), {"a:1": answer(gathering, job())})
+    assert lines[3][:2] == ["train", "2/30"]
+    assert lines[4][:2] == ["train", "2/2"]
+    assert " ".join(lines[5]) == f"train: rank {', '.join(map(str, range(2, 18)))} … must still join"
+
+
+def test_the_second_look_has_rates() -> None:
+    view = View()
+    text(view, {"a:1": answer(job(traffic=Traffic(received_bytes=1000, sent_bytes=0)))}, now=10.0)
+    after = Traffic(received_bytes=5000, sent_bytes=8_000_000)
+    lines = text(view, {"a:1": answer(job(traffic=after), job("new", traffic=after))}, now=12.0)
+    assert "in/s" in lines[2]
+    assert lines[4][:10] == ["train", "2/2", "shm", "30", "s", "0", "5k", "8M", "2k", "4M"]
+    assert lines[3][:8] == ["new", "2/2", "shm", "30", "s", "0", "5k", "8M"]
+    again = text(view, {"a:1": answer(job(traffic=Traffic()))}, now=13.0)  # a new job of the same name
+    assert again[3][5:10] == ["0", "0", "0", "0", "0"]
+
+
+def test_a_shard_that_does_not_answer() -> None:
+    lines = text(View(), {"a:1": TransportError("cannot reach a:1\x1b[2J"), "b:1": answer(aborts={"lost": 2})})
+    assert lines[1] == ["a:1", "down"]
+    assert lines[2][-2:] == ["2", "lost"]
+    assert lines[3:] == [["no", "jobs"], ["'cannot", "reach", "a:1\\x1b[2J'"]]
+
+
+def test_nothing_is_markup() -> None:
+    assert "[red]c" in str(text(View(), {"a:1": answer(job(waiting=Waiting("[red]c", [0], 1, "[b]", 1.0)))}))
+
+
+@pytest.mark.parametrize("width", [20, 80, 300])
+def test_terminals_of_all_widths(width: int) -> None:
+    assert text(View(), {"a:1": answer(job(), job("x" * 128))}, width=width)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0.0 s"), (9.94, "9.9 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2 h"), (1e7, "116 d")],
+)
+def test_durations(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected

@@ -1,0 +1,105 @@
+"""What the aggregator's machine counts, and whom it holds to be late, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import InprocCluster
+from machine_bench import BLOCKS, Bench, aggregator, message
+
+from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.status import Late, Traffic
+
+BLOCK = 8
+
+
+def machine(bench: Bench) -> AggregatorMachine:
+    assert isinstance(bench.machine, AggregatorMachine)
+    return bench.machine
+
+
+def collective(bench: Bench, number: int, order: list[int], pause_s: float) -> None:
+    """The ranks begin in this order, with a pause between them; then the collective is complete."""
+    for rank in order:
+        bench.receive(rank, message(number, BLOCKS, [0], first=True))
+        bench.advance()
+        if rank != order[-1]:
+            bench.now += pause_s
+    for rank in order:
+        bench.credit(rank)
+    bench.now += 1000.0  # computing between two collectives is nobody's fault
+
+
+def test_the_rank_that_comes_last_is_late_by_the_time_that_the_first_one_waited() -> None:
+    bench = aggregator()
+    collective(bench, 0, [0, 1], 2.5)
+    assert machine(bench).account.late == [Late(1, 2.5)]
+    collective(bench, 1, [1, 0], 4.0)
+    collective(bench, 2, [0, 1], 0.25)
+    assert machine(bench).account.late == [Late(0, 4.0), Late(1, 2.75)]
+
+
+def test_ranks_that_come_together_are_not_late() -> None:
+    bench = aggregator()
+    collective(bench, 0, [0, 1], 0.0)
+    assert machine(bench).account.late == []
+
+
+def test_whom_a_collective_waits_for_and_since_when() -> None:
+    bench = aggregator()
+    assert machine(bench).waiting(bench.now) is None
+    bench.now = 5.0
+    bench.receive(1, message(0, 2, [0, 1], first=True))
+    bench.advance()
+    bench.now = 8.0
+    wait = machine(bench).waiting(bench.now)
+    assert wait is not None
+    assert (wait.ranks, wait.who, wait.seconds) == ([0], "rank 0", 3.0)
+    assert wait.what.startswith("collective 0 (allreduce 'w'")
+    assert machine(bench).slots_in_use == (1, 1)
+    bench.receive(0, message(0, BLOCKS, [0], first=True))
+    bench.advance()
+    wait = machine(bench).waiting(bench.now)
+    assert wait is not None
+    assert wait.ranks == [1]
+    bench.receive(1, message(0, BLOCKS))
+    bench.advance()
+    assert machine(bench).waiting(bench.now) is None
+    assert machine(bench).slots_in_use == (0, 2)  # the first result was full with two blocks
+    for rank in (0, 0, 1):
+        bench.credit(rank)
+    assert machine(bench).slots_in_use == (0, 1)
+    bench.credit(1)
+    assert machine(bench).slots_in_use == (0, 0)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_blocks_are_counted_once_on_the_shard_that_has_them(shards: int) -> None:
+    """Rank 0 has blocks 0 to 19 of 50, rank 1 blocks 10 to 49, the last of them short; twice."""
+    cluster = InprocCluster(2, shards=shards)
+    for number in range(2):
+        for rank, blocks in enumerate([range(20), range(10, 50)]):
+            x = np.zeros(50 * BLOCK - 3, np.float32)
+            for block in blocks:
+                x[block * BLOCK] = 1.0
+            cluster.allreduce(rank, x, name=str(number))
+    cluster.run()
+    total = Traffic()
+    for each in cluster.aggregators:
+        assert each.account.traffic.collectives == 2
+        total.add(each.account.traffic)
+    assert (total.own_blocks, total.union_blocks) == (2 * 60, 2 * 50)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "allgather", "barrier"])
+def test_only_reductions_count_for_the_density(kind: Any) -> None:
+    cluster = InprocCluster(2)
+    for rank in range(2):
+        target = np.ones(0 if kind == "barrier" else 100, np.float64)
+        cluster.move_bytes(rank, kind, target if rank == 0 else None, target)
+    cluster.run()
+    [found] = [each.account.traffic for each in cluster.aggregators]
+    assert found.collectives == 1
+    assert found.density is found.union_density is None
