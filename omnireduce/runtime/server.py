@@ -13,23 +13,21 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.handshake import Gate
 from omnireduce.protocol.membership import Admit, Limits, Membership, MembershipEffect
 from omnireduce.runtime.access import ANYBODY, Access
+from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job
 from omnireduce.runtime.report import Report
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire import (
-    SHOWN,
     Aborted,
     Cause,
     Hello,
@@ -44,19 +42,6 @@ from omnireduce.wire import (
 log = logging.getLogger("omnireduce.aggregator")
 LINGER_S = 1.0  # how long a leaver's last output may take
 MAX_STRANGERS = 4096  # connections that have not said Hello yet; fewer when descriptors are short
-
-
-@dataclass(slots=True, eq=False)
-class _Connection:
-    link: Link
-    since: float
-    gate: Gate
-    hello: Hello | None = None
-    job: Job | None = None
-    rank: int = -1
-    leaving: bool = False
-    interest: int = selectors.EVENT_READ
-    asked_in_turn: int = -1
 
 
 class ShardServer:
@@ -88,10 +73,10 @@ class ShardServer:
         self._make_job = partial(Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s)
         self._membership, self._report = Membership(limits), Report(name, clock)
         self._selector = selector or selectors.DefaultSelector()
-        self._connections: set[_Connection] = set()
-        self._timed: set[_Connection] = set()  # those without a Hello and those that leave: they have a time limit
+        self._connections: set[Connection] = set()
+        self._timed: set[Connection] = set()  # those without a Hello and those that leave: they have a time limit
         self._jobs: dict[int, Job] = {}
-        self._of_job: dict[int, list[_Connection]] = {}
+        self._of_job: dict[int, list[Connection]] = {}
         self._drain_deadline: float | None = None
         self._turns = 0
         for listener, make_link in listeners:
@@ -129,7 +114,7 @@ class ShardServer:
         touched: set[Job] = set()
         self._turns += 1
         for key, mask in self._selector.select(self._patience(longest_s)):
-            if not isinstance(key.data, _Connection):
+            if not isinstance(key.data, Connection):
                 self._accept(key.fileobj, key.data)
             elif key.data in self._connections:  # an earlier event of this turn may have ended it
                 try:
@@ -148,7 +133,7 @@ class ShardServer:
                     self._update_interest(connection)
         self._housekeeping(now)
 
-    def _connection_ready(self, connection: _Connection, mask: int) -> set[Job]:
+    def _connection_ready(self, connection: Connection, mask: int) -> set[Job]:
         """Read from and write to one connection; return the job that should advance, if any."""
         if mask & selectors.EVENT_WRITE:
             connection.link.flush()
@@ -204,25 +189,23 @@ class ShardServer:
 
     def adopt(self, link: Link) -> None:
         """Serve a worker that has just connected."""
-        connection = _Connection(link, self._clock(), self._access.gate(link))
+        connection = Connection(link, self._clock(), self._access.gate(link))
         self._connections.add(connection)
         self._timed.add(connection)
         self._selector.register(link, selectors.EVENT_READ, connection)
 
-    def _newcomer(self, connection: _Connection, events: Sequence[Event]) -> Sequence[Event]:
+    def _newcomer(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
         """Deal with a newcomer's events; return those that came after its admission to a job."""
         for number, event in enumerate(events):
             if isinstance(event, Lost):
                 if event.violation:
-                    log.warning(
-                        "dropped %s: %s", connection.link.peer, event.reason, extra=_about(connection, "dropped")
-                    )
+                    log.warning("dropped %s: %s", connection.link.peer, event.reason, extra=connection.about("dropped"))
                 self._forget(connection)
             elif not isinstance(event, Control) or not self._read_hello(connection, event.body):
                 return events[number + 1 :]
         return ()
 
-    def _read_hello(self, connection: _Connection, body: bytes) -> bool:
+    def _read_hello(self, connection: Connection, body: bytes) -> bool:
         """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
         try:
             message = decode_control(body)
@@ -243,12 +226,12 @@ class ShardServer:
             self._membership.gone(connection)
             return False
         connection.hello = message
-        log.debug("%s wants to join", connection.link.peer, extra=_about(connection, "hello"))
+        log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
         self._timed.discard(connection)
         self._answer(self._membership.hello(connection, message, self._clock()))
         return connection.job is None and not connection.leaving
 
-    def _tell_status(self, connection: _Connection, request: StatusRequest) -> None:
+    def _tell_status(self, connection: Connection, request: StatusRequest) -> None:
         """Answer one request in a turn: the jobs come first. Raises ProtocolError for a second one."""
         wrong = other_version(request.version)
         if wrong:
@@ -266,26 +249,26 @@ class ShardServer:
                 self._start(effect)
                 continue
             connection = effect.key
-            assert isinstance(connection, _Connection)
+            assert isinstance(connection, Connection)
             if isinstance(effect.message, Refused):
                 self._refuse(connection, effect.message.reason)
             else:
                 connection.link.send_control(encode_control(effect.message))
 
-    def _refuse(self, connection: _Connection, reason: str) -> None:
+    def _refuse(self, connection: Connection, reason: str) -> None:
         self._report.refused += 1
-        log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=_about(connection, "refused"))
+        log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
         connection.link.send_control(encode_control(Refused(reason)))
         self._leave(connection)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _forget(self, connection: Connection) -> None:
         self._drop(connection)
         self._membership.gone(connection)
 
     # jobs
 
     def _start(self, admit: Admit) -> None:
-        connections = [key for key in admit.keys if isinstance(key, _Connection)]
+        connections = [key for key in admit.keys if isinstance(key, Connection)]
         links = [connection.link for connection in connections]
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
@@ -305,7 +288,7 @@ class ShardServer:
                 connection.link, connection.interest = job.links[rank], selectors.EVENT_READ
                 self._selector.register(connection.link, selectors.EVENT_READ, connection)
 
-    def _feed(self, connection: _Connection, job: Job, events: Sequence[Event]) -> None:
+    def _feed(self, connection: Connection, job: Job, events: Sequence[Event]) -> None:
         machine = job.machine  # the events may end the job, and close it
         job.driver.take(connection.rank, events)
         if machine.has_left(connection.rank):
@@ -326,7 +309,7 @@ class ShardServer:
         for connection in list(self._of_job.get(job.generation, ())):
             self._leave(connection)
 
-    def _contain(self, job: Job | None, connection: _Connection | None = None) -> None:
+    def _contain(self, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
         about = log if job is None else job.log
         what = job or "a newcomer"
@@ -341,7 +324,7 @@ class ShardServer:
 
     # departures
 
-    def _leave(self, connection: _Connection) -> None:
+    def _leave(self, connection: Connection) -> None:
         """Give the connection a moment to read our last words, then drop it."""
         if connection.link.over:
             self._drop(connection)
@@ -350,7 +333,7 @@ class ShardServer:
             self._timed.add(connection)
             self._update_interest(connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
@@ -365,7 +348,7 @@ class ShardServer:
                 self._membership.released(connection.job.generation)
                 del self._of_job[connection.job.generation]
 
-    def _update_interest(self, connection: _Connection) -> None:
+    def _update_interest(self, connection: Connection) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.link.wants_write else 0)
         if connection.interest != wanted and connection in self._connections:
             connection.interest = wanted
@@ -395,13 +378,5 @@ class ShardServer:
             if connection.job is None and not connection.leaving:
                 self._forget(connection)
 
-    def _time_limit(self, connection: _Connection) -> float:
+    def _time_limit(self, connection: Connection) -> float:
         return connection.since + (LINGER_S if connection.leaving else self._hello_timeout_s)
-
-
-def _about(connection: _Connection, what: str) -> dict[str, object]:
-    """The event `what` with all that is known of who it is about."""
-    hello = connection.hello
-    if hello is None or not hello.job.isprintable():
-        return tagged(what, peer=connection.link.peer)
-    return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, peer=connection.link.peer)

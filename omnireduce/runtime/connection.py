@@ -1,0 +1,34 @@
+"""What a shard knows of one connection, from its first byte to its last."""
+
+from __future__ import annotations
+
+import selectors
+from dataclasses import dataclass
+
+from omnireduce.logs import tagged
+from omnireduce.protocol.handshake import Gate
+from omnireduce.runtime.job import Job
+from omnireduce.transport.base import Link
+from omnireduce.wire import SHOWN, Hello
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A peer: a newcomer, one that waits for its job to begin, a rank of a job, or one that leaves."""
+
+    link: Link
+    since: float
+    gate: Gate
+    hello: Hello | None = None
+    job: Job | None = None
+    rank: int = -1
+    leaving: bool = False
+    interest: int = selectors.EVENT_READ
+    asked_in_turn: int = -1
+
+    def about(self, what: str) -> dict[str, object]:
+        """The log's event `what` with all that is known of who it is about."""
+        hello = self.hello
+        if hello is None or not hello.job.isprintable():
+            return tagged(what, peer=self.link.peer)
+        return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, peer=self.link.peer)
