@@ -49,7 +49,7 @@ def _sum(shards: _Jobs) -> Traffic:
     total = Traffic()
     for each in shards:
         total.add(each.traffic)
-    total.collectives = min(each.traffic.collectives for each in shards)  # each shard takes part in all of them
+    total.collectives = max(each.traffic.collectives for each in shards)  # the first takes part in all
     return total
 
 

@@ -48,13 +48,14 @@ def test_two_late_ranks_are_both_named(daemon: Daemon) -> None:
 def test_a_stopped_rank_is_named_and_told_when_it_goes_on(daemon: Daemon, transport: str) -> None:
     """SIGSTOP in full flow: to the system it is alive, and it has messages and results under way."""
     job = unique_job("stopped")
-    limits = [f"cluster.timeout_s={SLOWNESS}", f"transport.kind={transport}"]
+    timeout_s = 3 * SLOWNESS
+    limits = [f"cluster.timeout_s={timeout_s}", f"transport.kind={transport}"]
     with workers(daemon, 3, "--elements", "8000000", job=job, overrides=limits) as ranks:
         for worker in ranks:
             expect_round(worker, "round", 1)
         stopped = ranks[1].signal(signal.SIGSTOP)
         name = name_of(ranks[1], 1)
-        assert_aborted([ranks[0], ranks[2]], stopped, SLOWNESS + FAILURE_S, name, kind=TIMEOUT)
+        assert_aborted([ranks[0], ranks[2]], stopped, timeout_s + FAILURE_S, name, kind=TIMEOUT)
         assert_serves(daemon, f"transport.kind={transport}", job=job)
         went_on = ranks[1].signal(signal.SIGCONT)
         assert_aborted([ranks[1]], went_on, FAILURE_S, name, kind=TIMEOUT)

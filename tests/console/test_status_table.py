@@ -48,7 +48,7 @@ def test_shards_of_a_job_are_added_up_whatever_generation_each_gave_it() -> None
     lines = text(View(), {"a:1": answer(one), "b:1": answer(other)})
     assert " ".join(lines[1][:7]) == "a:1 2 h 1 0 3 0"
     assert " ".join(lines[3]) == "job ranks by age done in out density union slots late waits for"
-    assert " ".join(lines[4]) == "train 2/2 shm+tcp 31 s 10 4M 6M 0.0500 0.2000 2/12 rank 1 2.0 s"
+    assert " ".join(lines[4]) == "train 2/2 shm+tcp 31 s 11 4M 6M 0.0500 0.2000 2/12 rank 1 2.0 s"
     assert len(lines) == 5
 
 
