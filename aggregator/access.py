@@ -10,6 +10,7 @@ from omnireduce.errors import ConfigError
 from omnireduce.protocol.handshake import GIVE
 from omnireduce.runtime.access import Access
 from omnireduce.secret import load_secret
+from omnireduce.transport.tls import aggregator_context
 
 
 def make_access(config: Config) -> Access:
@@ -22,7 +23,7 @@ def make_access(config: Config) -> Access:
             f"aggregator.listen: {listen} can be reached from other hosts, and without a secret all of them may join: "
             f"give {GIVE}, here and to the workers, or say security.allow_no_secret = true"
         )
-    return Access(secret, config.security.local_users == "any")
+    return Access(secret, config.security.local_users == "any", aggregator_context(config.security))
 
 
 def _is_loopback(host: str) -> bool:

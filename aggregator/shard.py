@@ -17,6 +17,7 @@ from omnireduce.runtime.access import Access
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp
+from omnireduce.transport.tls import accept_tls
 
 log = logging.getLogger("omnireduce.aggregator")
 WILDCARDS = ("0.0.0.0", "::")
@@ -77,6 +78,8 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
         if config.transport.kind == "shm":
             raise ConnectionRefusedError("transport.kind is shm")
         host, port = sock.getpeername()[:2]
+        if access.tls is not None:
+            return accept_tls(sock, f"{host}:{port}", dead_peer_s, access.tls)
         return TcpLink(sock, f"{host}:{port}", dead_peer_s)
 
     def shm_link(sock: socket.socket) -> ShmLink:

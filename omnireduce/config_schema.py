@@ -234,6 +234,18 @@ class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Users,
         _meta('whose processes share memory with this one: "same" is this user\'s and root\'s, "any" all on this host'),
     ] = "same"
+    tls_certificate: Annotated[
+        _Path,
+        _meta("PEM file: this end's certificate. With it an aggregator takes TCP connections by TLS only"),
+    ] = ""
+    tls_key: Annotated[_Path, _meta("PEM file: the certificate's key; only its owner may be allowed to read it")] = ""
+    tls_ca: Annotated[
+        _Path,
+        _meta(
+            "PEM file: who must have signed the other end's certificate. With it a worker connects by TLS, and an "
+            "aggregator with TLS wants workers to have certificates, too"
+        ),
+    ] = ""
 
 
 class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

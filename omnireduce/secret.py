@@ -71,7 +71,7 @@ def read_private(name: str, key: str) -> bytes:
                 raise ConfigError(f"{key}: {name} is no regular file")
             if mode & 0o077:
                 allowed = f"mode {stat.S_IMODE(mode):04o} lets others than its owner at it"
-                raise ConfigError(f"{key}: {name}: {allowed}, expected 0600; run chmod 600 and choose a new secret")
+                raise ConfigError(f"{key}: {name}: {allowed}, expected 0600; run chmod 600, and make a new one")
             return file.read(MAX_BYTES + 1)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of nobody
         reason = error.strerror if isinstance(error, OSError) else error

@@ -38,10 +38,11 @@ def overriding(values: Mapping[str, object]) -> tuple[Config, str]:
         return Config(), str(error)
 
 
+FILES = [f"security.{name}" for name in ("secret_file", "tls_certificate", "tls_key", "tls_ca")]
 TEXTS = {
     "cluster.job": r"[A-Za-z0-9._:@+-]{1,128}",
     "verbs.device": r"[A-Za-z0-9_.-]{1,64}",
-    "security.secret_file": r"[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,40}",
+    **dict.fromkeys(FILES, r"[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,40}"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import ssl
 from dataclasses import dataclass
 
 from omnireduce.protocol.handshake import Gate
@@ -14,10 +15,13 @@ from omnireduce.transport.shm import ShmLink
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`secret`: what workers must prove to know. `any_local_user`: who shares memory may be anybody on this host."""
+    """`secret`: what workers must prove to know. `any_local_user`: who shares memory may be anybody on this host.
+    `tls`: what comes by TCP must come by TLS.
+    """
 
     secret: Secret | None = None
     any_local_user: bool = False
+    tls: ssl.SSLContext | None = None
 
     def gate(self, link: Link) -> Gate:
         """What stands between a new connection and its Hello."""

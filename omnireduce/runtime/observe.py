@@ -16,6 +16,7 @@ from omnireduce.runtime.rendezvous import connect_once
 from omnireduce.secret import load_secret
 from omnireduce.status import JobStatus, Status, StatusRequest
 from omnireduce.transport.base import Control, Link, Lost
+from omnireduce.transport.tls import worker_context
 from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, Refused, decode_control, encode_control, shown
 
 AT_ONCE = 64  # aggregators that are asked at the same time
@@ -27,10 +28,10 @@ def ask(address: str, config: Config, timeout_s: float) -> Status:
     Raises ConfigError when the secret cannot be used, TransportError when it does not answer within `timeout_s`, or not
     as it should, RefusedError when it refuses.
     """
-    secret = load_secret(config.security)
+    secret, tls = load_secret(config.security), worker_context(config.security)
     deadline = time.monotonic() + timeout_s
     try:
-        link = connect_once(address, config, deadline, BoundLog(logging.getLogger("omnireduce")))
+        link = connect_once(address, config, tls, deadline, BoundLog(logging.getLogger("omnireduce")))
     except OSError as error:
         raise TransportError(
             f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "

@@ -11,6 +11,7 @@ from omnireduce.errors import ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Link, Lost
+from omnireduce.transport.tcp import TcpLink
 from omnireduce.wire import ControlMessage, Refused, decode_control, encode_control, shown
 
 
@@ -62,7 +63,7 @@ def read_message(link: Link, event: Event) -> ControlMessage:
     if isinstance(event, Lost):
         raise TransportError(
             f"aggregator {link.peer}: {event.reason} before this worker was admitted; "
-            f"does its transport.kind allow {link.kind}?"
+            f"does its transport.kind allow {link.kind}{_or_tls(link)}?"
         )
     if not isinstance(event, Control):
         raise TransportError(f"aggregator {link.peer} sent blocks before this worker was admitted")
@@ -73,3 +74,7 @@ def read_message(link: Link, event: Event) -> ControlMessage:
     if isinstance(message, Refused):
         raise RefusedError(f"aggregator {link.peer} refused: {shown(message.reason)}")
     return message
+
+
+def _or_tls(link: Link) -> str:
+    return ", and does it want TLS (security.tls_ca here)" if type(link) is TcpLink else ""

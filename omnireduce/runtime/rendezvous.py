@@ -6,6 +6,7 @@ import logging
 import os
 import selectors
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp
+from omnireduce.transport.tls import connect_tls, worker_context
 from omnireduce.transport.verbs import import_rdma
 from omnireduce.wire import (
     PROTOCOL_VERSION,
@@ -43,11 +45,11 @@ QUIET_S = 2.0  # how long to wait for an aggregator before saying so
 def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     """Join `job` on every configured aggregator; return one attached link per shard, in order.
 
-    Raises ConfigError when the secret cannot be used, TransportError when an aggregator cannot be reached or does not
-    know the secret, RefusedError when it does not admit this worker or when ranks are missing after
+    Raises ConfigError when the secret or a certificate cannot be used, TransportError when an aggregator cannot be
+    reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing after
     `cluster.join_timeout_s`, AbortedError when another rank failed meanwhile.
     """
-    secret = load_secret(config.security)
+    secret, tls = load_secret(config.security), worker_context(config.security)
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=rank)
     deadline = time.monotonic() + config.cluster.join_timeout_s
     addresses = config.cluster.aggregators
@@ -55,7 +57,7 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     offers: list[Offer | None] = []
     try:
         for address in addresses:
-            link = _connect(address, config, deadline, log)
+            link = _connect(address, config, tls, deadline, log)
             links.append(link)  # one by one, so that a failure closes those that were made
         if secret is not None:
             prove(links, secret, deadline)
@@ -111,13 +113,13 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Of
     )
 
 
-def _connect(address: str, config: Config, deadline: float, log: BoundLog) -> Link:
+def _connect(address: str, config: Config, tls: ssl.SSLContext | None, deadline: float, log: BoundLog) -> StreamLink:
     """Connect by the wanted transport, again and again until the deadline. Raises TransportError."""
     kind, complained = config.transport.kind, False
     started = time.monotonic()
     while True:
         try:
-            return connect_once(address, config, deadline, log)
+            return connect_once(address, config, tls, deadline, log)
         except OSError as error:
             now = time.monotonic()
             if now >= deadline or isinstance(error, socket.gaierror):
@@ -132,7 +134,9 @@ def _connect(address: str, config: Config, deadline: float, log: BoundLog) -> Li
             time.sleep(min(RETRY_S, max(0.0, deadline - now)))
 
 
-def connect_once(address: str, config: Config, deadline: float, log: BoundLog) -> StreamLink:
+def connect_once(
+    address: str, config: Config, tls: ssl.SSLContext | None, deadline: float, log: BoundLog
+) -> StreamLink:
     """Connect to an aggregator; only control messages can flow yet.
 
     Raises OSError, and TransportError when it offers nothing but the shared memory of another user.
@@ -148,6 +152,8 @@ def connect_once(address: str, config: Config, deadline: float, log: BoundLog) -
                 raise
             if isinstance(error, TransportError):
                 log.warning("going on by tcp: %s", error, extra=tagged("no_shm", aggregator=address))
+    if tls is not None:
+        return connect_tls(host, port, timeout_s, wanted.dead_peer_s, tls)
     return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)
 
 

@@ -141,6 +141,7 @@ class ShardServer:
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:
             events = self._newcomer(connection, events)
+            self._update_interest(connection)
         if connection.leaving:
             if connection.link.over:
                 self._drop(connection)

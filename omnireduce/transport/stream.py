@@ -103,7 +103,7 @@ class StreamLink(Link):
                 self._queue_small()
             views = [self._output[i] for i in range(min(len(self._output), GATHER))]
             try:
-                sent = self._sock.sendmsg(views)
+                sent = self._write(views)
             except BlockingIOError:
                 return
             except OSError:
@@ -112,6 +112,9 @@ class StreamLink(Link):
                 self._output.clear()
                 return
             self._consume(sent)
+
+    def _write(self, views: Sequence[memoryview]) -> int:
+        return self._sock.sendmsg(views)
 
     def _consume(self, sent: int) -> None:
         while sent:

@@ -15,9 +15,12 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from certificates import OPENSSL, certificates
 
+from omnireduce.config import load_config
 from omnireduce.dtypes import Array
 from omnireduce.transport import inproc, sim
 from omnireduce.transport.base import Credited, Event, Link, Received
@@ -25,6 +28,7 @@ from omnireduce.transport.memory import Region, private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
 from omnireduce.transport.stream import CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+from omnireduce.transport.tls import TlsLink, accept_tls, aggregator_context, connect_tls, worker_context
 from omnireduce.transport.verbs import link as verbs
 from omnireduce.transport.verbs.link import Connection, Failure, VerbsLink, Write
 
@@ -146,15 +150,46 @@ class StreamPair(Pair):
         peer._sock.sendall(data)
 
 
+def tcp_ends() -> tuple[TcpLink, TcpLink]:
+    """An aggregator's and a worker's end."""
+    with listen_tcp("127.0.0.1", 0) as listener:
+        right = connect_tcp("127.0.0.1", listener.getsockname()[1], WAIT_S, DEAD_PEER_S)
+        return TcpLink(accept(listener), "right", DEAD_PEER_S), right
+
+
+def tls_ends() -> tuple[TlsLink, TlsLink]:
+    """The worker's end shakes hands when it connects, the aggregator's in `poll`."""
+    security = load_config(
+        overrides=[*certificates().holder("aggregator"), certificates().trust()], environ={}
+    ).security
+    ours, theirs = aggregator_context(security), worker_context(security)
+    assert ours is not None
+    assert theirs is not None
+    with listen_tcp("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as worker:
+        address = "127.0.0.1", listener.getsockname()[1]
+        joining = worker.submit(connect_tls, *address, WAIT_S, DEAD_PEER_S, theirs)
+        left = accept_tls(accept(listener), "right", DEAD_PEER_S, ours)
+        deadline = time.monotonic() + WAIT_S
+        while not left._established:
+            assert time.monotonic() < deadline, "the handshake does not come to its end"
+            select.select([left], [], [], WAIT_S)
+            assert left.poll() == []
+        return left, joining.result()
+
+
 class TcpPair(StreamPair):
     name = "tcp"
+    join: Callable[[], tuple[TcpLink, TcpLink]] = staticmethod(tcp_ends)
 
     def __init__(self) -> None:
-        with listen_tcp("127.0.0.1", 0) as listener:
-            self.right = connect_tcp("127.0.0.1", listener.getsockname()[1], WAIT_S, DEAD_PEER_S)
-            self.left = TcpLink(accept(listener), "right", DEAD_PEER_S)
+        self.left, self.right = self.join()
         for end in self.ends:
             end.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+
+
+class TlsPair(TcpPair):
+    name = "tls"
+    join = staticmethod(tls_ends)
 
 
 class ShmPair(StreamPair):
@@ -228,11 +263,10 @@ class VerbsPair(Pair):
     name = "verbs"
     left: VerbsLink
     right: VerbsLink
+    join: Callable[[], tuple[TcpLink, TcpLink]] = staticmethod(tcp_ends)
 
     def __init__(self) -> None:
-        with listen_tcp("127.0.0.1", 0) as listener:
-            right = connect_tcp("127.0.0.1", listener.getsockname()[1], WAIT_S, DEAD_PEER_S)
-            left = TcpLink(accept(listener), "right", DEAD_PEER_S)
+        left, right = self.join()
         slots = [private_slots(SLOTS, SLOT_BYTES) for _ in range(4)]
         self.queues = self.connected(slots[:2], slots[2:])
         self.left = VerbsLink(left, self.queues[0], *slots[:2])
@@ -264,8 +298,16 @@ class VerbsPair(Pair):
         queue.peer.arrive(Write(immediate, nbytes))
 
 
+class VerbsTlsPair(VerbsPair):
+    """Only what goes by TCP is encrypted."""
+
+    name = "verbs with tls"
+    join = staticmethod(tls_ends)
+
+
 SHM_PORT = 65535  # a name only: nothing listens on it by TCP
-PAIRS: tuple[type[Pair], ...] = (InprocPair, SimPair, ShmPair, TcpPair, VerbsPair)
+WITH_TLS: tuple[type[Pair], ...] = (TlsPair, VerbsTlsPair) if OPENSSL else ()
+PAIRS: tuple[type[Pair], ...] = (InprocPair, SimPair, ShmPair, TcpPair, VerbsPair, *WITH_TLS)
 
 
 def accept(listener: socket.socket) -> socket.socket:

@@ -1,0 +1,205 @@
+"""TLS between real processes: who must prove to be whom, and what becomes of those who do not."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from certificates import certificates, needs_openssl
+from cluster_checks import assert_serves
+from local_cluster import READY_S, WAIT_S, Daemon, Process, configured, eventually, run_job, unique_job
+from raw_peer import NOISE, RawPeer
+
+from omnireduce import Communicator, ConfigError, OmniReduceError, TransportError
+
+pytestmark = needs_openssl
+TCP = "transport.kind=tcp"
+
+
+@pytest.fixture(scope="module")
+def sealed() -> Iterator[Daemon]:
+    """An aggregator with a certificate."""
+    with Daemon(2, *certificates().holder("aggregator")) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def mutual() -> Iterator[Daemon]:
+    """An aggregator with a certificate that wants one of its workers, too."""
+    with Daemon(1, *certificates().holder("aggregator"), certificates().trust()) as daemon:
+        yield daemon
+
+
+def failure(daemon: Daemon, *overrides: str) -> str:
+    config = configured(daemon.addresses, TCP, "cluster.join_timeout_s=20", *overrides)
+    with pytest.raises(OmniReduceError) as caught:
+        Communicator(config, rank=0, size=1, job=unique_job())
+    assert type(caught.value) is TransportError
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 1000, 3_000_000])
+def test_results_are_right(sealed: Daemon, elements: int) -> None:
+    config = configured(sealed.addresses, TCP, certificates().trust())
+    x = np.arange(elements, dtype=np.float32) % 1024
+
+    def run(comm: Communicator) -> bool:
+        results = [comm.allreduce(x, out=np.empty_like(x)) for _ in range(3)]
+        return comm.transport == "tcp" and all(np.array_equal(each, 3 * x) for each in results)
+
+    assert run_job(config, 3, run) == [True] * 3
+
+
+class Tap:
+    """Passes one connection on to an aggregator, and keeps what went by."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        host, _, port = daemon.addresses[0].rpartition(":")
+        self._to = host, int(port)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.seen = b""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._server.settimeout(WAIT_S)
+        with self._server, self._server.accept()[0] as near, socket.create_connection(self._to, WAIT_S) as far:
+            other = {near: far, far: near}
+            while True:
+                for sock in select.select([near, far], [], [], WAIT_S)[0]:
+                    data = sock.recv(65536)
+                    if not data:
+                        return
+                    self.seen += data
+                    other[sock].sendall(data)
+
+    def all_seen(self) -> bytes:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self.seen
+
+
+def test_what_is_seen_on_the_way(daemon: Daemon, sealed: Daemon) -> None:
+    """Blocks and control messages: all of it without TLS, none of it with TLS."""
+    pattern = b"a gradient that nobody else is to see ...".ljust(64)
+    x = np.frombuffer(pattern * 1000, np.uint8).copy()
+    for through, own in ((daemon, []), (sealed, [certificates().trust()])):
+        tap, job = Tap(through), unique_job("hidden")
+        config = configured([tap.address], TCP, *own)
+        with Communicator(config, rank=0, size=1, job=job) as comm:
+            assert np.array_equal(comm.allreduce(x.copy()), x)
+        seen = tap.all_seen()
+        assert len(seen) > 2 * x.nbytes
+        assert (pattern in seen, job.encode() in seen) == (not own, not own)
+
+
+def test_shared_memory_needs_none(sealed: Daemon) -> None:
+    assert run_job(configured(sealed.addresses), 2, lambda comm: comm.transport) == ["shm", "shm"]
+
+
+def test_a_name_instead_of_an_address(sealed: Daemon) -> None:
+    addresses = [address.replace("127.0.0.1", "localhost") for address in sealed.addresses]
+    assert run_job(configured(addresses, TCP, certificates().trust()), 2, lambda comm: comm.size) == [2, 2]
+
+
+def test_a_worker_without_tls_is_told(sealed: Daemon) -> None:
+    text = failure(sealed)
+    assert "before this worker was admitted; does its transport.kind allow tcp, and does it want TLS (" in text
+
+
+def test_an_aggregator_of_somebody_else_is_not_trusted(sealed: Daemon) -> None:
+    text = failure(sealed, certificates().trust("stranger"))
+    assert "certificate verify failed" in text
+    assert "is its certificate for this name, signed by security.tls_ca" in text
+
+
+def test_a_certificate_for_another_name_is_not_trusted() -> None:
+    with Daemon(1, *certificates().holder("aggregator"), listen="127.0.0.2:0") as daemon:
+        assert "IP address mismatch, certificate is not valid for '127.0.0.2'" in failure(
+            daemon, certificates().trust()
+        )
+
+
+def test_an_aggregator_without_tls_is_not_trusted(daemon: Daemon) -> None:
+    text = failure(daemon, certificates().trust())
+    assert f"aggregator {daemon.addresses[0]}: no TLS: " in text
+    assert "has it one at all (security.tls_certificate)?" in text
+
+
+def test_a_worker_that_must_have_a_certificate(mutual: Daemon) -> None:
+    trust, own = certificates().trust(), certificates().holder("worker")
+    assert run_job(configured(mutual.addresses, TCP, trust, *own), 2, lambda comm: comm.size) == [2, 2]
+    assert "before this worker was admitted" in failure(mutual, trust)
+    stranger = certificates().holder("stranger")
+    assert "before this worker was admitted" in failure(mutual, trust, *stranger)
+    assert eventually(lambda: "no TLS: [SSL: PEER_DID_NOT_RETURN_A_CERTIFICATE]" in mutual.log)
+    assert eventually(lambda: "no TLS: [SSL: CERTIFICATE_VERIFY_FAILED]" in mutual.log)
+    assert_serves(mutual, TCP, trust, *own)
+
+
+def test_strangers(sealed: Daemon) -> None:
+    """Bytes that are no TLS, a handshake that stops half way: the daemon goes on."""
+    staying = [RawPeer(sealed.addresses[0]) for _ in range(20)]
+    half = hello_of_a_client()
+    for peer, data in zip(
+        staying, [b"", b"\x16", half[:50], half, half + NOISE, NOISE, bytes(10_000)] * 3, strict=False
+    ):
+        peer.send(data)
+    with RawPeer(sealed.addresses[0]) as peer:
+        peer.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert peer.is_closed()
+    assert_serves(sealed, TCP, certificates().trust())
+    for peer in staying:
+        peer.close()
+
+
+def hello_of_a_client() -> bytes:
+    """The first bytes that a TLS client sends."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
+
+
+def test_an_old_version_of_tls_is_refused(sealed: Daemon) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(certificates().folder / "ca.pem")
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    host, _, port = sealed.addresses[0].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock, pytest.raises(ssl.SSLError):
+        context.wrap_socket(sock, server_hostname=host)
+
+
+def test_what_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -> None:
+    certificate, key = certificates().holder("aggregator")
+    open_key = tmp_path / "open.key"
+    open_key.write_bytes((certificates().folder / "aggregator.key").read_bytes())
+    open_key.chmod(0o644)
+    for settings, expected in [
+        ([certificate], "security.tls_certificate and security.tls_key go together"),
+        ([certificates().trust()], "security.tls_certificate: an aggregator with TLS needs one"),
+        ([certificate, f"security.tls_key={open_key}"], "security.tls_key: "),
+        ([certificate, f"security.tls_key={certificates().folder}/worker.key"], "cannot be used for TLS: "),
+        ([certificate, key, f"security.tls_ca={tmp_path}/none"], "cannot be used for TLS: "),
+    ]:
+        arguments = [word for setting in settings for word in ("--set", setting)]
+        with Process(sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0", *arguments) as process:
+            assert process.wait(READY_S) == 2
+            assert process.log.count("\n") == 1
+            assert expected in process.log
+
+
+def test_a_worker_with_a_certificate_must_know_whom_to_trust(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, *certificates().holder("worker"))
+    with pytest.raises(ConfigError, match=r"security\.tls_ca: a worker with TLS needs it"):
+        Communicator(config, rank=0, size=1)
