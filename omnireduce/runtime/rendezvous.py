@@ -113,7 +113,7 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Of
     )
 
 
-def _connect(address: str, config: Config, tls: ssl.SSLContext | None, deadline: float, log: BoundLog) -> StreamLink:
+def _connect(address: str, config: Config, tls: ssl.SSLContext | None, deadline: float, log: BoundLog) -> Link:
     """Connect by the wanted transport, again and again until the deadline. Raises TransportError."""
     kind, complained = config.transport.kind, False
     started = time.monotonic()
