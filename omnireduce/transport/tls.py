@@ -93,8 +93,9 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
     TransportError when it does not prove to be `host`."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        return TlsLink(context.wrap_socket(sock, server_hostname=host), f"{host}:{port}", dead_peer_s)
-    except (ssl.SSLError, ConnectionError) as error:
+        sock = context.wrap_socket(sock, server_hostname=host)
+        return TlsLink(sock, f"{host}:{port}", dead_peer_s)
+    except OSError as error:  # also when the aggregator hangs up in the middle
         sock.close()
         raise TransportError(
             f"aggregator {host}:{port}: no TLS: {error.strerror or error}; is its certificate for this name, signed by "
