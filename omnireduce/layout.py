@@ -3,6 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Stripes(NamedTuple):
+    """The stripes of shard `shard`: of `stripe_blocks` blocks each, those whose number mod `shards` is its own."""
+
+    shard: int = 0
+    shards: int = 1
+    stripe_blocks: int = 64
+
+    def count(self, blocks: int) -> int:
+        """How many of the first `blocks` blocks of a tensor these are."""
+        rounds, rest = divmod(blocks, self.shards * self.stripe_blocks)
+        return rounds * self.stripe_blocks + min(max(rest - self.shard * self.stripe_blocks, 0), self.stripe_blocks)
+
+
+ALL_STRIPES = Stripes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +53,9 @@ class Layout:
         """The shard that reduces `block`."""
         return block // self.stripe_blocks % self.shards
 
-    def owned_blocks(self, shard: int) -> int:
-        """How many blocks `shard` reduces."""
-        rounds, rest = divmod(self.blocks, self.shards * self.stripe_blocks)
-        return rounds * self.stripe_blocks + min(max(rest - shard * self.stripe_blocks, 0), self.stripe_blocks)
+    def stripes(self, shard: int) -> Stripes:
+        """What `shard` owns of it."""
+        return Stripes(shard, self.shards, self.stripe_blocks)
 
     def first_block(self, shard: int) -> int:
         """The lowest block of `shard`, or `blocks` when the tensor is too small to reach it."""

@@ -30,6 +30,7 @@ PROTOCOL_VERSION = 2
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
+LISTED = 16  # how many missing ranks a Pending names
 MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 SHOWN = 200  # characters of a peer's malformed message that an error repeats
@@ -192,7 +193,7 @@ Mtu = Literal[256, 512, 1024, 2048, 4096]  # bytes
 class Endpoint(msgspec.Struct, frozen=True):
     """Where one end of an RDMA connection is: its GID and LID, queue pair, first sequence number, receive slots."""
 
-    gid: Annotated[str, msgspec.Meta(max_length=39)]
+    gid: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f:.]{2,39}\Z")]
     lid: _U16
     queue: _U24
     sequence: _U24
@@ -242,7 +243,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Pending(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to waiting workers: these ranks are still missing. `note`: which was refused last, and why."""
 
-    missing: list[int]
+    missing: Annotated[list[int], msgspec.Meta(max_length=LISTED)]
     total_missing: int
     note: _Text = ""
 
@@ -253,7 +254,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     `verbs` answers the worker's; without it blocks go over this connection, and `note` says why.
     """
 
-    generation: int
+    generation: _Positive
     verbs: Endpoint | None = None
     note: _Text = ""
 

@@ -14,7 +14,7 @@ import numpy as np
 from samples import Array
 
 from omnireduce.dtypes import element_type
-from omnireduce.layout import Layout
+from omnireduce.layout import Layout, Stripes
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.operands import DenseTensor, Operand
@@ -122,8 +122,10 @@ class InprocCluster:
                 self._join(shard, rank)
         members = [f"rank {rank} (host h{rank}, pid {100 + rank})" for rank in range(world_size)]
         self.aggregators = [
-            AggregatorMachine(members, arena, results, message_bytes=message_bytes)
-            for arena, results in zip(self.arenas, self.results, strict=True)
+            AggregatorMachine(
+                members, arena, results, message_bytes=message_bytes, stripes=Stripes(shard, shards, stripe_blocks)
+            )
+            for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
         self._message_bytes = [message_bytes] * shards if message_bytes else []
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]

@@ -37,7 +37,7 @@ def test_every_block_belongs_to_the_shard_of_its_stripe(elements: int, shards: i
     for shard, blocks in owned.items():
         assert all(layout.owner(block) == shard for block in blocks)
         assert layout.first_block(shard) == (blocks[0] if blocks else layout.blocks)
-        assert layout.owned_blocks(shard) == len(blocks)
+        assert layout.stripes(shard).count(layout.blocks) == len(blocks)
 
 
 def test_more_than_2_to_the_31_elements() -> None:

@@ -48,6 +48,19 @@ def admit_indices(shared: Array, low: int, high: int, own: Array) -> bool:
 
 
 @kernel
+def all_owned(indices: Array, shard: int, shards: int, stripe_blocks: int) -> bool:
+    """Whether all of these blocks (int64, ascending, not negative) are in stripes of `shard`."""
+    stop = 0
+    for k in range(indices.size):
+        if indices[k] >= stop:
+            stripe = indices[k] // stripe_blocks
+            if stripe % shards != shard:
+                return False
+            stop = (stripe + 1) * stripe_blocks
+    return True
+
+
+@kernel
 def add_rows(values: Array, order: Array, starts: Array, out: Array) -> None:
     """Sum groups of rows: `out[g] = values[order[starts[g]]] + … + values[order[starts[g + 1] - 1]]`, in that order.
 

@@ -8,7 +8,7 @@ from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.kernels.merge import mark_sole, plan_union, split_marks
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
-from omnireduce.kernels.scatter import add_rows, admit_indices, scatter_blocks
+from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
 
 STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # rows of halves: as float32
 
@@ -18,6 +18,7 @@ def warm_up_aggregator() -> None:
     indices, one = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
     parts = np.zeros((1, 1), np.int64)
     admit_indices(indices[0], 0, 1, one.copy())
+    all_owned(one, 0, 1, 1)
     plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, 0)
     mark_sole(parts, 0, one.copy())
     scratch = np.zeros((2, 8), np.float32)
@@ -37,6 +38,7 @@ def warm_up_worker() -> None:
         for source in _as_callers_have_it(values):
             add_rows(source, index, np.array([0, 1]), values.copy())
     admit_indices(index, 0, 1, index.copy())
+    all_owned(index, 0, 1, 1)
     unchanged = np.zeros(1, np.bool_)
     split_marks(index, 0, index.copy(), unchanged)
     scatter_blocks(words, words.copy(), index, unchanged)

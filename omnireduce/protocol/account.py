@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from omnireduce.layout import Stripes
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.status import Late, Traffic
 from omnireduce.wire import Descriptor
 
 
 class Account:
-    """Kept by the aggregator's machine. `owned_blocks` tells how many blocks of a tensor this shard has.
+    """Kept by the aggregator's machine of a shard that has these `stripes`.
 
     `traffic` counts no bytes. A rank is late by the time that passes between the first message of a collective and its
     own, when that is the last one.
     """
 
-    def __init__(self, ranks: int, owned_blocks: Callable[[Descriptor], int]) -> None:
+    def __init__(self, ranks: int, stripes: Stripes) -> None:
         self.traffic = Traffic()
         self._late_s = [0.0] * ranks
-        self._owned_blocks = owned_blocks
+        self._stripes = stripes
         self._begun_at = 0.0
         self._to_join = 0
 
@@ -38,7 +37,7 @@ class Account:
         traffic = self.traffic
         traffic.collectives += 1
         if descriptor.kind in ("allreduce", "rows"):  # of the others, ranks send all or nothing by design
-            blocks = self._owned_blocks(descriptor)
+            blocks = self._stripes.count(descriptor.layout.blocks)
             traffic.blocks += blocks
             traffic.rank_blocks += blocks * len(self._late_s)
             traffic.own_blocks += done.received_blocks

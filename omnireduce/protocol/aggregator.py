@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.layout import ALL_STRIPES, Stripes
 from omnireduce.protocol.account import Account
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.reduction import Reduction
@@ -54,12 +55,12 @@ class AggregatorMachine:
 
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
     r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. Blocks of a result
-    take no more than `message_bytes` (None: than fit in a slot), unless one alone takes more.
+    take no more than `message_bytes` (None: than fit in a slot), unless one alone takes more. `stripes`: of this shard.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
     has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
 
-    `account` is kept of what the job does; `owned_blocks` tells how many blocks of a tensor are this shard's.
+    `account` is kept of what the job does.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class AggregatorMachine:
         results: Array,
         *,
         message_bytes: int | None = None,
+        stripes: Stripes = ALL_STRIPES,
         warn_after_s: float = 1.0,
-        owned_blocks: Callable[[Descriptor], int] = lambda descriptor: descriptor.layout.blocks,
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
         self._arena, self._results = arena, results
-        self._slots = len(results)
+        self._slots, self._stripes = len(results), stripes
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
@@ -87,7 +88,7 @@ class AggregatorMachine:
         self._warn_after_s = warn_after_s
         self._quiet_since = 0.0
         self._warned_at = 0.0
-        self.account = Account(len(members), owned_blocks)
+        self.account = Account(len(members), stripes)
         self.ended: End | None = None
 
     @property
@@ -206,6 +207,8 @@ class AggregatorMachine:
             self._compare(rank, row, header)
         elif self._current.ended(rank):
             return False  # a later collective's
+        elif header.extra_bytes:
+            raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
         state.inbox.popleft()
@@ -231,7 +234,7 @@ class AggregatorMachine:
             self._formats[key].begin(descriptor)
         else:
             self._formats[key] = Reduction(
-                descriptor, len(self._ranks), self._arena, self._results, self._message_bytes
+                descriptor, len(self._ranks), self._arena, self._results, self._message_bytes, self._stripes
             )
             while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:
                 del self._formats[next(iter(self._formats))]

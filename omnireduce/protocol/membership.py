@@ -19,6 +19,7 @@ from omnireduce.wire import SHOWN, Hello, Pending, Refused, other_version
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
 HOST_CHARACTERS = 255
 MAX_SLOTS = 64
+MAX_STRIPE_BLOCKS = 1 << 20
 MIN_TIMEOUT_S = 0.1
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
@@ -276,6 +277,8 @@ def _malformed(hello: Hello) -> str:
     if not MIN_SLOT_BYTES <= hello.slot_bytes <= MAX_SLOT_BYTES or hello.slot_bytes % PAGE:
         expected = f"a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
         return f"slots of {hello.slot_bytes} bytes; expected {expected}"
+    if not 1 <= hello.stripe_blocks <= MAX_STRIPE_BLOCKS:
+        return f"stripes of {hello.stripe_blocks} blocks; expected 1 to {MAX_STRIPE_BLOCKS}"
     if not hello.timeout_s >= MIN_TIMEOUT_S:
         return f"a time-out of {hello.timeout_s:g} s; expected at least {MIN_TIMEOUT_S:g}"
     return ""

@@ -11,7 +11,8 @@ from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import SOLE_SHIFT, mark_sole, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
-from omnireduce.kernels.scatter import admit_indices
+from omnireduce.kernels.scatter import admit_indices, all_owned
+from omnireduce.layout import ALL_STRIPES, Stripes
 from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Descriptor, Header, block_rows, capacity, message_indices, seal
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
@@ -22,15 +23,23 @@ class Reduction:
     """Work space for collectives of one block format; `begin` makes it ready for the next one.
 
     `arena`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes).
-    Blocks of a result take no more than `message_bytes`, unless one alone takes more.
+    Blocks of a result take no more than `message_bytes`, unless one alone takes more. All are of `stripes`.
     """
 
-    def __init__(self, descriptor: Descriptor, ranks: int, arena: Array, results: Array, message_bytes: int) -> None:
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        ranks: int,
+        arena: Array,
+        results: Array,
+        message_bytes: int,
+        stripes: Stripes = ALL_STRIPES,
+    ) -> None:
         element = ELEMENT_TYPES[descriptor.dtype]
         self._storage: np.dtype[Any] = element.storage
         self._half, self._brain = element.is_half, element.name == "bfloat16"
         self._block_size, self._block_bytes = descriptor.block_size, descriptor.block_bytes
-        self._slots, self._results = arena, results
+        self._slots, self._results, self._stripes = arena, results, stripes
         self._arena = arena.reshape(-1).view(self._storage)
         self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in results]
         fitting = capacity(arena.shape[1], self._block_bytes)
@@ -74,6 +83,8 @@ class Reduction:
         own = self._indices[rank, : header.block_count]
         if not admit_indices(message_indices(self._slots[row], header), low, header.frontier, own):
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
+        if self._stripes.shards > 1 and not all_owned(own, *self._stripes):
+            raise ProtocolError(f"blocks of another shard than {self._stripes.shard} of {self._stripes.shards}")
         self._position[rank], self._count[rank] = 0, header.block_count
         self._start[rank] = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
         self._unused[rank] = header.block_count

@@ -11,7 +11,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import split_marks
-from omnireduce.kernels.scatter import admit_indices
+from omnireduce.kernels.scatter import admit_indices, all_owned
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.operands import Operand
 from omnireduce.wire import (
@@ -126,6 +126,8 @@ class _Stream:
         split_marks(message_indices(memory, header), self._rank, indices, unchanged)
         if not admit_indices(indices, self._result_frontier, header.frontier, indices):
             raise ProtocolError(f"a result whose block indices do not ascend below its frontier: {header}")
+        if operand.layout.shards > 1 and not all_owned(indices, *operand.layout.stripes(self.shard)):
+            raise ProtocolError(f"a result with blocks of another shard: {header}")
         operand.put(block_rows(memory, operand.block_bytes, operand.row_dtype), indices, unchanged)
         self._result_frontier = header.frontier
         if header.frontier < blocks:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from copy import copy
 
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
-from omnireduce.layout import Layout
+from omnireduce.layout import Stripes
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
@@ -20,7 +21,7 @@ from omnireduce.transport.base import Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire import Descriptor, Endpoint, Hello, Welcome, encode_control
+from omnireduce.wire import Endpoint, Hello, Welcome, encode_control
 
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
 
@@ -47,16 +48,14 @@ class Job:
         self.generation, self.name, self.links = generation, name, list(links)
         self._since, self._spec = clock(), hellos[0]
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
-        self._arena = Region(ranks * slots, slot_bytes)
-        try:
-            self._results = Region(slots, slot_bytes)
-        except OSError:
-            self._arena.close()
-            raise
+        with ExitStack() as undo:
+            self._arena = undo.enter_context(closing(Region(ranks * slots, slot_bytes)))
+            self._results = undo.enter_context(closing(Region(slots, slot_bytes)))
+            for rank, hello in enumerate(hellos):
+                self.links[rank] = self._welcome(rank, hello, verbs)
+            undo.pop_all()
         members = [member_name(hello) for hello in hellos]
         warn_after_s = min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)])
-        for rank, hello in enumerate(hellos):
-            self.links[rank] = self._welcome(rank, hello, verbs)
         over_tcp = [
             hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
         ]
@@ -65,8 +64,8 @@ class Job:
             self._arena.slots,
             self._results.slots,
             message_bytes=min(over_tcp, default=None),
+            stripes=Stripes(hellos[0].shard, hellos[0].shards, hellos[0].stripe_blocks),
             warn_after_s=warn_after_s,
-            owned_blocks=self._owned_blocks,
         )
         self.driver = Driver(
             self.machine,
@@ -106,11 +105,6 @@ class Job:
             who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
             waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
             self.log.warning("%s: %s", self, text, extra=waiting)
-
-    def _owned_blocks(self, descriptor: Descriptor) -> int:
-        spec = self._spec
-        layout = Layout(descriptor.elements, descriptor.block_size, spec.shards, spec.stripe_blocks)
-        return layout.owned_blocks(spec.shard)
 
     @property
     def traffic(self) -> Traffic:

@@ -273,11 +273,15 @@ class ShardServer:
         links = [connection.link for connection in connections]
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
-        except OSError as error:
+        except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
+            reason = f"the aggregator has no memory for this job: {error}"
+            if not isinstance(error, OSError):
+                log.exception("internal error at the start of a job; please report it")
+                reason = "internal error; the log of the aggregator has the details"
             self._membership.finished(admit.generation)
             self._membership.released(admit.generation)
             for connection in connections:
-                self._refuse(connection, f"the aggregator has no memory for this job: {error}")
+                self._refuse(connection, reason)
             return
         self._report.jobs_started += 1
         self._jobs[job.generation] = job

@@ -38,8 +38,13 @@ class Region:
 
 
 def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
-    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes). Raises TransportError."""
+    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes). Raises TransportError.
+
+    The peer must have given up to shrink it: that would end us with SIGBUS.
+    """
     try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransportError("the peer could shrink its shared memory under us")
         if os.fstat(fd).st_size < (first + rows) * slot_bytes:
             raise TransportError(f"the peer's shared memory is smaller than {first + rows} slots of {slot_bytes} bytes")
         return _map(fd, first * slot_bytes, rows * slot_bytes).reshape(rows, slot_bytes)

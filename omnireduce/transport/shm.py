@@ -45,8 +45,10 @@ class ShmLink(StreamLink):
     def _receive(self, into: memoryview) -> int:
         if not self._takes_memory:
             return self._sock.recv_into(into)
-        data, descriptors, _, _ = socket.recv_fds(self._sock, len(into), MAX_DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, len(into), MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         self._descriptors.extend(descriptors)
+        while len(self._descriptors) > MAX_DESCRIPTORS:
+            os.close(self._descriptors.pop())
         into[: len(data)] = data
         return len(data)
 

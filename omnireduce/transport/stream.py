@@ -199,7 +199,7 @@ class StreamLink(Link):
     def _credit_or_data(self, kind: int, slot: int, length: int, body: int, events: list[Event]) -> int:
         """Take one frame; return how many bytes of a message behind it were in the buffer."""
         event = Received(slot, length) if kind == DATA else Credited(slot)
-        wrong = self._admit(event)
+        wrong = self._admit(event) or (f"a credit of {length} bytes" if kind == CREDIT and length else "")
         if wrong:
             self._end(events, wrong, violation=True)
             return 0

@@ -213,8 +213,8 @@ def test_more_ranks_than_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
     with Daemon(1, preexec_fn=few) as daemon, contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(RawPeer(daemon.addresses[0])) for _ in range(48)]
-        for rank, peer in enumerate(ranks):
+        for rank in range(48):
+            peer = stack.enter_context(RawPeer(daemon.addresses[0]))
             peer.hello("many", rank, 100)
             assert isinstance(peer.control(), Pending)
         with RawPeer(daemon.addresses[0]) as late:
@@ -234,6 +234,11 @@ def test_another_protocol_version(daemon: Daemon, fields: dict[str, Any]) -> Non
         assert peer.is_closed()
 
 
+def endpoint(**fields: object) -> dict[str, object]:
+    proper = {"gid": "::1", "lid": 0, "queue": 1, "sequence": 0, "key": 1, "address": 0, "mtu": 1024}
+    return proper | fields
+
+
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rank": -1}, "rank -1 of 2 does not exist"),
     ({"rank": 2}, "rank 2 of 2 does not exist"),
@@ -246,6 +251,11 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"slot_bytes": 2**40}, "bytes; expected a multiple of 4096"),
     ({"job": ""}, "expected a string of 1 to 128 characters"),
     ({"job": "j" * 10_000}, "expected a string of 1 to 128 characters"),
+    ({"stripe_blocks": 0}, "stripes of 0 blocks; expected 1 to 1048576"),
+    ({"stripe_blocks": 2**40}, "stripes of 1099511627776 blocks; expected 1 to 1048576"),
+    ({"verbs": endpoint(gid="zz:1")}, "malformed control message"),
+    ({"verbs": endpoint(gid="fe80::1%eth0")}, "malformed control message"),
+    ({"verbs": endpoint(mtu=1500)}, "malformed control message"),
     ({"host": "h" * 10_000}, "expected at most 255 characters"),
     ({"timeout_s": -1.0}, "a time-out of -1 s; expected at least 0.1"),
     ({"timeout_s": float("nan")}, "a time-out of nan s; expected at least 0.1"),

@@ -79,6 +79,8 @@ MEMBERS: dict[str, Callable[[RawPeer], None]] = {
     "a frontier that goes back": data(message([], frontier=9), message([], frontier=8, extra=b""), slots=(0, 1)),
     "a frontier that stays": data(message([], frontier=9), message([], frontier=9, extra=b""), slots=(0, 1)),
     "an index again": data(message([5], frontier=6), message([5], extra=b""), slots=(0, 1)),
+    "a second descriptor": data(message([], frontier=9), message([], frontier=20), slots=(0, 1)),
+    "a credit with bytes": lambda peer: peer.frame(CREDIT, 0, 8, bytes(8)),
     "a second hello": lambda peer: peer.hello("other", 0, 1),
     "a goodbye": lambda peer: peer.say(Goodbye()),
     "a control message that is no msgpack": lambda peer: peer.frame(CONTROL, 0, 100, NOISE[:100]),

@@ -12,7 +12,8 @@ from oracle import assert_same_values
 from samples import DTYPES, Array, sparse_tensor
 
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, mark_sole, plan_union, split_marks
-from omnireduce.kernels.scatter import add_rows, admit_indices, scatter_blocks
+from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
+from omnireduce.layout import Layout
 
 SEEDS = st.integers(0, 2**32 - 1)
 LIMITS = np.iinfo(np.int64)
@@ -109,6 +110,18 @@ def test_admit_indices(peer: list[int], low: int, high: int, base: int) -> None:
 def test_admit_indices_refuses_what_would_lie_outside(index: int) -> None:
     assert not admit_indices(np.array([index]), 0, 2**62, np.zeros(1, np.int64))
     assert admit_indices(np.array([2**62 - 1]), 2**31, 2**62, np.zeros(1, np.int64))
+
+
+@given(
+    blocks=st.lists(st.integers(0, 60) | st.integers(FAR, FAR + 60), unique=True, max_size=8).map(sorted),
+    shards=st.integers(1, 4),
+    stripe_blocks=st.integers(1, 9),
+)
+def test_all_owned(blocks: list[int], shards: int, stripe_blocks: int) -> None:
+    layout = Layout(8 * 2 * FAR, 8, shards, stripe_blocks)
+    for shard in range(shards):
+        expected = all(layout.owner(block) == shard for block in blocks)
+        assert all_owned(np.array(blocks, np.int64), *layout.stripes(shard)) == expected
 
 
 @given(seed=SEEDS, blocks=st.integers(0, 30), words=st.integers(1, 9), spare=st.integers(0, 3))

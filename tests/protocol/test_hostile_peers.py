@@ -332,6 +332,23 @@ def test_blocks_of_another_size_name_the_peer(block_bytes: int, down: bool) -> N
     assert cluster.culprits() == {"aggregator 127.0.0.1:7400" if down else RANK_1}
 
 
+@pytest.mark.parametrize("down", [False, True])
+def test_blocks_of_another_shard_name_the_peer(down: bool) -> None:
+    """They may lie where a rank has not packed yet: nothing but their owner may return them."""
+    cluster = InprocCluster(2, shards=2, stripe_blocks=4)
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(8 * 60, np.float32))
+        cluster.worker_drivers[rank].advance()
+    link = cluster.up[1][1] if down else cluster.down[1][1]
+    slot, first = (0, b"") if down else (1, encode_descriptor(Descriptor("allreduce", "", "sum", "float32", 480, 8)))
+    nbytes = seal(link.receive_slots[slot], 0, 60, np.array([4, 5, 8]), 32, first)  # 8 is of shard 0
+    link._arrived.clear()
+    link.deliver(Received(slot, nbytes))
+    cluster.settle()
+    assert cluster.culprits() == {"aggregator 127.0.0.1:7401" if down else RANK_1}
+    assert "another shard" in str(cluster.worker_ends[1])
+
+
 def test_blocks_that_fit_no_slot_name_the_peer() -> None:
     cluster = InprocCluster(2, shards=2, slot_bytes=4096)
     slot, extra = cluster.arenas[0][2], encode_descriptor(Descriptor("allreduce", "", "sum", "float64", 10, 2**30))

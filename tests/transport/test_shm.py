@@ -6,6 +6,7 @@ import array
 import os
 import select
 import socket
+import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -83,6 +84,29 @@ def test_a_descriptor_that_cannot_be_mapped_is_an_error() -> None:
         map_slots(pipe[0], 0, SLOTS, SLOT_BYTES)
     for end in pipe:
         os.close(end)
+
+
+def test_memory_that_the_peer_could_shrink_is_an_error() -> None:
+    """A file of the right size without the seal, and one that has no seals at all."""
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        for descriptor in (unsealed, file.fileno()):
+            os.ftruncate(descriptor, SLOTS * SLOT_BYTES)
+            with pytest.raises(TransportError, match=r"could shrink|cannot map"):
+                map_slots(descriptor, 0, SLOTS, SLOT_BYTES)
+    os.close(unsealed)
+
+
+def test_a_worker_keeps_no_more_descriptors_than_it_needs(joined: tuple[ShmLink, ShmLink]) -> None:
+    """However many an aggregator sends, byte by byte."""
+    aggregator, worker = joined
+    before = descriptors()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for _ in range(20):
+        socket.send_fds(aggregator._sock, [b"\x03\0\0\0\0\0\0\0"], [null, null])
+        read(worker)
+    os.close(null)
+    assert descriptors() == before + 2
 
 
 def test_descriptors_that_nobody_asked_for_are_dropped(joined: tuple[ShmLink, ShmLink]) -> None:

@@ -68,7 +68,10 @@ def _queue(control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: 
 
 def _ipv4(text: str) -> str:
     """The IPv4 address in `text`, a mapped one too, or nothing."""
-    address = ipaddress.ip_address(text.partition("%")[0])
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:  # a peer's
+        return ""
     if isinstance(address, ipaddress.IPv6Address):
         return str(address.ipv4_mapped or "")
     return str(address)
