@@ -1,0 +1,174 @@
+"""Inputs that get far: each a whole, proper conversation of a peer. They are the files in `corpus`, which keep what was
+found beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from omnireduce.protocol.handshake import Candidate
+from omnireduce.secret import Secret
+from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
+from omnireduce.wire import (
+    PROTOCOL_VERSION,
+    Aborted,
+    Cause,
+    Challenge,
+    ControlMessage,
+    Descriptor,
+    Endpoint,
+    Goodbye,
+    Greeting,
+    Hello,
+    Leave,
+    Pending,
+    Proof,
+    Refused,
+    Waiting,
+    Welcome,
+    encode_control,
+    encode_descriptor,
+    seal,
+)
+
+CORPUS = Path(__file__).parent / "corpus"
+SECRET = Secret(b"the secret of the fuzzer")
+WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
+SLOTS, SLOT_BYTES = 2, 65536
+TENSOR = Descriptor("allreduce", "gradient", "sum", "float32", 300, 8, "note")  # 38 blocks, the last one short
+ROWS = Descriptor("rows", "", "sum", "float32", 50 * 12, 12)
+HALVES = Descriptor("allreduce", "", "mean", "bfloat16", 100, 8)
+ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
+HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
+GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
+CAUSE = Cause("rank 1 (host h, pid 7)", "died", timeout=True)
+
+MESSAGES: dict[str, ControlMessage] = {
+    "greeting": GREETING,
+    "challenge": Challenge(AGGREGATOR_NONCE),
+    "proof": Proof(bytes(32)),
+    "hello": HELLO,
+    "hello-verbs": msgspec.structs.replace(HELLO, verbs=ENDPOINT),
+    "pending": Pending([1, 2], 2, "rank 1 was refused"),
+    "welcome": Welcome(3, ENDPOINT, "note"),
+    "refused": Refused("because"),
+    "waiting": Waiting("collective 3", "rank 1", 2.5),
+    "aborted": Aborted(CAUSE),
+    "leave": Leave(CAUSE),
+    "goodbye": Goodbye(),
+}
+
+
+def control(*messages: ControlMessage) -> bytes:
+    bodies = [encode_control(message) for message in messages]
+    return b"".join(FRAME.pack(CONTROL, 0, len(body)) + body for body in bodies)
+
+
+def block_message(
+    indices: list[int], frontier: int, *, number: int = 0, block_bytes: int = 32, extra: bytes = b"", fill: float = 1.0
+) -> bytes:
+    memory = np.zeros(SLOT_BYTES, np.uint8)
+    memory[64 : 64 + len(indices) * block_bytes].view(np.float32)[:] = fill
+    return memory[: seal(memory, number, frontier, np.array(indices, np.int64), block_bytes, extra)].tobytes()
+
+
+def data(slot: int, message: bytes) -> bytes:
+    return FRAME.pack(DATA, slot, len(message)) + message
+
+
+def credit(slot: int) -> bytes:
+    return FRAME.pack(CREDIT, slot, 0)
+
+
+FIRST = encode_descriptor(TENSOR)
+WHOLE = block_message([0, 3, 37], 38, extra=FIRST)
+IN_TWO = [block_message([0, 3], 9, extra=FIRST), block_message([9, 37], 38)]
+WHOLE_RESULT = block_message(list(range(38)), 38)
+RESULTS = {
+    "valid-whole": block_message([0, 3, 37], 38),
+    "valid-own": block_message([0, 3 | 1 << 48, 37], 38),
+    "valid-part": block_message([0], 1),
+    "valid-empty": block_message([], 38),
+}
+SMALL = block_message([1], 13, number=1, block_bytes=16, extra=encode_descriptor(HALVES))
+SESSION = control(HELLO) + data(1, IN_TWO[0]) + data(0, IN_TWO[1]) + credit(1) + data(1, SMALL) + credit(1)
+PROVEN = control(GREETING, Proof(SECRET.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE)))
+
+
+def proven_aggregator() -> bytes:
+    candidate = Candidate(SECRET, WORKER_NONCE)
+    assert candidate.told(Challenge(AGGREGATOR_NONCE)) is not None
+    return control(Challenge(AGGREGATOR_NONCE), Proof(SECRET.proof("aggregator", WORKER_NONCE, AGGREGATOR_NONCE)))
+
+
+SAME_INPUTS = {
+    "daemon": "stranger",
+    "daemon-unix": "stranger",
+    "daemon-secret": "proven",
+    "worker-secret": "aggregator",
+}
+
+SEEDS: dict[str, dict[str, bytes]] = {
+    "control": {f"valid-{name}": encode_control(message) for name, message in MESSAGES.items()}
+    | {
+        "deep": b"\x91" * 2000,
+        "a-map-of-2-to-the-32": b"\xdf\xff\xff\xff\xff",
+        "not-text": b"\x82\xa4type\xa1\xff\xa1x\0",
+    },
+    "descriptor": {f"valid-{number}": encode_descriptor(each) for number, each in enumerate([TENSOR, ROWS, HALVES])},
+    "upward": {"valid-whole": WHOLE, "valid-part": IN_TWO[0], "valid-empty": block_message([], 38, extra=FIRST)},
+    "downward": RESULTS,
+    "stranger": {
+        "valid-session": SESSION + control(Leave()),
+        "valid-abort": SESSION + control(Leave(CAUSE)),
+        "valid-waits": control(msgspec.structs.replace(HELLO, world_size=2)),
+        "valid-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))
+        + data(0, block_message([4, 13], 38, extra=FIRST)),
+        "another-version": control(msgspec.structs.replace(HELLO, version=99)),
+        "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "data-first": data(0, WHOLE),
+    },
+    "proven": {
+        "valid-session": PROVEN + SESSION + control(Leave()),
+        "greeting": control(GREETING),
+        "hello-first": SESSION,
+        "false-proof": control(GREETING, Proof(bytes(32)), HELLO),
+        "hello-before-proof": control(GREETING, HELLO),
+    },
+    "aggregator": {
+        "valid-welcome": proven_aggregator() + control(Pending([1], 1), Welcome(1)),
+        "refused": control(Refused("no")),
+        "welcome-first": control(Welcome(1)),
+        "refused-later": proven_aggregator() + control(Pending([1], 1), Refused("no")),
+        "aborted": proven_aggregator() + control(Waiting("collective 0", "rank 1", 2.0), Aborted(CAUSE)),
+    },
+    "results": {
+        "valid-whole": credit(1) + data(0, RESULTS["valid-whole"]) + control(Goodbye()),
+        "valid-two": data(1, RESULTS["valid-part"]) + data(0, block_message([3, 37], 38)),
+        "valid-waiting": control(Waiting("collective 0", "rank 1", 2.0)) + data(0, RESULTS["valid-own"]),
+        "aborted": control(Aborted(CAUSE)),
+        "orderly": control(Aborted(Cause("aggregator a:1", "shutting down", orderly=True))),
+    },
+    "worker": {
+        "valid-whole": control(Pending([1], 1), Welcome(1)) + data(1, WHOLE_RESULT) + control(Goodbye()),
+        "valid-then-noise": control(Welcome(1)) + data(0, WHOLE_RESULT) + bytes(100),
+        "refused": control(Refused("no")),
+        "aborted": control(Welcome(1), Aborted(CAUSE)),
+    },
+}
+
+
+def folder(target: str) -> Path:
+    """Where the inputs of a target are; some targets share them."""
+    return CORPUS / SAME_INPUTS.get(target, target)
+
+
+def write() -> int:
+    """Write the files anew; return how many there are."""
+    for target, inputs in SEEDS.items():
+        folder(target).mkdir(parents=True, exist_ok=True)
+        for name, content in inputs.items():
+            (folder(target) / f"{name}.bin").write_bytes(content)
+    return sum(map(len, SEEDS.values()))

@@ -1,0 +1,100 @@
+"""The corpus, and a budget of new inputs for every target."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from . import explore
+from .inputs import corpus
+from .seeds import SEEDS, folder
+
+FEW, MANY = 15, 300  # inputs: where they are played to a process, and where not
+SEED = 1 if "CI" in os.environ else random.SystemRandom().randrange(2**32)
+
+
+@pytest.mark.parametrize("target", explore.names())
+def test_corpus_and_changes_to_it(target: str) -> None:
+    with explore.opened(target) as run:
+        explore.play_corpus(target, run)
+        outcomes = explore.explore(target, run, MANY if target in explore.MACHINES else FEW, SEED)
+    assert outcomes.total() > 10
+
+
+EXPECTED = {
+    "control": {
+        "valid-hello": "Hello",
+        "valid-challenge": "Challenge",
+        "deep": "ProtocolError",
+        "not-text": "ProtocolError",
+    },
+    "descriptor": {"valid-0": "allreduce", "valid-1": "rows", "valid-2": "allreduce"},
+    "upward": {"valid-whole": "merged", "valid-part": "goes on", "valid-empty": "merged"},
+    "downward": {
+        "valid-whole": "finished",
+        "valid-own": "finished",
+        "valid-part": "goes on",
+        "valid-empty": "finished",
+    },
+    "stranger": {
+        "valid-session": "Goodbye",
+        "valid-abort": "Aborted",
+        "valid-waits": "Pending",
+        "valid-shard-1-of-2": "Welcome",
+        "another-version": "Refused",
+        "http": "nothing",
+        "data-first": "nothing",
+    },
+    "proven": {
+        "valid-session": "Goodbye",
+        "greeting": "Challenge",
+        "hello-first": "Refused",
+        "false-proof": "Refused",
+        "hello-before-proof": "Refused",
+    },
+    "aggregator": {
+        "valid-welcome": "Welcome",
+        "refused": "RefusedError",
+        "welcome-first": "TransportError",
+        "refused-later": "RefusedError",
+        "aborted": "CollectiveTimeoutError",
+    },
+    "results": {"valid-whole": "finished", "valid-two": "finished", "valid-waiting": "finished", "aborted": "ended"},
+    "daemon": {"valid-session": "answered", "another-version": "answered", "http": "dropped"},
+    "worker": {"valid-whole": "finished", "refused": "RefusedError", "aborted": "CollectiveTimeoutError"},
+}
+
+
+@pytest.mark.parametrize("target", EXPECTED)
+def test_what_becomes_of_the_seeds(target: str) -> None:
+    """Proper inputs get as far as they should: changes to them would not get there otherwise."""
+    with explore.opened(target) as run:
+        found = explore.play_corpus(target, run)
+    assert EXPECTED[target].items() <= found.items(), found
+
+
+def test_the_files_are_those_of_this_version() -> None:
+    for target, seeds in SEEDS.items():
+        files = corpus(target)
+        assert files.items() >= seeds.items(), (
+            f"in {folder(target)}; write them anew: python -m tests.fuzz --write-seeds"
+        )
+        assert all(name.startswith("found-") for name in files.keys() - seeds.keys())
+
+
+def test_a_failure_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest input that fails is written to a file that the error names."""
+    monkeypatch.setattr(explore, "folder", lambda target: tmp_path)
+
+    def fails(data: bytes) -> str:
+        assert len(data) < 10
+        return "short"
+
+    with pytest.raises(AssertionError) as caught:
+        explore.explore("control", fails, 100, SEED)
+    [file] = tmp_path.iterdir()
+    assert len(file.read_bytes()) == 10
+    assert f"target control, seed {SEED}: the input is kept in {file}" in caught.value.__notes__
