@@ -1,39 +1,31 @@
 """The supervisor: binds all addresses, compiles kernels, forks one process per shard, restarts a shard that dies.
 
-Shards are forked after the kernels are loaded, so a restart takes milliseconds, and before any thread exists.
+Shards are forked after the kernels are loaded, so a restart takes milliseconds, and before any thread exists. Metrics
+and health are served by one more process, the monitor.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
 import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkProcess
 
 from aggregator.access import make_access
+from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family
+from aggregator.notify import notify
 from aggregator.shard import Listeners, open_listeners, run_shard
 from omnireduce.config import Config, parse_address
 from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.logs import tagged
 
 log = logging.getLogger("omnireduce.aggregator")
-RESTART_WINDOW_S = 60.0
-RESTARTS_PER_WINDOW = 5
 MOMENT_S = 1.0  # longer than it takes to load compiled kernels
 STOP_MARGIN_S = 5.0  # beyond drain_s, before a shard that does not stop is killed
-
-
-@dataclass
-class _Shard:
-    listeners: Listeners
-    process: ForkProcess
-    stop: int  # closing this descriptor asks the shard to stop
 
 
 class Daemon:
@@ -41,9 +33,7 @@ class Daemon:
 
     def __init__(self, config: Config) -> None:
         self._config, self._access = config, make_access(config)
-        self._fork = multiprocessing.get_context("fork")
-        self._shards: list[_Shard] = []
-        self._deaths: list[float] = []
+        self._family = Family()
         self._signals, self._signals_in = socket.socketpair()
 
     def run(self) -> int:
@@ -52,17 +42,28 @@ class Daemon:
         if self._config.transport.kind == "verbs":
             _check_rdma(self._config)
         bound = self._bind()
-        _make_kernels_ready()
-        if wait([self._signals], 0):
-            log.info("stopped before the start", extra=tagged("stopped"))
-            return 0
-        for listeners in bound:
-            self._shards.append(self._start(listeners))
+        if self._config.metrics.listen:
+            self._start_monitor(bound)
+        try:
+            _make_kernels_ready()
+            if wait([self._signals], 0):
+                log.info("stopped before the start", extra=tagged("stopped"))
+                return 0
+            return self._serve(bound)
+        finally:
+            self._stop("monitor", STOP_MARGIN_S)
+
+    def _serve(self, bound: Sequence[Listeners]) -> int:
+        deaths = Deaths()
+        for each in bound:
+            self._family.start("shard", each.address, partial(run_shard, each, self._config, self._access), deaths)
         addresses = [each.address for each in bound]
         print("ready", *addresses, flush=True)
         log.info("ready at %s", ", ".join(addresses), extra=tagged("ready", shards=addresses))
+        notify("READY=1", f"STATUS=serving at {' '.join(addresses)}")
         healthy = self._supervise()
-        clean = self._stop()
+        notify("STOPPING=1", "STATUS=letting collectives finish")
+        clean = self._stop("shard", self._config.aggregator.drain_s + STOP_MARGIN_S)
         log.info("stopped", extra=tagged("stopped"))
         return 0 if clean and healthy else 1
 
@@ -78,62 +79,48 @@ class Daemon:
         kind = self._config.transport.kind
         return [open_listeners(host, port + i if port else 0, kind) for i in range(settings.shards)]
 
-    def _start(self, listeners: Listeners) -> _Shard:
-        theirs, ours = os.pipe()
-        name = f"shard {listeners.address}"
-        process = self._fork.Process(target=self._run_child, args=(listeners, theirs, ours), name=name)
-        process.start()
-        os.close(theirs)
-        return _Shard(listeners, process, ours)
+    def _start_monitor(self, bound: Sequence[Listeners]) -> None:
+        from aggregator.monitor import open_http, run_monitor
 
-    def _run_child(self, listeners: Listeners, stop_pipe: int, stop: int) -> None:
-        signal.set_wakeup_fd(-1)
-        for descriptor in (stop, *(shard.stop for shard in self._shards)):
-            os.close(descriptor)  # the supervisor's ends: a copy here would keep the pipes open
-        run_shard(listeners, self._config, self._access, stop_pipe)
+        listener, address = open_http(self._config.metrics.listen)
+        log.info("metrics at http://%s/metrics", address, extra=tagged("metrics", address=address))
+        names, addresses = [each.name for each in bound], [each.address for each in bound]
+        run = partial(run_monitor, listener, self._config, names, addresses)
+        self._family.start("monitor", address, run, Deaths())
 
     def _supervise(self) -> bool:
-        """Wait for a signal, restarting shards that die; return False when they die too often."""
+        """Wait for a signal, restarting children that die; return False when shards die too often."""
         while True:
-            ready = wait([self._signals, *(shard.process.sentinel for shard in self._shards)])
+            children = list(self._family.members)
+            ready = wait([self._signals, *(child.process.sentinel for child in children)])
             if self._signals in ready:
                 self._signals.recv(64)
                 log.info("stopping", extra=tagged("stopping"))
                 return True
-            for i, shard in enumerate(self._shards):
-                if shard.process.sentinel in ready and not self._restart(i, shard):
-                    return False
+            dead = [child for child in children if child.process.sentinel in ready]
+            if not all(self._replace(child) for child in dead):
+                return False
 
-    def _restart(self, index: int, shard: _Shard) -> bool:
-        shard.process.join()
-        name, status = shard.listeners.address, shard.process.exitcode
-        log.error("shard %s died with status %s", name, status, extra=tagged("shard_died", shard=name, status=status))
-        os.close(shard.stop)
-        now = time.monotonic()
-        self._deaths = [at for at in self._deaths if now - at < RESTART_WINDOW_S] + [now]
-        del self._shards[index]
-        if len(self._deaths) > RESTARTS_PER_WINDOW:
-            deaths = len(self._deaths)
-            log.error("%d shards died within %g s; giving up", deaths, RESTART_WINDOW_S, extra=tagged("gave_up"))
-            return False
-        self._shards.insert(index, self._start(shard.listeners))
-        return True
+    def _replace(self, child: Child) -> bool:
+        """Start a child anew that has died; return whether the daemon can go on."""
+        status = self._family.bury(child)
+        about = {child.kind: child.address, "status": status}
+        log.error("%s died with status %s", child.name, status, extra=tagged(f"{child.kind}_died", **about))
+        if not child.deaths.one_too_many():
+            self._family.restart(child)
+            return True
+        self._family.members.remove(child)
+        text = f"{child.deaths.count} {child.kind}s died within {RESTART_WINDOW_S:g} s; giving up"
+        log.error(text, extra=tagged("gave_up"))
+        return child.kind == "monitor"  # jobs can do without metrics
 
-    def _stop(self) -> bool:
-        """Let every shard drain; return whether all ended by themselves."""
-        for shard in self._shards:
-            os.close(shard.stop)
-        deadline = time.monotonic() + self._config.aggregator.drain_s + STOP_MARGIN_S
-        clean = True
-        for shard in self._shards:
-            shard.process.join(max(0.0, deadline - time.monotonic()))
-            if shard.process.is_alive():
-                name = shard.listeners.address
-                log.error("shard %s did not stop; killing it", name, extra=tagged("shard_killed", shard=name))
-                shard.process.kill()
-                shard.process.join()
-            clean &= shard.process.exitcode == 0
-        return clean
+    def _stop(self, kind: str, timeout_s: float) -> bool:
+        """Let the children of this kind stop; return whether all ended by themselves."""
+        children = [child for child in self._family.members if child.kind == kind]
+        for child in self._family.stop(children, timeout_s):
+            killed = tagged(f"{kind}_killed", **{kind: child.address})
+            log.error("%s did not stop; killed it", child.name, extra=killed)
+        return all(child.process.exitcode == 0 for child in children)
 
 
 def _make_kernels_ready() -> None:

@@ -105,4 +105,3 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
     )
     server.stop_when_readable(stop_pipe)
     server.serve()
-    os.close(stop_pipe)

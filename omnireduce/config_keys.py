@@ -93,9 +93,15 @@ def _check_aggregators(addresses: tuple[str, ...]) -> None:
         seen.add(address)
 
 
+def _check_if_any(address: str) -> None:
+    if address:
+        parse_address(address)
+
+
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "cluster.aggregators": _check_aggregators,
     "aggregator.listen": parse_address,
+    "metrics.listen": _check_if_any,
 }
 
 

@@ -248,6 +248,21 @@ class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
 
 
+class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Metrics and health of the daemon by HTTP: /metrics for Prometheus, /healthz, /readyz. docs/operations.md"""
+
+    listen: Annotated[
+        str,
+        _meta(
+            'address to serve them at; "" serves none. Whoever reaches it sees the names of jobs and hosts',
+            allowed=f'{_ADDRESS_ALLOWED}, or ""',
+        ),
+    ] = ""
+    timeout_s: Annotated[
+        float, _meta("how long one request waits for the shards to answer", "seconds", ge=0.1, le=60)
+    ] = 1.0
+
+
 class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The program `worker bench`. A list of values is a sweep; several lists sweep over their product."""
 
@@ -305,6 +320,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     protocol: Protocol = Protocol()
     aggregator: Aggregator = Aggregator()
     security: Security = Security()
+    metrics: Metrics = Metrics()
     bench: Bench = Bench()
     train: Train = Train()
     log: Log = Log()

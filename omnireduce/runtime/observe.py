@@ -28,7 +28,8 @@ def ask(address: str, config: Config, timeout_s: float) -> Status:
     Raises ConfigError when the secret cannot be used, TransportError when it does not answer within `timeout_s`, or not
     as it should, RefusedError when it refuses.
     """
-    secret, tls = load_secret(config.security), worker_context(config.security)
+    secret = load_secret(config.security)
+    tls = worker_context(config.security) if config.security.tls_ca else None  # a daemon itself asks by shared memory
     deadline = time.monotonic() + timeout_s
     try:
         link = connect_once(address, config, tls, deadline, BoundLog(logging.getLogger("omnireduce")))

@@ -1,0 +1,120 @@
+"""Statuses of shards as metrics of Prometheus. Names and meanings: docs/operations.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from omnireduce.status import JobStatus, Status, Traffic
+
+Answers = Mapping[str, Status | Exception]
+_Value = float | None  # None: no sample
+_TRAFFIC: tuple[tuple[str, str, Callable[[Traffic], int]], ...] = (
+    ("collectives", "Collectives completed", lambda each: each.collectives),
+    ("received_bytes", "Bytes from workers, framing included", lambda each: each.received_bytes),
+    ("sent_bytes", "Bytes to workers, framing included", lambda each: each.sent_bytes),
+    ("blocks", "Blocks of reduced tensors", lambda each: each.blocks),
+    ("rank_blocks", "Blocks of reduced tensors, times ranks", lambda each: each.rank_blocks),
+    ("own_blocks", "Non-zero blocks from workers", lambda each: each.own_blocks),
+    ("union_blocks", "Non-zero blocks of results", lambda each: each.union_blocks),
+)
+
+
+class ShardCollector(Collector):
+    """Asks the shards, by `ask`, at each scrape."""
+
+    def __init__(self, ask: Callable[[], Answers]) -> None:
+        self._ask = ask
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering asks nobody."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of all shards."""
+        answers = self._ask()
+        statuses = {shard: each for shard, each in answers.items() if isinstance(each, Status)}
+        up = GaugeMetricFamily("omnireduce_shard_up", "Whether the shard answers", labels=["shard"])
+        for shard in answers:
+            up.add_metric([shard], float(shard in statuses))
+        yield up
+        yield from _shard_metrics(statuses)
+        yield from _job_metrics([(shard, job) for shard, each in statuses.items() for job in each.jobs])
+
+
+def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
+    def gauge(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
+        family = GaugeMetricFamily(f"omnireduce_shard_{name}", text, labels=["shard"])
+        return _filled(family, (([shard], value(each)) for shard, each in statuses.items()))
+
+    def counter(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
+        family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
+        return _filled(family, (([shard], value(each)) for shard, each in statuses.items()))
+
+    yield gauge("uptime_seconds", "Time since the shard's process began to serve", lambda each: each.uptime_s)
+    yield gauge("connections", "Open connections", lambda each: each.connections)
+    yield gauge("running_jobs", "Jobs whose ranks are all here", lambda each: each.running)
+    yield gauge("gathering_jobs", "Jobs that wait for ranks to join", lambda each: each.gathering)
+    yield counter("jobs_started", "Jobs that began", lambda each: each.jobs_started)
+    yield counter("jobs_ended", "Jobs that ended, whether cleanly or not", lambda each: each.jobs_ended)
+    yield counter("refused", "Connections refused", lambda each: each.refused)
+    for name, text, value in _TRAFFIC:
+        family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
+        yield _filled(family, (([shard], value(each.traffic)) for shard, each in statuses.items()))
+    aborts = CounterMetricFamily("omnireduce_aborts", "Jobs that failed, by cause", labels=["shard", "cause"])
+    samples = (([shard, cause], n) for shard, each in statuses.items() for cause, n in each.aborts.items())
+    yield _filled(aborts, samples)
+
+
+def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
+    running = [(shard, job) for shard, job in jobs if job.generation]
+
+    def gauge(name: str, text: str, value: Callable[[JobStatus], _Value]) -> Metric:
+        family = GaugeMetricFamily(f"omnireduce_job_{name}", text, labels=["shard", "job"])
+        return _filled(family, (([shard, job.name], value(job)) for shard, job in running))
+
+    for name, text, value in _TRAFFIC:
+        family = CounterMetricFamily(f"omnireduce_job_{name}", text, labels=["shard", "job"])
+        yield _filled(family, (([shard, job.name], value(job.traffic)) for shard, job in running))
+    yield gauge("ranks", "Ranks of the job that are here", lambda job: job.joined)
+    yield gauge("age_seconds", "Time since all ranks had joined", lambda job: job.age_s)
+    yield gauge("density", "Non-zero blocks / blocks of a rank's tensors so far", lambda job: job.traffic.density)
+    yield gauge("union_density", "Non-zero blocks / blocks of results so far", lambda job: job.traffic.union_density)
+    yield gauge("slots", "Receive slots of all ranks", lambda job: job.slots)
+    yield gauge("slots_in_use", "Receive slots whose message is still needed", lambda job: job.slots_in_use)
+    yield gauge("result_slots", "Result slots", lambda job: job.results)
+    yield gauge("result_slots_in_use", "Result slots being filled or read", lambda job: job.results_in_use)
+    yield from _waits(running)
+    missing = GaugeMetricFamily("omnireduce_job_missing_ranks", "Ranks still to join", labels=["shard", "job"])
+    samples = (([shard, job.name], job.world_size - job.joined) for shard, job in jobs if not job.generation)
+    yield _filled(missing, samples)
+
+
+def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
+    labels = ["shard", "job", "rank"]
+    waiting = GaugeMetricFamily(
+        "omnireduce_job_waiting_seconds", "Since when a collective waits for this rank", labels=labels
+    )
+    late = CounterMetricFamily(
+        "omnireduce_job_late_seconds", "How long others waited for this rank to begin collectives", labels=labels
+    )
+    for shard, job in jobs:
+        if job.waiting is not None:
+            for rank in job.waiting.ranks:
+                waiting.add_metric([shard, job.name, str(rank)], job.waiting.seconds)
+        for each in job.late:
+            late.add_metric([shard, job.name, str(each.rank)], each.seconds)
+    yield waiting
+    yield late
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[tuple[list[str], _Value]]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for labels, value in samples:
+        if value is not None:
+            family.add_metric(labels, value)
+    return family
