@@ -151,20 +151,6 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
     sys.exit(0 if complete else 1)
 
 
-@main.command(short_help="Show RDMA devices, limits, reachable aggregators.")
-@config_options
-def doctor(config_file: str | None, overrides: tuple[str, ...]) -> None:
-    """Show what this host offers: RDMA devices with their ports and GIDs, the limit of locked memory, and whether the
-    aggregators of the configuration answer.
-
-    The exit status is 1 if one does not, or if RDMA is asked for and cannot be used.
-    """
-    config = _load(config_file, overrides)
-    from worker.doctor import report_host
-
-    sys.exit(0 if report_host(config) else 1)
-
-
 @main.command("config", short_help="Print the effective configuration.")
 @config_options
 @click.option("--reference", is_flag=True, help="Print every key with its meaning, default and range instead.")

@@ -58,3 +58,19 @@ def status(
         watch_status(look, every)
     else:
         sys.exit(0 if print_once(look) else 1)
+
+
+@main.command(short_help="Say what does not work here, and what to do.")
+@config_options
+def doctor(config_file: str | None, overrides: tuple[str, ...]) -> None:
+    """Look at this host and at the aggregators of the configuration: versions, processor, kernels, limits,
+    transports, RDMA devices with their ports and GIDs, and whether each aggregator answers.
+
+    What is not well comes with what to do about it. The exit status is 1 if something that the configuration asks for
+    cannot work.
+    """
+    config = load_config(config_file, overrides=overrides)
+    start_logs(config.log)
+    from omnireduce.console.doctor import examine
+
+    sys.exit(0 if examine(config) else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import time
@@ -16,6 +17,7 @@ from omnireduce.runtime.rendezvous import connect_once
 from omnireduce.secret import load_secret
 from omnireduce.status import JobStatus, Status, StatusRequest
 from omnireduce.transport.base import Control, Link, Lost
+from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tls import worker_context
 from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, Refused, decode_control, encode_control, shown
 
@@ -23,27 +25,14 @@ AT_ONCE = 64  # aggregators that are asked at the same time
 
 
 def ask(address: str, config: Config, timeout_s: float) -> Status:
-    """The status of the aggregator shard at `address`, with all its jobs, reached as a worker would reach it.
+    """The status of the aggregator shard at `address`, with all its jobs.
 
     Raises ConfigError when the secret cannot be used, TransportError when it does not answer within `timeout_s`, or not
     as it should, RefusedError when it refuses.
     """
-    secret = load_secret(config.security)
-    tls = worker_context(config.security) if config.security.tls_ca else None  # a daemon itself asks by shared memory
     deadline = time.monotonic() + timeout_s
-    try:
-        link = connect_once(address, config, tls, deadline, BoundLog(logging.getLogger("omnireduce")))
-    except OSError as error:
-        raise TransportError(
-            f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "
-            "is `python -m aggregator` running there?"
-        ) from error
-    try:
-        if secret is not None:
-            prove([link], secret, deadline)
-        return _ask(link, deadline, timeout_s)
-    finally:
-        link.close()
+    with contextlib.closing(reach(address, config, deadline)) as link:
+        return question(link, deadline)
 
 
 def ask_all(addresses: Sequence[str], config: Config, timeout_s: float) -> list[Status | OmniReduceError]:
@@ -61,12 +50,35 @@ def ask_all(addresses: Sequence[str], config: Config, timeout_s: float) -> list[
         return list(pool.map(outcome, addresses))
 
 
-def _ask(link: Link, deadline: float, timeout_s: float) -> Status:
-    jobs: list[JobStatus] = []
-    after = ("", 0)
+def reach(address: str, config: Config, deadline: float) -> StreamLink:
+    """Connect to an aggregator as a worker would, up to its Hello.
+
+    Raises ConfigError when the secret cannot be used, TransportError or RefusedError.
+    """
+    secret = load_secret(config.security)
+    tls = worker_context(config.security) if config.security.tls_ca else None  # a daemon itself asks by shared memory
+    try:
+        link = connect_once(address, config, tls, deadline, BoundLog(logging.getLogger("omnireduce")))
+    except OSError as error:
+        raise TransportError(
+            f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "
+            "is `python -m aggregator` running there, and is its port open to this host?"
+        ) from error
+    if secret is not None:
+        try:
+            prove([link], secret, deadline)
+        except BaseException:
+            link.close()
+            raise
+    return link
+
+
+def question(link: Link, deadline: float) -> Status:
+    """Ask the aggregator at the other end. Raises TransportError or RefusedError."""
+    started, jobs, after = time.monotonic(), list[JobStatus](), ("", 0)
     while True:
         link.send_control(encode_control(StatusRequest(PROTOCOL_VERSION, after)))
-        page = _answer(link, deadline, timeout_s)
+        page = _answer(link, deadline, deadline - started)
         if not isinstance(page, Status):
             raise TransportError(f"aggregator {link.peer} answered the status request with {type(page).__name__}")
         jobs += page.jobs
@@ -87,7 +99,7 @@ def _answer(link: Link, deadline: float, timeout_s: float) -> ControlMessage:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not readable.poll(left_s * 1000):
             raise TransportError(
-                f"aggregator {link.peer} takes the connection, but does not answer within {timeout_s:g} s; "
+                f"aggregator {link.peer} takes the connection, but does not answer within {timeout_s:.2g} s; "
                 "is it stopped or overloaded?"
             )
         for event in link.poll():

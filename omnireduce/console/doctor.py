@@ -1,0 +1,45 @@
+"""`omnireduce doctor`: looks at this host and its aggregators, and says what to do about what is not well."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+
+from omnireduce.bench.report import make_console
+from omnireduce.config import Config
+from omnireduce.console.finding import Finding, show
+from omnireduce.console.host_checks import (
+    check_kernels,
+    check_limits,
+    check_processor,
+    check_versions,
+)
+from omnireduce.console.link_checks import check_aggregators, check_rdma, check_transports, find_ports
+
+
+def examine(config: Config) -> bool:
+    """Print what is found; return whether everything that `config` asks for can work."""
+    console, seen = make_console(), Counter[str]()
+
+    def report(*findings: Finding) -> None:
+        seen.update(each.state for each in findings)
+        show(console, findings)
+
+    report(*check_versions(), *check_processor())
+    with console.status("compiling kernels, if they are not"):
+        kernels = list(check_kernels())
+    ports, why_none = find_ports()
+    report(*kernels, *check_limits(config, has_devices=bool(ports)))
+    report(*check_transports(config), *check_rdma(config, ports, why_none), *check_aggregators(config))
+    _sum_up(console, seen)
+    return not seen["fail"]
+
+
+def _sum_up(console: Console, seen: Counter[str]) -> None:
+    if seen["fail"]:
+        console.print(f"{seen['fail']} of these cannot work as configured", style="bold red")
+    elif seen["warn"]:
+        console.print(f"all can work, {seen['warn']} not as well as it could", style="yellow")
+    else:
+        console.print("all is well", style="green")

@@ -1,0 +1,146 @@
+"""What this host is like: versions, processor, kernels, limits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from omnireduce.config import Config
+from omnireduce.console.finding import Finding, State
+
+PACKAGES = ("omnireduce", "numpy", "numba", "llvmlite", "msgspec", "ml_dtypes", "prometheus-client")
+OPTIONAL = {"mpi4py": "worker bench --against mpi", "pyverbs": "RDMA"}
+FEATURES = ("sse4_2", "avx", "avx2", "avx512f", "asimd", "sve")  # as /proc/cpuinfo calls them
+LOCKING_IS_FREE = 1 << 14  # CAP_IPC_LOCK: capabilities(7)
+SPARE_DESCRIPTORS = 64  # what a process needs beside its links
+
+
+def check_versions() -> Iterator[Finding]:
+    """Versions of what is installed."""
+    found, missing = [f"Python {platform.python_version()}"], []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    yield Finding("ok", "versions", ", ".join(found))
+    if missing:
+        yield Finding("warn", "versions", f"no version of {', '.join(missing)}", "pip install -e . in the checkout")
+    for name, purpose in OPTIONAL.items():
+        try:
+            yield Finding("ok", name, version(name))
+        except PackageNotFoundError:
+            if _is_importable(name):  # a link to the distribution's has no version
+                yield Finding("ok", name, "the distribution's")
+            else:
+                yield Finding("info", name, f"not installed; it is for {purpose} only")
+
+
+def _is_importable(name: str) -> bool:
+    return any((Path(folder) / name / "__init__.py").exists() for folder in sys.path)
+
+
+def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
+    """Cores and vector instructions, as /proc/cpuinfo says."""
+    lines = (Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo).splitlines()
+    fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    words = set((fields.get("flags") or fields.get("Features") or "").split())
+    features = [name for name in FEATURES if name in words]
+    usable, quota = len(os.sched_getaffinity(0)), _quota()
+    cores = f"{usable} of {os.cpu_count()} cores" + (f", a quota of {quota:g}" if quota is not None else "")
+    text = (
+        f"{fields.get('model name') or platform.machine()}, {cores}; {' '.join(features) or 'no vector instructions'}"
+    )
+    if "flags" in fields and "avx2" not in words:
+        advice = "kernels run at half speed or less; give a virtual machine the host's processor (-cpu host)"
+        yield Finding("warn", "processor", text, advice)
+    else:
+        yield Finding("ok", "processor", text)
+
+
+def _quota() -> float | None:
+    """Cores that the control group may use; None when it may use all."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Compile the kernels, or load them, and run each."""
+    from omnireduce.kernels.pack import pack_blocks
+    from omnireduce.kernels.warm import warm_up_aggregator, warm_up_worker
+
+    started = time.monotonic()
+    warm_up_worker()
+    warm_up_aggregator()
+    text = f"ready after {time.monotonic() - started:.1f} s"
+    stats = getattr(pack_blocks, "stats", None)
+    if stats is None:
+        yield Finding("warn", "kernels", f"{text}, as plain Python, which is very slow", "unset NUMBA_DISABLE_JIT")
+    elif stats.cache_path is None:
+        advice = "every process compiles for itself; set NUMBA_CACHE_DIR to a folder that this user can write to"
+        yield Finding("warn", "kernels", f"{text}, not kept on disk", advice)
+    else:
+        yield Finding("ok", "kernels", f"{text}, kept in {stats.cache_path}")
+
+
+def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]:
+    """The limits of open files; an aggregator raises its own to the hard one, and gives 3/4 of it to ranks."""
+    ranks = hard * 3 // 4
+    text = f"{_shown(soft)} open files, {_shown(hard)} at most"
+    need = SPARE_DESCRIPTORS + 4 * len(config.cluster.aggregators)
+    if _below(soft, need):
+        yield Finding("fail", "descriptors", f"{text}; a worker needs {need}", f"ulimit -n {need}")
+    elif _below(ranks, config.aggregator.max_world_size):
+        wanted = config.aggregator.max_world_size * 4 // 3 + 1
+        advice = f"ulimit -Hn {wanted}, or LimitNOFILE={wanted} of a systemd unit; or lower aggregator.max_world_size"
+        yield Finding("warn", "descriptors", f"{text}, which is enough for {ranks} ranks on an aggregator here", advice)
+    else:
+        yield Finding("ok", "descriptors", text)
+
+
+def check_locked_memory(config: Config, limit: int, *, exempt: bool, has_devices: bool) -> Iterator[Finding]:
+    """The limit of locked memory, which counts with RDMA alone: slots are registered with the device."""
+    protocol = config.protocol
+    need = 2 * protocol.slots * protocol.slot_bytes * len(config.cluster.aggregators)
+    text = f"{_shown(limit)} bytes" + (", not applied to this user" if exempt else "")
+    if not exempt and _below(limit, need):
+        advice = (
+            "ulimit -l unlimited, LimitMEMLOCK=infinity of a systemd unit, or --ulimit memlock=-1 of a container; or "
+            "lower protocol.slots or protocol.slot_bytes"
+        )
+        if config.transport.kind == "verbs" or has_devices:
+            state: State = "fail" if config.transport.kind == "verbs" else "warn"
+            yield Finding(state, "locked memory", f"{text}; a worker registers {need} for RDMA", advice)
+            return
+        text += f"; RDMA would need {need}, other transports none"
+    yield Finding("ok", "locked memory", text)
+
+
+def locking_is_free(status: str | None = None) -> bool:
+    """Whether the limit of locked memory does not apply to this process, by its capabilities."""
+    text = Path("/proc/self/status").read_text() if status is None else status
+    return bool(int(text.split("CapEff:")[1].split()[0], 16) & LOCKING_IS_FREE)
+
+
+def check_limits(config: Config, *, has_devices: bool) -> Iterator[Finding]:
+    """The limits of this process."""
+    yield from check_descriptors(config, *resource.getrlimit(resource.RLIMIT_NOFILE))
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield from check_locked_memory(config, memlock, exempt=locking_is_free(), has_devices=has_devices)
+
+
+def _below(limit: int, need: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < need
+
+
+def _shown(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)

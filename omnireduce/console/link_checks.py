@@ -1,0 +1,128 @@
+"""What links this host can make: its transports, its RDMA devices, and whether the aggregators answer."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from omnireduce.config import Config
+from omnireduce.console.finding import Finding, State
+from omnireduce.errors import OmniReduceError, TransportError
+from omnireduce.runtime.observe import AT_ONCE, question, reach
+from omnireduce.runtime.report import installed_version
+from omnireduce.secret import load_secret
+from omnireduce.transport.memory import Region
+from omnireduce.transport.shm import connect_shm, listen_shm
+from omnireduce.transport.stream import StreamLink
+from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+from omnireduce.wire import shown
+
+if TYPE_CHECKING:  # importing it needs pyverbs
+    from omnireduce.transport.verbs.devices import Port
+
+LOOPBACK = "127.0.0.1"
+ANSWER_S = 2.0  # for an aggregator
+
+
+def check_transports(config: Config) -> Iterator[Finding]:
+    """Each transport that is tried here, over loopback; RDMA is looked at by `check_rdma`."""
+    yield _tried("shm", config, _try_shm, "does the sandbox allow memfd_create and abstract Unix sockets?")
+    yield _tried("tcp", config, _try_tcp, "is the loopback interface up (ip link set lo up)?")
+
+
+def _tried(kind: str, config: Config, attempt: Callable[[], str], advice: str) -> Finding:
+    try:
+        return Finding("ok", kind, attempt())
+    except OSError as error:
+        state: State = "fail" if config.transport.kind == kind else "warn"
+        return Finding(state, kind, f"not available: {error.strerror or error}", advice)
+
+
+def _try_shm() -> str:
+    with listen_tcp(LOOPBACK, 0) as holder:  # its port makes the name our own
+        port = holder.getsockname()[1]
+        Region(1, 65536).close()
+        with listen_shm(LOOPBACK, port), contextlib.closing(connect_shm(LOOPBACK, port, ANSWER_S)):
+            return "available on this host"
+
+
+def _try_tcp() -> str:
+    with listen_tcp(LOOPBACK, 0) as listener:
+        port = listener.getsockname()[1]
+        with contextlib.closing(connect_tcp(LOOPBACK, port, ANSWER_S, dead_peer_s=1.0)):
+            return "available"
+
+
+def find_ports() -> tuple[list[Port], str]:
+    """The ports of all RDMA devices here, or why there are none."""
+    try:
+        from omnireduce.transport.verbs.devices import list_ports
+
+        ports = list_ports()
+    except TransportError as error:
+        return [], str(error)
+    return ports, "" if ports else "this host has no RDMA device"
+
+
+def check_rdma(config: Config, ports: list[Port], why_none: str) -> Iterator[Finding]:
+    """Ports with their state and GIDs, and which one is taken."""
+    required: State = "fail" if config.transport.kind == "verbs" else "info"
+    if not ports:
+        advice = "or choose another transport.kind; docs/rdma.md" if required == "fail" else ""
+        yield Finding(required, "verbs", f"not available: {why_none}", advice)
+        return
+    for port in ports:
+        yield _port(port)
+    from omnireduce.transport.verbs.devices import choose
+
+    try:
+        choice = choose(config.verbs, near="")
+    except TransportError as error:
+        advice = "give the port's interface an IPv4 address and a link, or set verbs.device, port and gid_index"
+        yield Finding(required if required == "fail" else "warn", "verbs", f"not available: {error}", advice)
+        return
+    gid = f"GID {choice.gid.index}, {choice.gid.ipv4 or choice.gid.text}"
+    yield Finding("ok", "verbs", f"available, by default {choice.port.device} port {choice.port.number}, {gid}")
+
+
+def _port(port: Port) -> Finding:
+    what = f"RDMA port {port.device}/{port.number}"
+    gids = ", ".join(f"{gid.index}: {gid.kind} {gid.ipv4 or gid.text}" for gid in port.gids)
+    text = f"{port.state}, MTU {port.mtu}, GIDs {gids or 'none'}"
+    if not port.active:
+        return Finding(
+            "warn", what, text, "is its cable in, its interface up (ip link set IFACE up), or a subnet manager?"
+        )
+    if not any(gid.kind == "IB" or (gid.kind == "RoCE v2" and gid.ipv4) for gid in port.gids):
+        return Finding("warn", what, text, "give its interface an IPv4 address, for RoCE v2")
+    return Finding("ok", what, text)
+
+
+def check_aggregators(config: Config) -> Iterator[Finding]:
+    """Ask each configured aggregator, by the transport that a worker would take, as one that wants to join does."""
+    addresses = config.cluster.aggregators
+    with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
+        yield from pool.map(lambda address: _aggregator(address, config), addresses)
+
+
+def _aggregator(address: str, config: Config) -> Finding:
+    what, started = f"aggregator {address}", time.monotonic()
+    try:
+        with contextlib.closing(reach(address, config, started + ANSWER_S)) as link:
+            status = question(link, started + ANSWER_S)
+            way = _way(link)
+    except OmniReduceError as error:
+        return Finding("fail", what, shown(str(error)))
+    took_ms = (time.monotonic() - started) * 1000
+    proof = "no secret" if load_secret(config.security) is None else "knows the secret"
+    text = f"answers by {way} after {took_ms:.1f} ms; version {shown(status.version)}, {status.running} jobs, {proof}"
+    if status.version != installed_version():
+        return Finding("warn", what, text, f"here is {installed_version()}: install the same omnireduce everywhere")
+    return Finding("ok", what, text)
+
+
+def _way(link: StreamLink) -> str:
+    return f"{link.kind}, from {link.local_host}" if isinstance(link, TcpLink) else link.kind

@@ -1,0 +1,189 @@
+"""`omnireduce doctor`: on this host as it is, on it with narrower limits, and against aggregators of all kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import sys
+
+import pytest
+from local_cluster import READY_S, Daemon, Process, configured
+
+from omnireduce.console.finding import Finding
+from omnireduce.console.host_checks import (
+    check_descriptors,
+    check_locked_memory,
+    check_processor,
+    locking_is_free,
+)
+from omnireduce.console.link_checks import check_aggregators, check_rdma, find_ports
+
+NOWHERE = "127.0.0.1:9"
+PROGRAM = [sys.executable, "-m", "omnireduce", "doctor"]
+UNLIMITED = resource.RLIM_INFINITY
+LINE = re.compile(r"(ok|info|warn|fail) +([^:]+|aggregator \S+): ")
+
+
+def examine(
+    aggregators: list[str], *overrides: str, limit: str = "", environ: dict[str, str] | None = None
+) -> tuple[int, dict[str, tuple[str, str]], str]:
+    """Run the program: its status, (state, line) by what was looked at, and its last line."""
+    settings = [f"cluster.aggregators={json.dumps(aggregators)}", *overrides]
+    command = [*PROGRAM, *(word for each in settings for word in ("--set", each))]
+    if limit:
+        command = ["sh", "-c", f"{limit} && exec {shlex.join(command)}"]
+    with Process(*command, environ=environ) as process:
+        assert process.popen.stdout is not None
+        *lines, last = process.popen.stdout.read().decode().splitlines()
+        status = process.wait(READY_S)
+        assert process.log == ""
+    found = {}
+    for line in lines:
+        match = LINE.match(line)
+        assert match is not None, line
+        found[match[2]] = match[1], line
+    return status, found, last
+
+
+def test_a_host_and_aggregators_that_are_well(daemon: Daemon) -> None:
+    status, found, _ = examine(daemon.addresses)
+    assert status == 0, found
+    for name in ("versions", "processor", "kernels", "descriptors", "locked memory", "shm", "tcp"):
+        assert found[name][0] in ("ok", "warn"), found[name]
+    assert {"numpy", "numba", "omnireduce"} <= set(found["versions"][1].split())
+    assert f"of {os.cpu_count()} cores" in found["processor"][1]
+    assert "kept in " in found["kernels"][1]
+    for address in daemon.addresses:
+        state, line = found[f"aggregator {address}"]
+        assert state == "ok"
+        assert re.search(r"answers by shm after [\d.]+ ms; version \S+, 0 jobs$", line)
+
+
+def test_the_transport_that_a_worker_would_take(daemon: Daemon) -> None:
+    _, found, _ = examine(daemon.addresses[:1], "transport.kind=tcp")
+    assert "answers by tcp, from 127.0.0.1 after " in found[f"aggregator {daemon.addresses[0]}"][1]
+
+
+def test_what_is_configured_and_cannot_work(daemon: Daemon) -> None:
+    """Each failing line says what to do."""
+    status, found, last = examine([daemon.addresses[0], NOWHERE, "no-such-host.invalid:7400"])
+    assert status == 1
+    assert found[f"aggregator {daemon.addresses[0]}"][0] == "ok"
+    state, line = found[f"aggregator {NOWHERE}"]
+    assert state == "fail"
+    assert "Connection refused; is `python -m aggregator` running there, and is its port open to this host?" in line
+    assert found["aggregator no-such-host.invalid:7400"][0] == "fail"
+    assert last == "2 of these cannot work as configured"
+
+
+def test_rdma_that_is_asked_for_and_not_here(daemon: Daemon) -> None:
+    ports, _ = find_ports()
+    if any(port.active for port in ports):
+        pytest.skip("RDMA works here")
+    status, found, _ = examine(daemon.addresses[:1], "transport.kind=verbs")
+    assert status == 1
+    state, line = found["verbs"]
+    assert state == "fail"
+    assert "not available: " in line
+    assert "choose another transport.kind; docs/rdma.md" in line
+    assert examine(daemon.addresses[:1])[0] == 0
+
+
+def test_a_stopped_aggregator() -> None:
+    with Daemon(1) as daemon:
+        shard = daemon.shard_pids[0]
+        os.kill(shard, signal.SIGSTOP)
+        try:
+            [found] = check_aggregators(configured(daemon.addresses))
+        finally:
+            os.kill(shard, signal.SIGCONT)
+    assert found.state == "fail"
+    assert "takes the connection, but does not answer within 2 s; is it stopped or overloaded?" in found.text
+
+
+def test_too_few_descriptors(daemon: Daemon) -> None:
+    status, found, _ = examine(daemon.addresses, limit="ulimit -n 70")
+    assert status == 1
+    assert found["descriptors"][0] == "fail"
+    assert found["descriptors"][1].endswith("a worker needs 76; ulimit -n 76")
+
+
+def test_plain_python_kernels_are_told_of(daemon: Daemon) -> None:
+    _, found, last = examine(daemon.addresses[:1], environ={"NUMBA_DISABLE_JIT": "1"})
+    assert found["kernels"][0] == "warn"
+    assert found["kernels"][1].endswith("unset NUMBA_DISABLE_JIT")
+    assert last.startswith("all can work, ")
+
+
+def test_a_wrong_configuration_is_one_line_and_status_2() -> None:
+    with Process(*PROGRAM, "--set", "transport.kind=pigeon") as process:
+        assert process.wait(READY_S) == 2
+        assert process.log.count("\n") == 1
+
+
+X86 = "processor : 0\nmodel name : Xeon\nflags : fpu sse4_2 avx {}\n\nprocessor : 1\nmodel name : Xeon\nflags : fpu\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd sve\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "state", "expected"),
+    [
+        (X86.format("avx2 avx512f"), "ok", "; sse4_2 avx avx2 avx512f"),
+        (X86.format(""), "warn", "; sse4_2 avx"),
+        (ARM, "ok", "; asimd sve"),
+        ("", "ok", "; no vector instructions"),
+    ],
+    ids=["AVX2", "old", "ARM", "nothing"],
+)
+def test_processors(cpuinfo: str, state: str, expected: str) -> None:
+    [found] = check_processor(cpuinfo)
+    assert found.state == state
+    assert found.text.endswith(expected)
+    assert bool(found.advice) == (state == "warn")
+
+
+def states(findings: list[Finding]) -> list[str]:
+    return [each.state for each in findings]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "exempt", "has_devices", "expected"),
+    [
+        ("auto", 8 << 20, False, False, "ok"),
+        ("auto", 8 << 20, False, True, "warn"),
+        ("verbs", 8 << 20, False, True, "fail"),
+        ("verbs", 8 << 20, True, True, "ok"),
+        ("verbs", 18 << 20, False, True, "ok"),
+        ("verbs", (18 << 20) - 1, False, True, "fail"),
+        ("verbs", UNLIMITED, False, True, "ok"),
+    ],
+)
+def test_locked_memory(kind: str, limit: int, exempt: bool, has_devices: bool, expected: str) -> None:
+    """Two shards with 3 + 3 slots of 1.5 MiB each: 18 MiB."""
+    config = configured(["a:1", "b:1"], f"transport.kind={kind}")
+    [found] = check_locked_memory(config, limit, exempt=exempt, has_devices=has_devices)
+    assert found.state == expected
+    assert ("LimitMEMLOCK=infinity" in found.advice) == (expected != "ok")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [(1024, 4096, "ok"), (1024, UNLIMITED, "ok"), (1024, 1366, "ok"), (1024, 1024, "warn"), (67, 4096, "fail")],
+)
+def test_descriptors(soft: int, hard: int, expected: str) -> None:
+    assert states(list(check_descriptors(configured(["a:1"]), soft, hard))) == [expected]
+
+
+def test_who_may_lock_what_it_likes() -> None:
+    assert locking_is_free("CapEff:\t0000000000004000\n")
+    assert not locking_is_free("CapEff:\t00000000a80425fb\n")
+
+
+def test_no_device_is_no_failure_unless_asked_for() -> None:
+    assert states(list(check_rdma(configured(["a:1"]), [], "none here"))) == ["info"]
+    [found] = check_rdma(configured(["a:1"], "transport.kind=verbs"), [], "none here")
+    assert (found.state, found.text) == ("fail", "not available: none here")
