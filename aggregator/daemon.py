@@ -22,6 +22,7 @@ from aggregator.shard import Listeners, open_listeners, run_shard
 from omnireduce.config import Config, parse_address
 from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.logs import tagged
+from omnireduce.runtime.trace import check_trace
 
 log = logging.getLogger("omnireduce.aggregator")
 MOMENT_S = 1.0  # longer than it takes to load compiled kernels
@@ -37,8 +38,10 @@ class Daemon:
         self._signals, self._signals_in = socket.socketpair()
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; return the exit status. Raises TransportError when an address is taken."""
+        """Serve until SIGTERM or SIGINT; return the exit status. Raises TransportError when an address is taken, and
+        ConfigError when traces cannot be written."""
         self._watch_signals()
+        check_trace(self._config.trace)
         if self._config.transport.kind == "verbs":
             _check_rdma(self._config)
         bound = self._bind()

@@ -15,6 +15,7 @@ from omnireduce.logs import start_logs, tagged
 from omnireduce.protocol.membership import Limits
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.traced import ShardTraces
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.transport.tls import accept_tls
@@ -102,6 +103,7 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
         access=access,
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
         straggler_s=settings.straggler_s,
+        traces=ShardTraces(config.trace) if config.trace.folder else None,
     )
     server.stop_when_readable(stop_pipe)
     server.serve()

@@ -1,6 +1,7 @@
 """The benchmark against what a user would pick instead.
 
-`run` measures on this host, `shaped` between hosts with shaped links, `plot` draws what they wrote.
+`run` measures on this host, `shaped` between hosts with shaped links, `plot` draws what they wrote. `profile` shows
+where the service's own time goes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.cases import all_cases, target_cases
+from benchmarks.cases import SIZES, Case, all_cases, target_cases
 from benchmarks.contest import PEERS, contest
 from benchmarks.group import PeerError
+from benchmarks.profiling import profile_case
 from benchmarks.report import Results, rows_of, show_case, show_verdicts
 from benchmarks.shaped import LAYOUTS, Setting, run_setting
 from benchmarks.targets import verdicts
 from benchmarks.testbed import TestbedError
+from omnireduce.errors import OmniReduceError
 
 
 @click.group(help=__doc__)
@@ -80,6 +83,25 @@ def shaped(
         raise click.ClickException(str(error)) from error
     show_verdicts(console, found.verdicts)
     sys.exit(1 if found.wrong else 0)
+
+
+@main.command()
+@click.option("--transport", type=click.Choice(["shm", "tcp"]), default="shm", show_default=True)
+@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--shards", type=click.IntRange(1, 64), default=2, show_default=True)
+@click.option("--size", type=click.Choice(list(SIZES)), default="100 MiB", show_default=True, help="Of the tensor.")
+@click.option("--density", type=click.FloatRange(0, 1), default=1.0, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Traced rounds.")
+@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
+def profile(transport: str, ranks: int, shards: int, size: str, density: float, rounds: int, results: Path) -> None:
+    """Trace all-reduces on this host, print where the time goes in each rank and shard, and write profile.json, which
+    ui.perfetto.dev shows."""
+    case = Case(transport, ranks, size, density, rounds=rounds)
+    try:
+        wrong = profile_case(Console(width=140, highlight=False), case, shards, results)
+    except (PeerError, OmniReduceError) as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(1 if wrong else 0)
 
 
 @main.command()

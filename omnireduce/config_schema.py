@@ -304,6 +304,24 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, _meta("seed of the weights and samples", ge=0, le=_SEED)] = 1
 
 
+class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the time goes: every worker, and every shard for every job, writes a file when the job is over."""
+
+    folder: Annotated[
+        str,
+        _meta(
+            'folder for the traces, which `python -m worker trace` reads; "" is off. For diagnosis only: every job of '
+            "a daemon leaves files",
+            allowed='the path of a folder, or ""',
+            pattern=r"^[^\x00]*\Z",
+        ),
+    ] = ""
+    events: Annotated[
+        int,
+        _meta("room of one trace, 29 bytes each when used; a full one stops", "events", ge=1, le=2**26),
+    ] = 1 << 20
+
+
 class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the programs say."""
 
@@ -323,4 +341,5 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     metrics: Metrics = Metrics()
     bench: Bench = Bench()
     train: Train = Train()
+    trace: Trace = Trace()
     log: Log = Log()

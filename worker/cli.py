@@ -151,6 +151,21 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
     sys.exit(0 if complete else 1)
 
 
+@main.command(short_help="Show where the time of a traced job went.")
+@click.argument("folder", metavar="FOLDER")
+@click.option("--job", help="Which job, if there are traces of several.")
+@click.option("--output", metavar="FILE", help="Also write a timeline to FILE, as JSON that ui.perfetto.dev shows.")
+def trace(folder: str, job: str | None, output: str | None) -> None:
+    """Show where the time of a traced job went, from the files in FOLDER that its ranks and shards left.
+
+    They leave them when daemon and workers run with the same trace.folder, on one host or on a shared file system, and
+    the job is over. The table is about tensors of one size: the one of which most bytes were reduced.
+    """
+    from worker.trace import report_trace
+
+    report_trace(folder, job, output)
+
+
 @main.command("config", short_help="Print the effective configuration.")
 @config_options
 @click.option("--reference", is_flag=True, help="Print every key with its meaning, default and range instead.")

@@ -40,8 +40,13 @@ def make_folder(path: str | Path) -> Path:
 
 def write_json(encoded: bytes, path: str | Path) -> None:
     """Write encoded JSON, indented, all or nothing. Raises UsageError where that is not possible."""
+    write_file(msgspec.json.format(encoded, indent=2) + b"\n", path)
+
+
+def write_file(content: bytes, path: str | Path) -> None:
+    """Write a file, all or nothing. Raises UsageError where that is not possible."""
     with _replacing(path) as file:
-        file.write(msgspec.json.format(encoded, indent=2) + b"\n")
+        file.write(content)
 
 
 def write_npy(array: Array, path: str | Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ class AggregatorMachine:
     has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
 
     `account` is kept of what the job does.
+    `reduction` makes the work spaces: `Reduction`, or what observes one.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class AggregatorMachine:
         message_bytes: int | None = None,
         stripes: Stripes = ALL_STRIPES,
         warn_after_s: float = 1.0,
+        reduction: Callable[..., Reduction] = Reduction,
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
         self._arena, self._results = arena, results
@@ -80,6 +82,7 @@ class AggregatorMachine:
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
+        self._reduction = reduction
         self._formats: dict[tuple[str, int], Reduction] = {}  # by dtype and block size; together no more than the arena
         self._current: Reduction | None = None
         self._descriptor: Descriptor | None = None
@@ -233,7 +236,7 @@ class AggregatorMachine:
         if key in self._formats:
             self._formats[key].begin(descriptor)
         else:
-            self._formats[key] = Reduction(
+            self._formats[key] = self._reduction(
                 descriptor, len(self._ranks), self._arena, self._results, self._message_bytes, self._stripes
             )
             while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:

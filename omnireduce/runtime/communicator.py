@@ -9,6 +9,7 @@ import re
 import socket
 import weakref
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -31,6 +32,8 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.engine import Engine, Handle
 from omnireduce.runtime.launcher import whole
 from omnireduce.runtime.rendezvous import join
+from omnireduce.runtime.trace import check_trace
+from omnireduce.runtime.traced import trace_worker
 from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, NAME_CHARACTERS, Descriptor
 
 BYTES = np.dtype(np.uint8)
@@ -70,8 +73,12 @@ class Communicator:
         name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
+        check_trace(config.trace)
         warm_up_worker()
         self._links = join(config, name, rank, size)
+        make_engine: Callable[..., Engine] = Engine
+        if config.trace.folder:
+            self._links, make_engine = trace_worker(config.trace, name, rank, size, self._links)
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
         self._machine = WorkerMachine(
@@ -88,7 +95,7 @@ class Communicator:
         )
         self._pool = Pool()
         log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
-        self._engine = Engine(self._machine, self._links, config.transport.spin_us / 1e6, log)
+        self._engine = make_engine(self._machine, self._links, config.transport.spin_us / 1e6, log)
         _open_communicators.add(self)
 
     def __enter__(self) -> Self:

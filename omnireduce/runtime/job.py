@@ -15,7 +15,9 @@ from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.membership import member_name
+from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.driver import Clock, Driver
+from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import LISTED, JobStatus, Traffic, Waiting
 from omnireduce.transport.base import Link
 from omnireduce.transport.memory import Region
@@ -42,6 +44,7 @@ class Job:
         on_end: Callable[[Job, End], None],
         verbs: Verbs | None = None,
         straggler_s: float = WARN_AFTER_S,
+        traces: ShardTraces | None = None,
     ) -> None:
         self.log = BoundLog(logging.getLogger("omnireduce.aggregator"), job=name, generation=generation)
         self._clock, self._straggler_s = clock, straggler_s
@@ -59,6 +62,9 @@ class Job:
         over_tcp = [
             hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
         ]
+        self._trace = None if traces is None else traces.begin(name, hellos[0])
+        if self._trace is not None:
+            self.links = self._trace.links(self.links)
         self.machine = AggregatorMachine(
             members,
             self._arena.slots,
@@ -66,6 +72,7 @@ class Job:
             message_bytes=min(over_tcp, default=None),
             stripes=Stripes(hellos[0].shard, hellos[0].shards, hellos[0].stripe_blocks),
             warn_after_s=warn_after_s,
+            reduction=Reduction if self._trace is None else self._trace.reduction,
         )
         self.driver = Driver(
             self.machine,
@@ -140,11 +147,13 @@ class Job:
         return f"job '{self.name}' generation {self.generation}"
 
     def close(self) -> None:
-        """Close the links and give the memory back."""
+        """Close the links, give the memory back and write the trace, if there is one."""
         for link in self.links:
             link.close()
         self._arena.close()
         self._results.close()
+        if self._trace is not None:
+            self._trace.close()
         # They refer to this job: without this the slots would wait for the cycle collector.
         del self.driver, self.machine
 

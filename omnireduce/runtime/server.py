@@ -25,6 +25,7 @@ from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job
 from omnireduce.runtime.report import Report
+from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire import (
@@ -49,8 +50,8 @@ class ShardServer:
 
     `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
     address, as workers see it in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may
-    join, `verbs` allows RDMA. The log says whom a collective waits for after `straggler_s`. A simulation brings its own
-    `clock` and `selector`, and hands links to `adopt`.
+    join, `verbs` allows RDMA, `traces` records every job. The log says whom a collective waits for after `straggler_s`.
+    A simulation brings its own `clock` and `selector`, and hands links to `adopt`.
     """
 
     def __init__(
@@ -64,15 +65,18 @@ class ShardServer:
         access: Access = ANYBODY,
         verbs: Verbs | None = None,
         straggler_s: float = WARN_AFTER_S,
+        traces: ShardTraces | None = None,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
         self._clock, self._drain_s, self._hello_timeout_s = clock, drain_s, hello_timeout_s
         self._access = access
-        self._make_job = partial(Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s)
+        self._make_job = partial(
+            Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces
+        )
         self._membership, self._report = Membership(limits), Report(name, clock)
-        self._selector = selector or selectors.DefaultSelector()
+        self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections: set[Connection] = set()
         self._timed: set[Connection] = set()  # those without a Hello and those that leave: they have a time limit
         self._jobs: dict[int, Job] = {}
@@ -288,7 +292,7 @@ class ShardServer:
         self._of_job[job.generation] = connections
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
-            if job.links[rank] is not connection.link:  # it goes on over RDMA
+            if job.links[rank] is not connection.link:  # it goes on over RDMA, or is traced
                 self._selector.unregister(connection.link)
                 connection.link, connection.interest = job.links[rank], selectors.EVENT_READ
                 self._selector.register(connection.link, selectors.EVENT_READ, connection)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class Counters:
 class Link(ABC):
     """One end of a reliable, ordered, credit-controlled path to a peer."""
 
-    kind: ClassVar[str]
+    kind: str
 
     def __init__(self, peer: str) -> None:
         self.peer = peer

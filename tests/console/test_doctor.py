@@ -60,7 +60,7 @@ def test_a_host_and_aggregators_that_are_well(daemon: Daemon) -> None:
     for address in daemon.addresses:
         state, line = found[f"aggregator {address}"]
         assert state == "ok"
-        assert re.search(r"answers by shm after [\d.]+ ms; version \S+, 0 jobs$", line)
+        assert re.search(r"answers by shm after [\d.]+ ms; version \S+, 0 jobs, no secret$", line)
 
 
 def test_the_transport_that_a_worker_would_take(daemon: Daemon) -> None:

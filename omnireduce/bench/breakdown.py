@@ -1,0 +1,113 @@
+"""Where the time of a collective goes: per rank and shard, the milliseconds of each activity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from omnireduce.bench.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
+from omnireduce.bench.report import short_count
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.trace import What
+
+WORK = (What.PACK, What.SCATTER, What.MERGE, What.SEND, What.RECEIVE)
+ACTIVITIES = ("pack", "scatter", "merge", "send", "receive", "wake-up", "wait", "other")
+NOTES = """\
+Milliseconds of wall time, medians; what a row has beside `whole` adds up to it in every single collective. pack: scan
+and copy, one kernel. merge: union and sum. send, receive: system calls. wake-up: the end of a wait, from when a peer
+had sent something until the wait returned; over tcp its way is in it. wait: the rest of it, spinning or blocked.
+other: Python, and a core that others have, which lengthens every activity."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of one lane: milliseconds of a collective and of each activity in it, how often it was woken in a
+    collective, and the microseconds that one wake-up took (0 if there was none)."""
+
+    lane: str
+    whole_ms: float
+    ms: dict[str, float]
+    wake_ups: float
+    wake_up_us: float
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """`count` collectives of `nbytes`, of `recorded` in all. `begin` and `end`, on the lanes' clock: of the first and
+    the last of them."""
+
+    nbytes: int
+    count: int
+    recorded: int
+    begin: int
+    end: int
+    rows: list[Row]
+
+
+def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
+    """The collectives of one size, without the first `skip`: the size of most bytes in all. Raises UsageError."""
+    under_way = windows(lanes)
+    nbytes = sizes(lanes)[: len(under_way[str(lanes[0].origin)][0])]
+    most = max(np.unique(nbytes), key=lambda size: int(nbytes[nbytes == size].sum()), default=0)
+    chosen = np.flatnonzero(nbytes == most)[skip:]
+    if not chosen.size:
+        raise UsageError(f"fewer than {skip + 1} collectives were recorded whole; raise trace.events")
+    spans = {name: (begin[chosen], end[chosen]) for name, (begin, end) in under_way.items()}
+    return Breakdown(
+        int(most),
+        chosen.size,
+        nbytes.size,
+        min(int(begin[0]) for begin, _ in spans.values()),
+        max(int(end[-1]) for _, end in spans.values()),
+        [_row(lane, lanes, *spans[str(lane.origin)]) for lane in lanes],
+    )
+
+
+def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> Row:
+    woken = wake_ups(lane, lanes)
+    edges, totals = exclusive([*(lane.of(what) for what in WORK), woken, lane.of(What.WAIT)])
+    spent = [np.interp(end, edges, total) - np.interp(begin, edges, total) for total in totals]
+    spent.append(end - begin - np.sum(spent, axis=0))
+    counts = np.searchsorted(woken["end"], end, "right") - np.searchsorted(woken["end"], begin, "right")
+    inside = np.searchsorted(begin, woken["end"]) > np.searchsorted(end, woken["end"])
+    lengths = (woken["end"] - woken["start"])[inside]
+    return Row(
+        str(lane.origin),
+        float(np.median(end - begin)) / 1e6,
+        {name: float(np.median(each)) / 1e6 for name, each in zip(ACTIVITIES, spent, strict=True)},
+        float(np.median(counts)),
+        float(np.median(lengths)) / 1e3 if lengths.size else 0.0,
+    )
+
+
+def show_breakdown(
+    console: Console,
+    title: str,
+    found: Breakdown,
+    lanes: Sequence[Lane],
+    references: Sequence[tuple[str, float]] = (),
+) -> None:
+    """Print the table, `references` (what, milliseconds) below it, and what the traces lack."""
+    heading = f"{title}; {found.count} collectives of {short_count(found.nbytes)} bytes, of {found.recorded} recorded"
+    table = Table(title=Text(heading, style="bold"), title_justify="left", box=None, pad_edge=False)
+    for name in ("", "whole", *ACTIVITIES, "wake-ups", "us each"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in found.rows:
+        figures = [f"{value:.3f}" for value in (row.whole_ms, *row.ms.values())]
+        table.add_row(row.lane, *figures, f"{row.wake_ups:g}", f"{row.wake_up_us:.0f}")
+    for what, milliseconds in references:
+        table.add_row(what, f"{milliseconds:.3f}", style="dim")
+    console.print(table)
+    console.print(Text(NOTES, style="dim"))
+    for lane in lanes:
+        if lane.origin.missed:
+            full = f"{lane.origin}: the trace was full and misses {lane.origin.missed} spans; raise trace.events"
+            console.print(Text(full, style="bold red"))
+    if absent := missing(lanes):
+        console.print(Text(f"no trace of {', '.join(absent)}: is trace.folder set there?", style="bold red"))

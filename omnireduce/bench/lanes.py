@@ -1,0 +1,161 @@
+"""The traces of one job side by side, on one clock: messages paired, and what each rank and shard did when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.trace import SUFFIX, Origin, What, read_trace
+
+Pairs = tuple[Array, Array]  # when each left its sender, and when its receiver had it
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The trace of one rank or shard. `spans`: of dtype `SPAN`, nanoseconds on a clock that all lanes share."""
+
+    origin: Origin
+    spans: Array
+
+    def of(self, what: What, peer: int | None = None) -> Array:
+        """Its spans of one kind, those with one peer if given, in the order in which they were recorded."""
+        found: Array = self.spans[self.spans["what"] == what]
+        return found if peer is None else found[found["peer"] == peer]
+
+    @property
+    def known_until(self) -> float:
+        """When it stopped recording because it was full; infinity if it never was."""
+        return float(self.spans["end"][-1]) if self.origin.missed else np.inf
+
+
+def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
+    """The traces of one job, ranks first. Lanes of one host keep its monotonic clock; those of several get Unix time.
+
+    Raises UsageError when there are none, of several jobs without `job`, or of several runs.
+    """
+    found = [read_trace(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
+    jobs = sorted({origin.job for origin, _ in found})
+    if not jobs or (job is not None and job not in jobs):
+        raise UsageError(
+            f"{folder}: no traces{f' of job {job!r}' if job else ''}; set trace.folder for daemon and workers"
+        )
+    if job is None and len(jobs) > 1:
+        raise UsageError(f"{folder}: traces of several jobs, choose one: {', '.join(jobs)}")
+    lanes = [Lane(origin, spans) for origin, spans in found if origin.job == (job or jobs[0])]
+    lanes.sort(key=lambda lane: (lane.origin.kind, lane.origin.number))
+    _refuse_strangers([lane.origin for lane in lanes])
+    if len({lane.origin.boot for lane in lanes}) > 1:
+        for lane in lanes:
+            lane.spans["start"] += lane.origin.epoch_ns
+            lane.spans["end"] += lane.origin.epoch_ns
+    return lanes
+
+
+def _refuse_strangers(origins: Sequence[Origin]) -> None:
+    """Raise UsageError unless all were there at the same time: an older run may have left some."""
+    latest = max(origins, key=lambda origin: origin.began_ns + origin.epoch_ns)
+    for origin in origins:
+        if origin.ended_ns + origin.epoch_ns < latest.began_ns + latest.epoch_ns:
+            raise UsageError(
+                f"the traces of {origin} and {latest} are of different runs of job '{origin.job}'; "
+                "take an empty folder for each run"
+            )
+
+
+def missing(lanes: Sequence[Lane]) -> list[str]:
+    """The ranks and shards of the job that left no trace."""
+    origin, there = lanes[0].origin, {str(lane.origin) for lane in lanes}
+    wanted = [*(f"rank {i}" for i in range(origin.ranks)), *(f"shard {i}" for i in range(origin.shards))]
+    return [name for name in wanted if name not in there]
+
+
+def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
+    """When what `sender` sent to `receiver` left, and when it was there, in order: links keep it. Raises UsageError."""
+    left, arrived = sender.of(out, receiver.origin.number), receiver.of(into, sender.origin.number)
+    count = min(left.size, arrived.size)
+    left, arrived = left[:count], arrived[:count]
+    if np.any(left["detail"] != arrived["detail"]):
+        raise UsageError(f"the traces of {sender.origin} and {receiver.origin} do not fit together: not of one run")
+    return left["start"], arrived["end"]
+
+
+def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
+    """When everything that came to `lane` from lanes on its host left, and when it was there; by arrival."""
+    found: list[Pairs] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for peer in lanes:
+        if peer.origin.kind != lane.origin.kind and peer.origin.boot == lane.origin.boot:
+            found.append(pairs(peer, lane, What.MESSAGE_OUT, What.MESSAGE_IN))
+            found.append(pairs(peer, lane, What.CREDIT_OUT, What.CREDIT_IN))
+    left, arrived = (np.concatenate([each[side] for each in found]) for side in (0, 1))
+    order = np.argsort(arrived, kind="stable")
+    return left[order], arrived[order]
+
+
+def wake_ups(lane: Lane, lanes: Sequence[Lane]) -> Array:
+    """The end of every wait that something ended: from when the first of what came with it had left its sender (or the
+    wait began, if that was later) until the wait returned. Spans of kind WAIT."""
+    waits = lane.of(What.WAIT)
+    left, arrived = arrivals(lane, lanes)
+    after = np.searchsorted(waits["end"], arrived, "right") - 1  # the last wait that had ended then
+    first = np.full(waits.size, np.iinfo(np.int64).max)
+    np.minimum.at(first, after[after >= 0], left[after >= 0])
+    waits["start"] = np.maximum(waits["start"], first)
+    return waits[waits["start"] < waits["end"]]
+
+
+def exclusive(layers: Sequence[Array]) -> tuple[Array, Array]:
+    """Cut time so that every moment belongs to the first layer that covers it.
+
+    Returns the cutting points (n,), ascending, and for each of them how long each layer had had until then (layers, n).
+    """
+    edges = np.unique(np.concatenate([layer[side] for layer in layers for side in ("start", "end")]))
+    owner = np.full(max(0, edges.size - 1), -1)
+    for number, layer in reversed(list(enumerate(layers))):
+        begun = np.searchsorted(np.sort(layer["start"]), edges[:-1], "right")
+        over = np.searchsorted(np.sort(layer["end"]), edges[:-1], "right")
+        owner[begun > over] = number
+    lengths = np.diff(edges)
+    totals = np.zeros((len(layers), edges.size))
+    for number in range(len(layers)):
+        np.cumsum(np.where(owner == number, lengths, 0), out=totals[number, 1:])
+    return edges, totals
+
+
+def windows(lanes: Sequence[Lane]) -> dict[str, tuple[Array, Array]]:
+    """When each collective was under way, by lane: begin and end of all, in order, without overlap.
+
+    On a rank from its submission, or the end of the one before, to its completion; on a shard while it was on any rank.
+    Only those that all lanes recorded to their end count. Raises UsageError if a rank recorded none.
+    """
+    ranks = [lane for lane in lanes if lane.origin.kind == "rank"]
+    count = min((lane.of(What.COLLECTIVE).size for lane in ranks), default=0)
+    if count == 0:
+        raise UsageError("no collective was recorded; was the job traced on daemon and workers, and did it run one?")
+    found = {}
+    for lane in ranks:
+        collectives = lane.of(What.COLLECTIVE)[:count]
+        found[str(lane.origin)] = apart(collectives["start"], collectives["end"]), collectives["end"]
+    begins = np.min([begin for begin, _ in found.values()], axis=0)
+    ends = np.max([end for _, end in found.values()], axis=0)
+    for lane in lanes:
+        if lane.origin.kind == "shard":
+            found[str(lane.origin)] = apart(begins, ends), ends
+    whole = int(np.searchsorted(ends, min(lane.known_until for lane in lanes), "right"))
+    return {name: (begin[:whole], end[:whole]) for name, (begin, end) in found.items()}
+
+
+def apart(begins: Array, ends: Array) -> Array:
+    """The begins of collectives in order, each no earlier than the end of the one before."""
+    before: Array = np.concatenate((begins[:1], ends[:-1]))
+    return np.maximum(begins, before, out=before)
+
+
+def sizes(lanes: Sequence[Lane]) -> Array:
+    """The bytes of each collective's tensor, in order."""
+    found: list[Array] = [lane.of(What.COLLECTIVE)["detail"] for lane in lanes if lane.origin.kind == "rank"]
+    return min(found, key=len)

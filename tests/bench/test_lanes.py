@@ -1,0 +1,232 @@
+"""Traces side by side: who had each moment, what a wake-up is, and what the table and the timeline show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from local_cluster import Daemon, configured, run_job
+
+from omnireduce import Communicator
+from omnireduce.bench.breakdown import ACTIVITIES, break_down
+from omnireduce.bench.chrome import chrome_trace
+from omnireduce.bench.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
+from omnireduce.config import Trace
+from omnireduce.errors import UsageError
+from omnireduce.runtime.trace import SPAN, Origin, Recorder, What
+from worker.cli import main
+
+Span = tuple[What, int, int, int, int]  # what, peer, detail, start, end
+MS = 1_000_000
+
+
+def lane(kind: Any, number: int, *spans: Span, ranks: int = 1, shards: int = 1, missed: int = 0) -> Lane:
+    origin = Origin(job="made up", kind=kind, number=number, ranks=ranks, shards=shards, boot="here", missed=missed)
+    return Lane(origin, np.array(list(spans), SPAN))
+
+
+def layer(spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    return np.array([(What.WAIT, -1, 0, start, start + length) for start, length in spans], SPAN)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=6)
+
+
+@given(st.lists(SPANS, min_size=1, max_size=4).filter(lambda layers: any(layers)))
+def test_every_moment_belongs_to_the_first_layer_that_covers_it(layers: list[list[tuple[int, int]]]) -> None:
+    edges, totals = exclusive([layer(spans) for spans in layers])
+    owners = [
+        next((n for n, spans in enumerate(layers) if any(at <= moment < at + size for at, size in spans)), None)
+        for moment in range(60)
+    ]
+    for number, total in enumerate(totals):
+        for edge, until in zip(edges, total, strict=True):
+            assert until == owners[:edge].count(number)
+
+
+ONE_EXCHANGE = (
+    lane(
+        "rank", 0,
+        (What.PACK, 0, 7, 1 * MS, 3 * MS),
+        (What.MESSAGE_OUT, 0, 99, 3 * MS, 3 * MS),
+        (What.SEND, 0, 0, 3 * MS, 4 * MS),
+        (What.WAIT, -1, 0, 4 * MS, 12 * MS),
+        (What.RECEIVE, 0, 0, 12 * MS, 13 * MS),
+        (What.CREDIT_IN, 0, 2, 13 * MS, 13 * MS),
+        (What.MESSAGE_IN, 0, 50, 13 * MS, 13 * MS),
+        (What.SCATTER, -1, 7, 14 * MS, 16 * MS),
+        (What.COLLECTIVE, -1, 4096, 0, 17 * MS),
+    ),
+    lane(
+        "shard", 0,
+        (What.WAIT, -1, 0, -5 * MS, 5 * MS),
+        (What.RECEIVE, 0, 0, 5 * MS, 6 * MS),
+        (What.MESSAGE_IN, 0, 99, 6 * MS, 6 * MS),
+        (What.MERGE, -1, 7, 6 * MS, 8 * MS),
+        (What.CREDIT_OUT, 0, 2, 9 * MS, 9 * MS),
+        (What.MESSAGE_OUT, 0, 50, 9 * MS, 9 * MS),
+        (What.SEND, 0, 0, 9 * MS, 10 * MS),
+        (What.WAIT, -1, 0, 11 * MS, 30 * MS),
+    ),
+)  # fmt: skip
+
+
+def test_a_wake_up_is_the_end_of_a_wait_that_something_ended() -> None:
+    rank, shard = ONE_EXCHANGE
+    assert wake_ups(rank, ONE_EXCHANGE)[["start", "end"]].tolist() == [(9 * MS, 12 * MS)]
+    assert wake_ups(shard, ONE_EXCHANGE)[["start", "end"]].tolist() == [(3 * MS, 5 * MS)]
+
+
+def test_what_was_there_before_the_wait_takes_all_of_it() -> None:
+    rank, shard = ONE_EXCHANGE
+    late = lane("shard", 0, (What.WAIT, -1, 0, 4 * MS, 5 * MS), *shard.spans.tolist()[1:])
+    assert wake_ups(late, (rank, late))[["start", "end"]].tolist() == [(4 * MS, 5 * MS)]
+
+
+def test_the_rows_of_one_exchange() -> None:
+    found = break_down(ONE_EXCHANGE)
+    assert (found.nbytes, found.count, found.recorded, found.begin, found.end) == (4096, 1, 1, 0, 17 * MS)
+    rank, shard = found.rows
+    assert (rank.lane, rank.whole_ms, rank.wake_ups, rank.wake_up_us) == ("rank 0", 17.0, 1, 3000)
+    expected = {"pack": 2, "scatter": 2, "merge": 0, "send": 1, "receive": 1, "wake-up": 3, "wait": 5, "other": 3}
+    assert rank.ms == expected
+    expected = {"pack": 0, "scatter": 0, "merge": 2, "send": 1, "receive": 1, "wake-up": 2, "wait": 9, "other": 2}
+    assert (shard.whole_ms, shard.ms) == (17.0, expected)
+
+
+def test_collectives_that_a_full_trace_cut_do_not_count() -> None:
+    rank, shard = ONE_EXCHANGE
+    again = [(*span[:3], span[3] + 20 * MS, span[4] + 20 * MS) for span in rank.spans.tolist()]
+    rank = lane("rank", 0, *rank.spans.tolist(), *again)
+    assert break_down((rank, shard)).count == 2
+    cut = lane("shard", 0, *shard.spans.tolist(), missed=3)
+    assert break_down((rank, cut)).count == 1
+    with pytest.raises(UsageError, match="fewer than 2 collectives were recorded whole"):
+        break_down((rank, cut), skip=1)
+
+
+def test_traces_that_do_not_fit_together_are_refused() -> None:
+    rank, _ = ONE_EXCHANGE
+    other = lane("shard", 0, (What.MESSAGE_IN, 0, 98, 6 * MS, 6 * MS))
+    with pytest.raises(UsageError, match="the traces of rank 0 and shard 0 do not fit together"):
+        pairs(rank, other, What.MESSAGE_OUT, What.MESSAGE_IN)
+
+
+def test_the_timeline_of_one_exchange() -> None:
+    events = json.loads(chrome_trace(ONE_EXCHANGE))["traceEvents"]
+    spans = [(e["pid"], e["name"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
+    assert (0, "pack", 6000, 2000, {"shard": 0, "blocks": 7}) in spans
+    assert (0, "wake-up", 14000, 3000, {}) in spans
+    assert (0, "collective", 5000, 17000, {"bytes": 4096}) in spans
+    assert (1, "merge", 11000, 2000, {"blocks": 7}) in spans
+    assert (1, "wait", 0, 10000, {}) in spans
+    assert len(spans) == 7 + 6
+    arrows = sorted((e["id"], e["ph"], e["pid"], e["ts"]) for e in events if e["ph"] in "sf")
+    assert arrows == [(0, "f", 1, 10999.999), (0, "s", 0, 8000), (1, "f", 0, 17999.999), (1, "s", 1, 14000)]
+    cut = json.loads(chrome_trace(ONE_EXCHANGE, 2 * MS, 5 * MS))["traceEvents"]
+    found = {(e["pid"], e["name"], e["ts"], e["dur"]) for e in cut if e["ph"] == "X"}
+    assert {(0, "pack", 0, 1000), (0, "wait", 2000, 1000), (1, "wait", 0, 3000), (1, "wake-up", 1000, 2000)} < found
+
+
+def recorded(folder: Path, job: str = "one", kind: Any = "rank", number: int = 0) -> Recorder:
+    recorder = Recorder(
+        Trace(folder=str(folder), events=9), Origin(job=job, kind=kind, number=number, ranks=2, shards=1)
+    )
+    recorder.add(What.COLLECTIVE, 1, 2, detail=8)
+    return recorder
+
+
+def test_folders_that_hold_no_one_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no traces; set trace"):
+        read_lanes(tmp_path / "nowhere")
+    first = recorded(tmp_path)
+    first.write()
+    assert [str(each.origin) for each in read_lanes(tmp_path)] == ["rank 0"]
+    recorded(tmp_path, number=1).write()  # began when the first had ended
+    with pytest.raises(UsageError, match="rank 0 and rank 1 are of different runs of job 'one'; take an empty folder"):
+        read_lanes(tmp_path)
+    first.write()
+    assert len(read_lanes(tmp_path)) == 2
+    recorded(tmp_path, "two").write()
+    with pytest.raises(UsageError, match="traces of several jobs, choose one: one, two"):
+        read_lanes(tmp_path)
+    assert len(read_lanes(tmp_path, "two")) == 1
+    (tmp_path / "x.npz").write_bytes(b"PK")
+    with pytest.raises(UsageError, match=r"x\.npz: expected a trace"):
+        read_lanes(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The traces of a job whose collectives overlap: two in the background at a time."""
+
+    def run(comm: Communicator) -> None:
+        tensors = [np.ones(300_000, np.float32) for _ in range(6)]
+        for one, other in zip(tensors[::2], tensors[1::2], strict=True):
+            handles = [comm.allreduce_async(each) for each in (one, other)]
+            for handle in handles:
+                handle.wait()
+        comm.barrier()
+
+    folder = tmp_path_factory.mktemp("traced")
+    with Daemon(2, f"trace.folder={folder}") as daemon:
+        run_job(configured(daemon.addresses, f"trace.folder={folder}"), 2, run, job="overlapping")
+    return folder
+
+
+def test_activities_add_up_when_collectives_overlap(traced: Path) -> None:
+    found = break_down(read_lanes(traced), skip=5)  # of one collective, so that medians are what they are medians of
+    assert (found.nbytes, found.count, found.recorded) == (1_200_000, 1, 7)
+    for row in found.rows:
+        assert set(row.ms) == set(ACTIVITIES)
+        assert min(row.ms.values()) >= 0
+        assert sum(row.ms.values()) == pytest.approx(row.whole_ms)
+
+
+def test_spans_nest_on_every_track(traced: Path) -> None:
+    """As viewers want it: of two spans on a track one holds the other, or they do not meet."""
+    events = json.loads(chrome_trace(read_lanes(traced)))["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1", "shard 0", "shard 1"]
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+            tracks.setdefault((event["pid"], event["tid"]), []).append((start, -length))
+    assert {pid for pid, _ in tracks} == {0, 1, 2, 3}
+    for spans in tracks.values():
+        open_until: list[int] = []
+        for start, length in sorted(spans):
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            assert not open_until or start - length <= open_until[-1]
+            open_until.append(start - length)
+
+
+def test_the_command_shows_a_table_and_writes_a_timeline(traced: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    done = CliRunner().invoke(main, ["trace", str(traced), "--output", str(path)])
+    assert done.exit_code == 0, done.output
+    heading, columns, *rows = done.output.splitlines()
+    assert heading.startswith("job 'overlapping', 2 ranks, 2 shards; 6 collectives of 1.2M bytes, of 7 recorded")
+    assert columns.split() == ["whole", *ACTIVITIES, "wake-ups", "us", "each"]
+    assert [row.split()[:2] for row in rows[:4]] == [["rank", "0"], ["rank", "1"], ["shard", "0"], ["shard", "1"]]
+    assert json.loads(path.read_text())["otherData"]["job"] == "overlapping"
+    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert (done.exit_code, done.output) == (
+        1, f"Error: {tmp_path}: no traces; set trace.folder for daemon and workers\n"
+    )  # fmt: skip
+
+
+def test_the_command_says_what_is_missing(traced: Path, tmp_path: Path) -> None:
+    (tmp_path / "overlapping-rank0.npz").write_bytes((traced / "overlapping-rank0.npz").read_bytes())
+    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "no trace of rank 1, shard 0, shard 1: is trace.folder set there?" in done.output

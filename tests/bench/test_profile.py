@@ -1,0 +1,36 @@
+"""`python -m benchmarks profile`, as users run it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.__main__ import main
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
+    options = ["--transport", transport, "--shards", "2", "--size", "1 MiB", "--density", "0.1", "--rounds", "4"]
+    done = CliRunner().invoke(main, ["profile", *options, "--results", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert f"{transport}, 2 ranks, 2 shards, 1 MiB, density 0.1; 4 collectives of 1.049M bytes" in done.output
+    rows = [line.split()[:2] for line in done.output.splitlines() if line.startswith(("rank", "shard"))]
+    assert rows == [["rank", "0"], ["rank", "1"], ["shard", "0"], ["shard", "1"], ["rank", "0,"], ["rank", "1,"]]
+    assert done.output.count("scan only") == 2
+    assert "full" not in done.output
+    events = json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+    lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert lanes == {0: "rank 0", 1: "rank 1", 2: "shard 0", 3: "shard 1"}
+    sizes = [event["args"]["bytes"] for event in events if event["name"] == "collective" and event["pid"] == 0]
+    assert sizes.count(1 << 20) == 4  # the warm-up is left out; barriers are there
+    assert {event["pid"] for event in events if event["name"] == "merge"} == {2, 3}
+
+
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(main, ["profile", "--results", str(tmp_path / "file")])
+    assert done.exit_code == 1
+    assert done.output == f"Error: {tmp_path / 'file'}: cannot be made a folder: File exists\n"

@@ -1,0 +1,221 @@
+"""Traces of real jobs: off, they cost nothing and leave nothing; on, every rank and shard tells what it did."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_cluster import ROOT, WAIT_S, Daemon, configured, run_job, start_job, unique_job
+from tensors import sparse
+from transports import KINDS
+
+from aggregator.shard import open_listeners
+from omnireduce import AbortedError, Communicator, Config, ConfigError
+from omnireduce.bench.lanes import Lane, missing, read_lanes
+from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.reduction import Reduction
+from omnireduce.runtime.engine import Engine
+from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.trace import What
+from omnireduce.runtime.traced import ShardTraces, TracedEngine, TracedLink, TracedReduction, TracedSelector
+from omnireduce.transport.shm import ShmLink
+
+ELEMENTS, BLOCK, ROUNDS = 1_000_000, 256, 3
+WORK = (What.PACK, What.SCATTER, What.MERGE, What.SEND, What.RECEIVE)
+
+
+@contextmanager
+def traced_daemon(folder: Path, *overrides: str) -> Iterator[Daemon]:
+    """Two shards that write traces; they are all written when the block ends."""
+    with Daemon(2, f"trace.folder={folder}", *overrides) as daemon:
+        yield daemon
+
+
+def exchange(comm: Communicator) -> None:
+    for number in range(ROUNDS):
+        comm.allreduce(tensor(comm.rank, number))
+
+
+def tensor(rank: int, number: int) -> np.ndarray:
+    return sparse(10 * number + rank, "float32", (ELEMENTS,), density=0.5)
+
+
+def blocks(rank: int, number: int) -> np.ndarray:
+    """Which blocks of a tensor are not zero."""
+    padded = np.zeros(-(-ELEMENTS // BLOCK) * BLOCK, np.float32)
+    padded[:ELEMENTS] = tensor(rank, number)
+    return padded.reshape(-1, BLOCK).any(axis=1)
+
+
+def assert_in_order(spans: np.ndarray) -> None:
+    """No span begins before the one before it has ended."""
+    assert (spans["start"] <= spans["end"]).all()
+    assert (spans["start"][1:] >= spans["end"][:-1]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_and_shard_tells_what_it_did(tmp_path: Path, kind: str) -> None:
+    with traced_daemon(tmp_path) as daemon:
+        run_job(configured(daemon.addresses, f"trace.folder={tmp_path}", f"transport.kind={kind}"), 2, exchange)
+    lanes = read_lanes(tmp_path)
+    assert [str(lane.origin) for lane in lanes] == ["rank 0", "rank 1", "shard 0", "shard 1"]
+    assert missing(lanes) == []
+    masks = [[blocks(rank, number) for number in range(ROUNDS)] for rank in range(2)]
+    union = sum(int((one | other).sum()) for one, other in zip(*masks, strict=True))
+    for rank, lane in enumerate(lanes[:2]):
+        assert lane.of(What.PACK)["detail"].sum() == sum(int(mask.sum()) for mask in masks[rank])
+        assert lane.of(What.SCATTER)["detail"].sum() == union
+        assert lane.of(What.COLLECTIVE)["detail"].tolist() == [ELEMENTS * 4] * ROUNDS
+        assert lane.of(What.MERGE).size == 0
+    assert sum(int(lane.of(What.MERGE)["detail"].sum()) for lane in lanes[2:]) == union
+    for lane in lanes:
+        assert lane.origin.missed == 0
+        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
+    assert_collectives_hold_their_work(lanes[:2])
+    assert_messages_meet(lanes)
+
+
+def assert_collectives_hold_their_work(ranks: list[Lane]) -> None:
+    for lane in ranks:
+        collectives = lane.of(What.COLLECTIVE)
+        assert_in_order(collectives)
+        for start, end in zip(collectives["start"], collectives["end"], strict=True):
+            inside = lane.spans[(lane.spans["start"] >= start) & (lane.spans["end"] <= end)]
+            kinds = {What(what) for what in inside["what"]}
+            assert {What.PACK, What.SCATTER, What.SEND, What.RECEIVE, What.WAIT} <= kinds
+            inside = inside[inside["what"] != What.COLLECTIVE]
+            assert 0 < (inside["end"] - inside["start"]).sum() <= end - start
+
+
+def assert_messages_meet(lanes: list[Lane]) -> None:
+    """What left arrived, in order and later; credits may be under way when a link closes."""
+    for one, other in itertools.permutations(lanes, 2):
+        if one.origin.kind == other.origin.kind:
+            continue
+        left, came = one.of(What.MESSAGE_OUT, other.origin.number), other.of(What.MESSAGE_IN, one.origin.number)
+        assert left["detail"].tolist() == came["detail"].tolist()
+        assert left.size >= ROUNDS
+        assert (left["start"] <= came["end"]).all()
+        given, taken = one.of(What.CREDIT_OUT, other.origin.number), other.of(What.CREDIT_IN, one.origin.number)
+        assert given["detail"].tolist()[: taken.size] == taken["detail"].tolist()
+        assert (given["start"][: taken.size] <= taken["end"]).all()
+
+
+@contextmanager
+def server_here(traces: ShardTraces | None) -> Iterator[tuple[ShardServer, Config]]:
+    """A shard in a thread of this process, and the configuration of its workers."""
+    listeners = open_listeners("127.0.0.1", 0, "shm")
+    assert listeners.shm is not None
+    reader, writer = os.pipe()
+    made = [(listeners.shm, lambda sock: ShmLink(sock, "a local process"))]
+    server = ShardServer("here", made, Limits(4, 4, 1 << 30, 60.0), drain_s=10.0, traces=traces)
+    server.stop_when_readable(reader)
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    try:
+        yield server, configured([listeners.address], "transport.kind=shm")
+    finally:
+        os.close(writer)
+        thread.join(WAIT_S)
+        os.close(reader)
+        listeners.tcp.close()
+        listeners.shm.close()
+    assert not thread.is_alive()
+
+
+def parts(server: ShardServer, comm: Communicator) -> list[type]:
+    """The types of everything that could be a wrapper."""
+    comm.allreduce(np.ones(8, np.float32))
+    (job,) = server._jobs.values()
+    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, *job.machine._formats.values()]
+    return [type(each) for each in found]
+
+
+def test_off_there_is_no_wrapper_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with server_here(None) as (server, config):
+        found = run_job(config, 1, lambda comm: parts(server, comm))
+    assert found == [[Engine, ShmLink, selectors.DefaultSelector, ShmLink, Reduction]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_the_wrappers_are_those(tmp_path: Path) -> None:
+    """The check above sees them."""
+    config = configured(["127.0.0.1:1"], f"trace.folder={tmp_path}")
+    with server_here(ShardTraces(config.trace)) as (server, own):
+        own = configured(own.cluster.aggregators, f"trace.folder={tmp_path}")
+        found = run_job(own, 1, lambda comm: parts(server, comm))
+    assert found == [[TracedEngine, TracedLink, TracedSelector, TracedLink, TracedReduction]]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".npz"}
+
+
+def test_a_full_trace_stops_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with traced_daemon(tmp_path, "trace.events=20") as daemon:
+        config = configured(daemon.addresses, f"trace.folder={tmp_path}", "trace.events=30")
+        with caplog.at_level(logging.WARNING, "omnireduce"):
+            run_job(config, 2, exchange, job="small")
+        assert daemon.popen.poll() is None
+    lanes = read_lanes(tmp_path)
+    assert [lane.spans.size for lane in lanes] == [30, 30, 20, 20]
+    for lane in lanes[:2]:
+        said = f"the trace of {lane.origin}, job 'small', is full: it has the first 30 spans and misses"
+        assert sum(f"{said} {lane.origin.missed};" in message for message in caplog.messages) == 1
+        assert lane.origin.missed > 0
+
+
+def test_a_shard_says_that_its_trace_is_full(tmp_path: Path) -> None:
+    with traced_daemon(tmp_path, "trace.events=20") as daemon:
+        run_job(configured(daemon.addresses), 2, exchange, job="small")
+        daemon.signal(15)
+        assert daemon.wait() == 0
+        assert daemon.log.count("job 'small', is full: it has the first 20 spans and misses") == 2
+    assert [str(lane.origin) for lane in read_lanes(tmp_path)] == ["shard 0", "shard 1"]
+
+
+def test_an_aborted_job_leaves_its_traces(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        exchange(comm)
+        if comm.rank == 0:
+            raise KeyError("mine")
+        exchange(comm)
+
+    with traced_daemon(tmp_path) as daemon:
+        config = configured(daemon.addresses, f"trace.folder={tmp_path}")
+        outcomes = start_job(config, 2, run).outcomes()
+    assert [type(outcome) for outcome in outcomes] == [KeyError, AbortedError]
+    lanes = read_lanes(tmp_path)
+    assert missing(lanes) == []
+    assert [lane.of(What.COLLECTIVE).size for lane in lanes] == [ROUNDS, ROUNDS, 0, 0]
+
+
+def test_a_folder_that_cannot_be_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "traces"
+    nobody = configured(["127.0.0.1:1"], f"trace.folder={folder}")
+    with pytest.raises(ConfigError, match=r"trace\.folder: got .*, expected a folder for traces.*: Not a directory"):
+        Communicator(nobody, rank=0, size=1)
+    command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0", "--set", f"trace.folder={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: trace.folder: got '{folder}', expected a folder")
+
+
+def test_a_folder_that_vanishes_costs_the_trace_only(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "traces"
+    with Communicator(configured(daemon.addresses, f"trace.folder={folder}"), rank=0, size=1, job=unique_job()) as comm:
+        comm.allreduce(np.ones(8))
+        folder.rmdir()
+    assert "the trace cannot be written: No such file or directory" in caplog.text

@@ -1,0 +1,26 @@
+"""`worker trace`: where the time of a traced job went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omnireduce.bench.breakdown import break_down, show_breakdown
+from omnireduce.bench.chrome import chrome_trace
+from omnireduce.bench.lanes import read_lanes
+from omnireduce.bench.output import check_writable, write_file
+from omnireduce.bench.report import make_console
+
+
+def report_trace(folder: str | Path, job: str | None, output: str | Path | None) -> None:
+    """Print the table of the traces in `folder`, and write the timeline to `output` if one is given.
+
+    Raises UsageError when the traces do not suffice or a file cannot be written.
+    """
+    if output is not None:
+        check_writable(output)
+    lanes = read_lanes(folder, job)
+    origin = lanes[0].origin
+    title = f"job '{origin.job}', {origin.ranks} ranks, {origin.shards} shards"
+    show_breakdown(make_console(), title, break_down(lanes), lanes)
+    if output is not None:
+        write_file(chrome_trace(lanes), output)
