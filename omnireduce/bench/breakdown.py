@@ -17,12 +17,14 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.trace import What
 
 WORK = (What.PACK, What.SCATTER, What.MERGE, What.SEND, What.RECEIVE)
-ACTIVITIES = ("pack", "scatter", "merge", "send", "receive", "wake-up", "wait", "other")
+WAITS = ("wake-up", "wait")
+ACTIVITIES = ("pack", "scatter", "merge", "send", "receive", *WAITS, "other")
 NOTES = """\
-Milliseconds of wall time, medians; what a row has beside `whole` adds up to it in every single collective. pack: scan
-and copy, one kernel. merge: union and sum. send, receive: system calls. wake-up: the end of a wait, from when a peer
-had sent something until the wait returned; over tcp its way is in it. wait: the rest of it, spinning or blocked.
-other: Python, and a core that others have, which lengthens every activity."""
+Milliseconds of wall time, medians; in every single collective the activities of a row add up to
+`whole`. pack: scan and copy, one kernel. merge: union and sum. send, receive: system calls.
+wake-up: the end of a wait, from when a peer began to send what ended it until the wait returned;
+over tcp its way is in it. wait: the rest, spinning or blocked. other: Python. Where processes share
+cores, the time without one lengthens them all, wake-ups above all."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,16 @@ def show_breakdown(
     """Print the table, `references` (what, milliseconds) below it, and what the traces lack."""
     heading = f"{title}; {found.count} collectives of {short_count(found.nbytes)} bytes, of {found.recorded} recorded"
     table = Table(title=Text(heading, style="bold"), title_justify="left", box=None, pad_edge=False)
-    for name in ("", "whole", *ACTIVITIES, "wake-ups", "us each"):
+    for name in ("", "whole", *ACTIVITIES, "wakes", "us each"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in found.rows:
-        figures = [f"{value:.3f}" for value in (row.whole_ms, *row.ms.values())]
+        figures = [_shown(value) for value in (row.whole_ms, *row.ms.values())]
         table.add_row(row.lane, *figures, f"{row.wake_ups:g}", f"{row.wake_up_us:.0f}")
+    work = {name: sum(row.ms[name] for row in found.rows) for name in ACTIVITIES if name not in WAITS}
+    sums = [_shown(work[name]) if name in work else "" for name in ACTIVITIES]
+    table.add_row("all, no waits", _shown(sum(work.values())), *sums)
     for what, milliseconds in references:
-        table.add_row(what, f"{milliseconds:.3f}", style="dim")
+        table.add_row(what, _shown(milliseconds), style="dim")
     console.print(table)
     console.print(Text(NOTES, style="dim"))
     for lane in lanes:
@@ -111,3 +116,8 @@ def show_breakdown(
             console.print(Text(full, style="bold red"))
     if absent := missing(lanes):
         console.print(Text(f"no trace of {', '.join(absent)}: is trace.folder set there?", style="bold red"))
+
+
+def _shown(milliseconds: float) -> str:
+    """Five digits at most: 0.008, 36.91, 147.4."""
+    return f"{milliseconds:.{3 if milliseconds < 10 else 2 if milliseconds < 100 else 1}f}"

@@ -18,6 +18,7 @@ from omnireduce import Communicator
 from omnireduce.bench.breakdown import ACTIVITIES, break_down
 from omnireduce.bench.chrome import chrome_trace
 from omnireduce.bench.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
+from omnireduce.bench.report import TABLE_WIDTH
 from omnireduce.config import Trace
 from omnireduce.errors import UsageError
 from omnireduce.runtime.trace import SPAN, Origin, Recorder, What
@@ -122,17 +123,17 @@ def test_traces_that_do_not_fit_together_are_refused() -> None:
 def test_the_timeline_of_one_exchange() -> None:
     events = json.loads(chrome_trace(ONE_EXCHANGE))["traceEvents"]
     spans = [(e["pid"], e["name"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
-    assert (0, "pack", 6000, 2000, {"shard": 0, "blocks": 7}) in spans
-    assert (0, "wake-up", 14000, 3000, {}) in spans
-    assert (0, "collective", 5000, 17000, {"bytes": 4096}) in spans
-    assert (1, "merge", 11000, 2000, {"blocks": 7}) in spans
-    assert (1, "wait", 0, 10000, {}) in spans
+    assert (1, "pack", 6000, 2000, {"shard": 0, "blocks": 7}) in spans
+    assert (1, "wake-up", 14000, 3000, {}) in spans
+    assert (1, "collective", 5000, 17000, {"bytes": 4096}) in spans
+    assert (2, "merge", 11000, 2000, {"blocks": 7}) in spans
+    assert (2, "wait", 0, 10000, {}) in spans
     assert len(spans) == 7 + 6
     arrows = sorted((e["id"], e["ph"], e["pid"], e["ts"]) for e in events if e["ph"] in "sf")
-    assert arrows == [(0, "f", 1, 10999.999), (0, "s", 0, 8000), (1, "f", 0, 17999.999), (1, "s", 1, 14000)]
+    assert arrows == [(0, "f", 2, 10999.875), (0, "s", 1, 8000), (1, "f", 1, 17999.875), (1, "s", 2, 14000)]
     cut = json.loads(chrome_trace(ONE_EXCHANGE, 2 * MS, 5 * MS))["traceEvents"]
     found = {(e["pid"], e["name"], e["ts"], e["dur"]) for e in cut if e["ph"] == "X"}
-    assert {(0, "pack", 0, 1000), (0, "wait", 2000, 1000), (1, "wait", 0, 3000), (1, "wake-up", 1000, 2000)} < found
+    assert {(1, "pack", 0, 1000), (1, "wait", 2000, 1000), (2, "wait", 0, 3000), (2, "wake-up", 1000, 2000)} < found
 
 
 def recorded(folder: Path, job: str = "one", kind: Any = "rank", number: int = 0) -> Recorder:
@@ -200,7 +201,7 @@ def test_spans_nest_on_every_track(traced: Path) -> None:
         if event["ph"] == "X":
             start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
             tracks.setdefault((event["pid"], event["tid"]), []).append((start, -length))
-    assert {pid for pid, _ in tracks} == {0, 1, 2, 3}
+    assert {pid for pid, _ in tracks} == {1, 2, 3, 4}
     for spans in tracks.values():
         open_until: list[int] = []
         for start, length in sorted(spans):
@@ -216,7 +217,8 @@ def test_the_command_shows_a_table_and_writes_a_timeline(traced: Path, tmp_path:
     assert done.exit_code == 0, done.output
     heading, columns, *rows = done.output.splitlines()
     assert heading.startswith("job 'overlapping', 2 ranks, 2 shards; 6 collectives of 1.2M bytes, of 7 recorded")
-    assert columns.split() == ["whole", *ACTIVITIES, "wake-ups", "us", "each"]
+    assert columns.split() == ["whole", *ACTIVITIES, "wakes", "us", "each"]
+    assert max(len(line.rstrip()) for line in done.output.splitlines()) <= TABLE_WIDTH
     assert [row.split()[:2] for row in rows[:4]] == [["rank", "0"], ["rank", "1"], ["shard", "0"], ["shard", "1"]]
     assert json.loads(path.read_text())["otherData"]["job"] == "overlapping"
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])

@@ -23,10 +23,10 @@ def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
     assert "full" not in done.output
     events = json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert lanes == {0: "rank 0", 1: "rank 1", 2: "shard 0", 3: "shard 1"}
-    sizes = [event["args"]["bytes"] for event in events if event["name"] == "collective" and event["pid"] == 0]
+    assert lanes == {1: "rank 0", 2: "rank 1", 3: "shard 0", 4: "shard 1"}
+    sizes = [event["args"]["bytes"] for event in events if event["name"] == "collective" and event["pid"] == 1]
     assert sizes.count(1 << 20) == 4  # the warm-up is left out; barriers are there
-    assert {event["pid"] for event in events if event["name"] == "merge"} == {2, 3}
+    assert {event["pid"] for event in events if event["name"] == "merge"} == {3, 4}
 
 
 def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
