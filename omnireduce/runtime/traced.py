@@ -11,7 +11,6 @@ from omnireduce.config import Trace
 from omnireduce.dtypes import Array
 from omnireduce.protocol.operands import Operand, Packed
 from omnireduce.protocol.reduction import Reduction
-from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.engine import Engine, Handle
 from omnireduce.runtime.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Credited, Event, Link, Received
@@ -149,8 +148,8 @@ class TracedOperand:
 class TracedEngine(Engine):
     """An engine that writes its trace when it is shut down."""
 
-    def __init__(self, recorder: Recorder, machine: WorkerMachine, links: Sequence[Link], spin_s: float) -> None:
-        super().__init__(machine, links, spin_s)
+    def __init__(self, recorder: Recorder, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._recorder = recorder
 
     def submit(

@@ -80,6 +80,7 @@ def test_every_rank_and_shard_tells_what_it_did(tmp_path: Path, kind: str) -> No
     assert sum(int(lane.of(What.MERGE)["detail"].sum()) for lane in lanes[2:]) == union
     for lane in lanes:
         assert lane.origin.missed == 0
+        assert lane.of(What.WAIT).size > 0
         assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
     assert_collectives_hold_their_work(lanes[:2])
     assert_messages_meet(lanes)
@@ -92,7 +93,7 @@ def assert_collectives_hold_their_work(ranks: list[Lane]) -> None:
         for start, end in zip(collectives["start"], collectives["end"], strict=True):
             inside = lane.spans[(lane.spans["start"] >= start) & (lane.spans["end"] <= end)]
             kinds = {What(what) for what in inside["what"]}
-            assert {What.PACK, What.SCATTER, What.SEND, What.RECEIVE, What.WAIT} <= kinds
+            assert {What.PACK, What.SCATTER, What.SEND, What.RECEIVE} <= kinds  # the last rank need not wait
             inside = inside[inside["what"] != What.COLLECTIVE]
             assert 0 < (inside["end"] - inside["start"]).sum() <= end - start
 
@@ -183,8 +184,11 @@ def test_a_shard_says_that_its_trace_is_full(tmp_path: Path) -> None:
 
 
 def test_an_aborted_job_leaves_its_traces(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
     def run(comm: Communicator) -> None:
         exchange(comm)
+        both.wait(WAIT_S)
         if comm.rank == 0:
             raise KeyError("mine")
         exchange(comm)
