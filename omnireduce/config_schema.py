@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"]
 Op = Literal["sum", "mean", "min", "max", "prod"]
 Overlap = Literal["random", "full", "none"]
+Distribution = Literal["uniform", "zipf"]
 Kind = Literal["auto", "shm", "tcp", "verbs"]
 Level = Literal["debug", "info", "warning", "error"]
 Users = Literal["same", "any"]
@@ -283,6 +284,13 @@ class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Overlap | Annotated[tuple[Overlap, ...], _AtLeastOne],
         _meta("where the non-zero blocks of the workers are: random, the same (full) or disjoint (none)"),
     ] = "random"
+    distribution: Annotated[
+        Distribution | Annotated[tuple[Distribution, ...], _AtLeastOne],
+        _meta(
+            "which blocks are likely to be non-zero: all (uniform), or the first ones by Zipf's law (zipf), as in an "
+            "embedding whose rows are sorted by frequency"
+        ),
+    ] = "uniform"
     rounds: Annotated[int, _meta("timed rounds of each row", "rounds", ge=1, le=1_000_000)] = 20
     warmup: Annotated[int, _meta("rounds before the timed ones", "rounds", ge=0, le=1_000_000)] = 3
     seed: Annotated[int, _meta("seed of the data", ge=0, le=_SEED)] = 1

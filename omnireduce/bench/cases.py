@@ -49,20 +49,29 @@ class SyntheticCase:
     overlap: str
     density: float
     seed: int
+    distribution: str = "uniform"
 
     def __str__(self) -> str:
         return f"{self.op} of {self.dtype}[{self.elements}], density {self.density:g}"
 
     @property
     def data(self) -> str:
-        return f"{self.overlap} overlap"
+        return f"{self.overlap} overlap{', Zipf' if self.distribution == 'zipf' else ''}"
 
     def check(self, world_size: int) -> None:
-        check_data(self.dtype, self.op, self.density, self.overlap, world_size)
+        check_data(self.dtype, self.op, self.density, self.overlap, world_size, self.distribution)
 
     def tensors(self, world_size: int) -> TensorSource:
         return Dataset(
-            self.elements, self.dtype, self.block_size, self.density, self.overlap, self.op, world_size, self.seed
+            self.elements,
+            self.dtype,
+            self.block_size,
+            self.density,
+            self.overlap,
+            self.op,
+            world_size,
+            self.seed,
+            self.distribution,
         )
 
 
@@ -100,11 +109,12 @@ def synthetic_cases(config: Config) -> list[SyntheticCase]:
     """The sweep: every combination of the values that [bench] lists, the density varying fastest."""
     bench = config.bench
     return [
-        SyntheticCase(elements, dtype, op, block_size, overlap, density, bench.seed)
+        SyntheticCase(elements, dtype, op, block_size, overlap, density, bench.seed, distribution)
         for elements in _listed(bench.elements)
         for dtype in _listed(bench.dtype)
         for op in _listed(bench.op)
         for block_size in _block_sizes(config)
+        for distribution in _listed(bench.distribution)
         for overlap in _listed(bench.overlap)
         for density in _listed(bench.density)
     ]

@@ -74,9 +74,11 @@ class Dataset:
     """The tensors of `world_size` ranks: `elements` of `dtype`, a fraction `density` of the blocks not zero.
 
     Exactly `round(density * blocks)` blocks of each rank are chosen: independently ("random"), the same on
-    all ranks ("full"), or disjoint ("none", there at most `blocks // world_size` each). Equal arguments give
-    equal tensors in every process. Raises UsageError for disjoint blocks that cannot fit, for a mean of
-    integers and for an unknown dtype, op or overlap.
+    all ranks ("full"), or disjoint ("none", there at most `blocks // world_size` each). `distribution` says which
+    are likely: "uniform" all, "zipf" the first ones, as if blocks were drawn by Zipf's law, the i-th with weight 1/i,
+    until so many different ones had come: what rows of an embedding, the most frequent first, do in a batch. Equal
+    arguments give equal tensors in every process. Raises UsageError for disjoint blocks that cannot fit, for a mean of
+    integers and for an unknown dtype, op, overlap or distribution.
     """
 
     any_order = True
@@ -91,15 +93,16 @@ class Dataset:
         op: str,
         world_size: int,
         seed: int,
+        distribution: str = "uniform",
     ) -> None:
-        self._type = check_data(dtype, op, density, overlap, world_size)
+        self._type = check_data(dtype, op, density, overlap, world_size, distribution)
         self._layout = Layout(elements, block_size)
         self._op, self._world_size, self._seed = op, world_size, seed
         rng = np.random.default_rng([seed, 0])
         table = _values(self._type, op, world_size, _WINDOWS + block_size - 1, rng)
         self._starts = np.flatnonzero(table[:_WINDOWS])
         self._windows = np.lib.stride_tricks.sliding_window_view(_bits(table), block_size)
-        self._masks = _masks(self._layout.blocks, density, overlap, world_size, seed)
+        self._masks = _masks(self._layout.blocks, density, overlap, world_size, seed, distribution)
         self._union = np.logical_or.reduce(self._masks)
 
     @property
@@ -206,11 +209,15 @@ def check_reduction(dtype: str, op: str) -> ElementType:
     return ELEMENT_TYPES[dtype]
 
 
-def check_data(dtype: str, op: str, density: float, overlap: str, world_size: int) -> ElementType:
+def check_data(
+    dtype: str, op: str, density: float, overlap: str, world_size: int, distribution: str = "uniform"
+) -> ElementType:
     """The element type of such data. Raises UsageError if there is no such data."""
     kind = check_reduction(dtype, op)
     if overlap not in _OVERLAPS:
         raise UsageError(f"got overlap {overlap!r}, expected one of {', '.join(_OVERLAPS)}")
+    if distribution not in _CHOOSE:
+        raise UsageError(f"got distribution {distribution!r}, expected one of {', '.join(_CHOOSE)}")
     if overlap == "none" and density * world_size > 1:
         raise UsageError(
             f"{world_size} workers cannot have disjoint blocks at density {density:g}, "
@@ -235,29 +242,42 @@ def _values(kind: ElementType, op: str, world_size: int, count: int, rng: np.ran
     return values.astype(kind.dtype)
 
 
-def _masks(blocks: int, density: float, overlap: str, world_size: int, seed: int) -> list[Array]:
+def _masks(blocks: int, density: float, overlap: str, world_size: int, seed: int, distribution: str) -> list[Array]:
     """Each rank's chosen blocks: bool (blocks,)."""
     count = round(density * blocks)
+    choose = _CHOOSE[distribution]
     if overlap == "full":
-        return [_choose(blocks, count, np.random.default_rng([seed, 1]))] * world_size
+        return [choose(np.arange(blocks), count, np.random.default_rng([seed, 1]))] * world_size
     masks = []
     free = np.ones(blocks, np.bool_)
     if overlap == "none":
         count = min(count, blocks // world_size)
     for rank in range(world_size):
         mask = np.zeros(blocks, np.bool_)
-        mask[free] = _choose(int(np.count_nonzero(free)), count, np.random.default_rng([seed, 1, rank]))
+        mask[free] = choose(np.flatnonzero(free), count, np.random.default_rng([seed, 1, rank]))
         masks.append(mask)
         if overlap == "none":
             free &= ~mask
     return masks
 
 
-def _choose(among: int, count: int, rng: np.random.Generator) -> Array:
-    """Choose exactly `count` of `among` at random: bool (among,)."""
-    mask = np.arange(among) < count
+def _choose_uniform(blocks: Array, count: int, rng: np.random.Generator) -> Array:
+    """Choose exactly `count` of `blocks` at random: bool, of the shape of `blocks`."""
+    mask = np.arange(blocks.size) < count
     rng.shuffle(mask)
     return mask
+
+
+def _choose_zipf(blocks: Array, count: int, rng: np.random.Generator) -> Array:
+    """The same by Zipf's law over their numbers. Drawn again and again, block i first comes after an exponential time
+    of mean i + 1; the `count` earliest are chosen (Efraimidis and Spirakis 2006)."""
+    earliest = np.argsort(rng.standard_exponential(blocks.size) * (blocks + 1))[:count]
+    mask = np.zeros(blocks.size, np.bool_)
+    mask[earliest] = True
+    return mask
+
+
+_CHOOSE = {"uniform": _choose_uniform, "zipf": _choose_zipf}
 
 
 def _hash(x: Array) -> Array:

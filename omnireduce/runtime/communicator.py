@@ -42,11 +42,12 @@ BYTES = np.dtype(np.uint8)
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Totals of one worker since it joined. Bytes include framing; with shared memory, what a wire would have
-    carried."""
+    carried. `shard_bytes` are those exchanged with each shard, both ways."""
 
     sent_bytes: int
     received_bytes: int
     collectives: int
+    shard_bytes: tuple[int, ...]
 
 
 class Communicator:
@@ -121,6 +122,7 @@ class Communicator:
             sum(each.sent_bytes for each in counters),
             sum(each.received_bytes for each in counters),
             self._machine.submitted,
+            tuple(each.sent_bytes + each.received_bytes for each in counters),
         )
 
     def allreduce(

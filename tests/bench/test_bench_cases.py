@@ -28,13 +28,17 @@ def test_a_sweep_is_the_product_of_the_lists() -> None:
         "op": ["sum", "max"],
         "block_size": [0, 8],
         "overlap": ["full", "random"],
+        "distribution": ["uniform", "zipf"],
         "density": [1.0, 0.5, 0.25],
     }
     found = synthetic_cases(configuration(*(f"bench.{key}={value}" for key, value in lists.items())))
-    assert len(found) == len(set(found)) == 2**5 * 3
+    assert len(found) == len(set(found)) == 2**6 * 3
     assert [case.density for case in found[:4]] == [1.0, 0.5, 0.25, 1.0]
     assert {case.block_size for case in found} == {256, 8}
-    assert found[-1] == SyntheticCase(20, "int8", "max", 8, "random", 0.25, 1)
+    assert found[-1] == SyntheticCase(20, "int8", "max", 8, "random", 0.25, 1, "zipf")
+    assert {case.data for case in found} == {
+        f"{overlap} overlap{more}" for overlap in ("full", "random") for more in ("", ", Zipf")
+    }
 
 
 def test_recorded_cases_are_every_array_with_each_op_and_block_size(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ def make(
     op: Any = "sum",
     world_size: int = 3,
     seed: int = 1,
+    distribution: Any = "uniform",
 ) -> Dataset:
-    return Dataset(elements, dtype, block_size, density, overlap, op, world_size, seed)
+    return Dataset(elements, dtype, block_size, density, overlap, op, world_size, seed, distribution)
 
 
 def filled(data: Dataset, elements: int, world_size: int, round_number: int = 0) -> list[Array]:
@@ -69,6 +70,7 @@ def block_flags(tensor: Array, block_size: int) -> Array:
     op=st.sampled_from(list(UFUNCS)),
     world_size=st.integers(1, 7),
     seed=st.integers(0, 2**63 - 1),
+    distribution=st.sampled_from(["uniform", "zipf"]),
 )
 def test_matches_numpy(
     elements: int,
@@ -79,10 +81,11 @@ def test_matches_numpy(
     op: str,
     world_size: int,
     seed: int,
+    distribution: str,
 ) -> None:
     assume(op != "mean" or dtype in FLOATS)
     assume(overlap != "none" or density * world_size <= 1)
-    data = make(elements, dtype, block_size, density, overlap, op, world_size, seed)
+    data = make(elements, dtype, block_size, density, overlap, op, world_size, seed, distribution)
     for round_number in (0, 1):
         tensors = filled(data, elements, world_size, round_number)
         result = reduced(tensors, op)
@@ -173,6 +176,30 @@ def test_same_arguments_same_tensors_and_different_ones_differ() -> None:
     assert np.count_nonzero(ranks[0] == ranks[1]) < 100
 
 
+def test_zipf_makes_the_first_blocks_likely() -> None:
+    """Drawn with weight 1/i until so many different blocks came, block i is among them with 1 - exp(-t/i)."""
+    blocks, size, ranks = 4096, 8, 64
+    data = make(blocks * size, block_size=size, density=0.05, world_size=ranks, distribution="zipf")
+    flags = np.array([block_flags(tensor, size) for tensor in filled(data, blocks * size, ranks)])
+    number = np.arange(1, blocks + 1)
+    low, high = 0.0, float(blocks)
+    for _ in range(60):  # t, by bisection
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 - np.exp(-middle / number)).sum() < flags[0].sum() else (low, middle)
+    expected = 1 - np.exp(-low / number)
+    for first, last in [(0, 8), (8, 32), (32, 128), (128, 512), (512, 4096)]:
+        part, share = slice(first, last), flags[:, first:last].mean()
+        deviation = np.sqrt((expected[part] * (1 - expected[part])).sum() / ranks) / (last - first)
+        assert abs(share - expected[part].mean()) < 5 * deviation + 1e-3, (first, last)
+
+
+def test_the_zipf_blocks_of_ranks_may_be_the_same_or_disjoint() -> None:
+    same = [block_flags(each, 16) for each in filled(make(overlap="full", distribution="zipf"), 1000, 3)]
+    assert np.array_equal(same[0], same[1])
+    apart = [block_flags(each, 16) for each in filled(make(overlap="none", density=0.3, distribution="zipf"), 1000, 3)]
+    assert sum(each.astype(int) for each in apart).max() == 1
+
+
 def test_data_is_irregular() -> None:
     tensor = filled(make(100_000, density=1.0), 100_000, 1)[0]
     assert np.unique(tensor).size > 10_000
@@ -190,6 +217,8 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(UsageError, match=r"3 workers cannot have disjoint blocks at density 0\.5"):
         make(overlap="none")
+    with pytest.raises(UsageError, match="got distribution 'pareto', expected one of uniform, zipf"):
+        make(distribution="pareto")
     with pytest.raises(UsageError, match="mean of int8"):
         make(dtype="int8", op="mean")
     with pytest.raises(UsageError, match="expected one of float16"):

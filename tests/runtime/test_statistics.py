@@ -49,6 +49,25 @@ def test_bytes_are_the_non_zero_blocks_plus_framing(
         assert down <= received <= down + framing
 
 
+def test_bytes_of_each_shard(daemon: Daemon) -> None:
+    """Only the second of three stripes holds data, and only its shard moves more than framing."""
+    tensor = np.zeros((3, 64 * BLOCK), np.float32)
+    tensor[1] = 1
+
+    def run(comm: Communicator) -> tuple[list[int], int]:
+        before = comm.statistics()
+        comm.allreduce(tensor.copy())
+        after = comm.statistics()
+        each = [now - then for now, then in zip(after.shard_bytes, before.shard_bytes, strict=True)]
+        sent, received, _ = difference(after, before)
+        return each, sent + received
+
+    for (first, second, third), total in run_job(configured(daemon.addresses), 2, run):
+        assert first + second + third == total
+        assert first + third < 2000
+        assert second > 2 * tensor[1].nbytes
+
+
 def test_nothing_but_framing_for_zeros(config: Config) -> None:
     def run(comm: Communicator) -> tuple[int, int, int]:
         before = comm.statistics()
