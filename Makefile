@@ -12,7 +12,7 @@ MAKEFLAGS += --no-print-directory
 .PHONY: help demo test lint types check bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
 
 demo: $(READY) ## start two aggregator shards, run the bench, density and train workers, stop everything
 	@$(BIN)/python examples/demo.py
@@ -32,13 +32,18 @@ types: $(READY) ## mypy --strict
 
 check: lint types test ## lint, types and tests: what CI runs
 
-bench: $(READY) ## measure against MPICH, Open MPI and gloo on this host; hours. Draws into results/
-	@$(BIN)/python -m benchmarks run $(ARGS)
-	@$(BIN)/python -m pip install --quiet -e '.[plot]'
-	@$(BIN)/python -m benchmarks plot
+bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; half an hour. ARGS=--resume goes on
+	@status=0; \
+	$(BIN)/python -m benchmarks run $(ARGS) || status=1; \
+	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
+	$(BIN)/python -m pip install --quiet -e '.[plot]' && $(BIN)/python -m benchmarks plot || status=1; \
+	exit $$status
 
-bench-quick: $(READY) ## the same, only the cases that have a target; six minutes
-	@$(BIN)/python -m benchmarks run --quick $(ARGS)
+bench-quick: $(READY) ## measure what has a target: on this host and, as root, on shaped links; nine minutes
+	@status=0; \
+	$(BIN)/python -m benchmarks run --quick $(ARGS) || status=1; \
+	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
+	exit $$status
 
 rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are
 	@tools/pyverbs.sh $(VENV)

@@ -1,7 +1,8 @@
 """The benchmark against what a user would pick instead.
 
-`run` measures on this host, `shaped` between hosts with shaped links, `plot` draws what they wrote. `profile` shows
-where the service's own time goes.
+`run` measures on this host, `shaped` between hosts with shaped links; both say in summary.json which targets are met.
+`plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
+`profile` shows where the service's own time goes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +18,18 @@ import click
 from rich.console import Console
 
 from benchmarks.cases import SIZES, Case, all_cases, target_cases
-from benchmarks.contest import PEERS, contest
+from benchmarks.contest import PEERS
 from benchmarks.group import PeerError
 from benchmarks.profiling import profile_case
-from benchmarks.report import Results, rows_of, show_case, show_verdicts
-from benchmarks.shaped import LAYOUTS, Setting, run_setting
-from benchmarks.targets import verdicts
+from benchmarks.report import Outcome, Results, show_case, show_verdicts
+from benchmarks.shaped import LAYOUTS, Setting, run_settings
+from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
 from omnireduce.errors import OmniReduceError
+
+RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
+RESUME = click.option("--resume", is_flag=True, help="Leave out the cases that the files have rows of.")
+ROUNDS = click.option("--rounds", type=click.IntRange(1), help="Timed rounds of each case, instead of its own.")
 
 
 @click.group(help=__doc__)
@@ -34,10 +40,11 @@ def main() -> None:
 @main.command()
 @click.option("--quick", is_flag=True, help="Only the cases that have a target.")
 @click.option("--only", default="", help="Only the cases whose name contains this text.")
-@click.option("--rounds", type=click.IntRange(1), default=None, help="Timed rounds of each case, instead of its own.")
 @click.option("--peers", default=",".join(PEERS), show_default=True, help="Whom to compare with.")
-@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
-def run(quick: bool, only: str, rounds: int | None, peers: str, results: Path) -> None:
+@ROUNDS
+@RESUME
+@RESULTS
+def run(quick: bool, only: str, peers: str, rounds: int | None, resume: bool, results: Path) -> None:
     """Measure on this host, print a table for each case, and write rows.json and summary.json."""
     cases = [case for case in (target_cases() if quick else all_cases()) if only in case.name]
     chosen = [name for name in peers.split(",") if name]
@@ -45,44 +52,69 @@ def run(quick: bool, only: str, rounds: int | None, peers: str, results: Path) -
         raise click.UsageError(f"--peers: got {', '.join(sorted(unknown))}, expected some of {', '.join(PEERS)}")
     if not cases:
         raise click.UsageError(f"no case's name contains {only!r}")
-    if rounds is not None:
-        cases = [replace(case, rounds=rounds) for case in cases]
-    console, found, started = Console(width=140), Results(results), time.monotonic()
-    for (transport, ranks), group in itertools.groupby(cases, key=lambda case: (case.transport, case.ranks)):
-        try:
-            with contest(transport, ranks, chosen) as running:
-                for case in group:
-                    measured = running.run(case)
-                    found.add(rows_of(measured), verdicts([measured]))
-                    show_case(console, measured)
-        except PeerError as error:
-            raise click.ClickException(str(error)) from error
-    show_verdicts(console, found.verdicts)
-    console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {results}")
-    sys.exit(1 if found.wrong else 0)
+    found, cases = _opened(results, "rows.json", cases, resume)
+    try:
+        _measure(found, cases, sweep([replace(case, rounds=rounds or case.rounds) for case in cases], chosen))
+    except PeerError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @main.command()
 @click.option("--rate", default="1gbit", show_default=True, help="Of every link, each way, as tc writes it.")
-@click.option("--rounds", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--layout", type=click.Choice(LAYOUTS), multiple=True, default=LAYOUTS, show_default=True)
-@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Configuration of the workers.")
 @click.option("--ranks", type=click.IntRange(2), multiple=True, default=(2, 4), show_default=True)
-@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Configuration of the workers.")
+@click.option("--optional", is_flag=True, help="Where there can be no such hosts say so, and succeed.")
+@ROUNDS
+@RESUME
+@RESULTS
 def shaped(
-    rate: str, rounds: int, layout: tuple[str, ...], ranks: tuple[int, ...], sets: tuple[str, ...], results: Path
+    rate: str,
+    layout: tuple[str, ...],
+    ranks: tuple[int, ...],
+    sets: tuple[str, ...],
+    optional: bool,
+    rounds: int | None,
+    resume: bool,
+    results: Path,
 ) -> None:
-    """Measure on hosts with shaped links (network namespaces; needs root), and write testbed.json."""
-    console, found = Console(width=140), Results(results, "testbed.json", "testbed-summary.json")
+    """Measure on hosts with shaped links (network namespaces; needs root), and write testbed.json and summary.json."""
+    settings = [Setting(*each, rate) for each in itertools.product(layout, ranks)]
+    every = [case for each in settings for case in each.cases(rounds)]
+    found, cases = _opened(results, "testbed.json", every, resume)
+    chosen = {each: [case for case in each.cases(rounds) if case in cases] for each in settings}
     try:
-        for setting in itertools.starmap(Setting, itertools.product(layout, ranks)):
-            for measured, rows, lines in run_setting(setting, rate, rounds, sets):
-                found.add(rows, lines)
-                show_case(console, measured)
-    except (PeerError, TestbedError, RuntimeError) as error:
+        _measure(found, cases, run_settings(chosen, sets))
+    except TestbedError as error:
+        if not optional:
+            raise click.ClickException(str(error)) from error
+        sys.stderr.write(f"\n###\n### NOT MEASURED: shaped links: {error}\n###\n")
+
+
+def _opened(folder: Path, rows: str, cases: Sequence[Case], resume: bool) -> tuple[Results, list[Case]]:
+    """The results so far without these cases, and the cases; or the results, and the cases that are missing."""
+    try:
+        found = Results(folder, rows)
+    except ValueError as error:
         raise click.ClickException(str(error)) from error
+    if not resume:
+        found.forget(cases)
+    return found, [case for case in cases if case.name not in found.measured]
+
+
+def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome]) -> None:
+    """Take the outcomes of the cases as they come; end the program if one is missing or wrong."""
+    console, started = Console(width=140), time.monotonic()
+    for each in outcomes:
+        found.add(each)
+        show_case(console, each)
     show_verdicts(console, found.verdicts)
-    sys.exit(1 if found.wrong else 0)
+    console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {found.folder}")
+    missing = [case.name for case in cases if case.name not in found.measured]
+    if missing:
+        raise click.ClickException(f"not measured: {'; '.join(missing)}. Try again with --resume")
+    if found.wrong:
+        raise click.ClickException(f"{found.wrong} elements were wrong")
 
 
 @main.command()
@@ -92,7 +124,7 @@ def shaped(
 @click.option("--size", type=click.Choice(list(SIZES)), default="100 MiB", show_default=True, help="Of the tensor.")
 @click.option("--density", type=click.FloatRange(0, 1), default=1.0, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Traced rounds.")
-@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
+@RESULTS
 def profile(transport: str, ranks: int, shards: int, size: str, density: float, rounds: int, results: Path) -> None:
     """Trace all-reduces on this host, print where the time goes in each rank and shard, and write profile.json, which
     ui.perfetto.dev shows."""
@@ -105,15 +137,18 @@ def profile(transport: str, ranks: int, shards: int, size: str, density: float, 
 
 
 @main.command()
-@click.option("--results", type=click.Path(path_type=Path, exists=True), default=Path("results"), show_default=True)
-def plot(results: Path) -> None:
-    """Draw the rows in FOLDER, as PNG and SVG."""
+@RESULTS
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the pictures, instead of that of the results.")
+@click.option("--format", "formats", type=click.Choice(("png", "svg")), multiple=True, default=("png", "svg"))
+def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
+    """Draw the rows in the folder of results."""
     try:
         from benchmarks.plots import draw
-
-        made = draw(results)
     except ImportError as error:
         raise click.ClickException(f"{error}: pip install 'omnireduce[plot]'") from error
+    made = draw(results, out or results, formats)
+    if not made:
+        raise click.ClickException(f"no rows to draw in {results}: `python -m benchmarks run` writes them")
     for path in made:
         click.echo(path)
 

@@ -8,11 +8,27 @@ from dataclasses import dataclass
 BLOCK = 256  # elements; also the length of a row
 DENSITIES = (1.0, 0.5, 0.1, 0.01, 0.001, 0.0)
 SIZES = {"4 KiB": 1 << 10, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "16 MiB": 1 << 22, "100 MiB": 26_214_400}  # float32
+LARGEST = {"400 MiB": 4 * 26_214_400}  # for memory alone
+TRANSPORTS = ("shm", "tcp")
+SHARDS, SKEW_SHARDS = 2, 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """What has to run for a case: cases of one place are measured by the same processes."""
+
+    transport: str
+    ranks: int
+    shards: int = SHARDS
 
 
 @dataclass(frozen=True)
 class Case:
-    """One exchange of `elements` of float32 among `ranks`. `kind`: a dense tensor, or `rows` of a sparse matrix."""
+    """One exchange of `elements` of float32 among `ranks`.
+
+    `kind`: a `dense` tensor; `rows` of a sparse matrix; `skew`, a tensor whose first blocks are the likely ones, over
+    four shards; or `memory`, what processes take for tensors of several densities.
+    """
 
     transport: str
     ranks: int
@@ -20,45 +36,65 @@ class Case:
     density: float
     overlap: str = "random"
     kind: str = "dense"
-    rounds: int = 20
+    rounds: int = 15
 
     @property
     def elements(self) -> int:
-        return SIZES[self.size]
+        return (SIZES | LARGEST)[self.size]
+
+    @property
+    def distribution(self) -> str:
+        return "zipf" if self.kind == "skew" else "uniform"
+
+    @property
+    def place(self) -> Place:
+        return Place(self.transport, self.ranks, SKEW_SHARDS if self.kind == "skew" else SHARDS)
 
     @property
     def name(self) -> str:
-        what = "rows" if self.kind == "rows" else f"{self.overlap} overlap"
-        return f"{self.transport}, {self.ranks} ranks, {self.size}, density {self.density:g}, {what}"
+        where = f"{self.transport}, {self.ranks} ranks, {self.size}"
+        if self.kind == "memory":
+            return f"{where}, memory"
+        whats = {"rows": "rows", "skew": f"Zipf over {self.place.shards} shards"}
+        return f"{where}, density {self.density:g}, {whats.get(self.kind, f'{self.overlap} overlap')}"
 
 
-def _dense(transport: str, ranks: int, size: str, densities: tuple[float, ...], rounds: int = 20) -> list[Case]:
+def _each(transport: str, ranks: int, size: str, densities: tuple[float, ...], rounds: int = 15) -> list[Case]:
     return [Case(transport, ranks, size, density, rounds=rounds) for density in densities]
 
 
 def target_cases() -> list[Case]:
     """The cases on one host that have a target."""
     return [
-        *_dense("shm", 2, "100 MiB", (1.0, 0.1, 0.01, 0.0)),
-        *_dense("shm", 2, "1 MiB", (1.0, 0.1, 0.01), 100),
-        *_dense("shm", 2, "64 KiB", (1.0,), 300),
-        *_dense("shm", 2, "4 KiB", (1.0,), 300),
+        *_each("shm", 2, "100 MiB", (1.0, 0.1, 0.01, 0.0)),
+        *_each("shm", 2, "1 MiB", (1.0, 0.1, 0.01), 100),
+        *_each("shm", 2, "64 KiB", (1.0,), 300),
+        *_each("shm", 2, "4 KiB", (1.0,), 300),
         Case("shm", 2, "100 MiB", 0.01, kind="rows"),
-        *_dense("shm", 4, "100 MiB", (1.0, 0.1, 0.01)),
+        *_each("shm", 4, "100 MiB", (1.0, 0.1, 0.01)),
         Case("shm", 4, "100 MiB", 0.01, kind="rows"),
-        *_dense("tcp", 2, "100 MiB", (1.0, 0.1, 0.01)),
+        *_each("tcp", 2, "100 MiB", (1.0, 0.1, 0.01)),
+        *(
+            Case(transport, 2, "100 MiB", density, kind="skew", rounds=5)
+            for transport, density in itertools.product(TRANSPORTS, (0.1, 0.01))
+        ),
+        *(Case("shm", 2, size, 1.0, kind="memory", rounds=1) for size in (*SIZES, *LARGEST)),
+        *(Case("tcp", 2, size, 1.0, kind="memory", rounds=1) for size in ("4 KiB", "100 MiB")),
     ]
 
 
 def all_cases() -> list[Case]:
-    """Every transport, number of ranks, size, density and overlap, then those with a target."""
-    grid = itertools.product(("shm", "tcp"), (2, 4), SIZES, DENSITIES, ("random", "full", "none"))
-    found = []
-    for transport, ranks, size, density, overlap in grid:
+    """Those with a target, then every other combination of transport, ranks, size, density and overlap."""
+    found = target_cases()
+    names = {case.name for case in found}
+    for transport, ranks, size, density, overlap in itertools.product(
+        TRANSPORTS, (2, 4), SIZES, DENSITIES, ("random", "full", "none")
+    ):
         if overlap != "random" and density in (1.0, 0.0):
             continue  # the same tensors
         if overlap == "none" and density * ranks > 1:
             continue
-        found.append(Case(transport, ranks, size, density, overlap))
-    names = {case.name for case in target_cases()}
-    return [case for case in found if case.name not in names] + target_cases()
+        case = Case(transport, ranks, size, density, overlap, rounds=5 if size == "100 MiB" else 10)
+        if case.name not in names:
+            found.append(case)
+    return found

@@ -11,42 +11,50 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import BLOCK, Case
-from benchmarks.group import Daemon, Group, PeerError, daemon, gloo_group, mpi_group, service_group
+from benchmarks.cases import BLOCK, Case, Place
+from benchmarks.group import Group, PeerError, Servers, daemon, echo_servers, gloo_group, mpi_group, service_group
 
 WARM_UP = 2  # rounds
 SEED = 1
-OURS, SCAN = "omnireduce", "scan only"
+OURS, SCAN, BOUND = "omnireduce", "scan only", "plain sockets"
 PEERS = ("mpich", "openmpi", "gloo")
 AGSPARSE_DENSITY = 0.01  # above it a round of the all-gather of elements takes seconds
-SHARDS = 2
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One way to do the exchange: a method of a group. `dense` ones move everything."""
+    """One way to do the exchange: a method of a group, for some cases. `rival`: what others use for dense tensors.
+
+    `servers_s` tells the processor time so far of what its ranks connect to.
+    """
 
     label: str
     group: Group
     method: str
     kind: str
-    dense: bool = True
+    rival: bool = False
+    densities: tuple[float, float] = (0.0, 1.0)  # least and most
+    servers_s: Callable[[], float] = lambda: 0.0
 
     def fits(self, case: Case) -> bool:
-        sparse_enough = self.dense or case.kind == "rows" or case.density <= AGSPARSE_DENSITY
-        return self.kind == case.kind and sparse_enough
+        least, most = self.densities
+        return self.kind == case.kind and least <= case.density <= most
 
 
 @dataclass
 class Result:
-    """What one entrant took in one case: milliseconds of the slowest rank in each round, and the rest per round."""
+    """What one entrant took in one case: milliseconds of the slowest rank in each round, and the rest per round.
+
+    `up` and `down` are bytes per rank, `shard_bytes` those of all ranks with each shard.
+    """
 
     label: str
-    dense: bool
+    rival: bool
     ms: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     up: int = 0
     down: int = 0
+    shard_bytes: list[int] = field(default_factory=list)
     wrong: int = 0
     peak_mib: float = 0.0
 
@@ -64,25 +72,25 @@ class Measured:
     union_density: float
     results: dict[str, Result]
 
-    def best_dense(self) -> Result | None:
+    def best_rival(self) -> Result | None:
         """The fastest of the others that move everything."""
-        others = [each for each in self.results.values() if each.dense and each.label not in (OURS, SCAN)]
-        return min(others, key=lambda each: each.median, default=None)
+        rivals = [each for each in self.results.values() if each.rival]
+        return min(rivals, key=lambda each: each.median, default=None)
 
 
 class Contest:
-    """All competitors for one transport and number of ranks."""
+    """All competitors for one place."""
 
-    def __init__(self, entrants: Sequence[Entrant], cpu_seconds: Callable[[], float]) -> None:
-        self._entrants, self._daemon_cpu = entrants, cpu_seconds
+    def __init__(self, entrants: Sequence[Entrant]) -> None:
+        self._entrants = entrants
 
     def run(self, case: Case) -> Measured:
         """Measure one case. Raises PeerError when a competitor fails."""
         entrants = [each for each in self._entrants if each.fits(case)]
-        data: dict[str, Any] = {"overlap": case.overlap, "block_size": BLOCK, "seed": SEED, "density": case.density}
+        data: dict[str, Any] = {"overlap": case.overlap, "distribution": case.distribution, "density": case.density}
         for group in dict.fromkeys(each.group for each in entrants):
-            told = group.tell(do="case", elements=case.elements, **data)
-        results = {each.label: Result(each.label, each.dense) for each in entrants}
+            told = group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
+        results = {each.label: Result(each.label, each.rival) for each in entrants}
         for number in range(WARM_UP + case.rounds):
             for entrant in entrants:
                 self._round(entrant, case, number, results[entrant.label])
@@ -90,57 +98,61 @@ class Contest:
 
     def _round(self, entrant: Entrant, case: Case, number: int, result: Result) -> None:
         """One round of one entrant. The service's every result is checked, of the others the first."""
-        ours = entrant.label == OURS
-        processor = self._daemon_cpu() if ours else 0.0
-        answers = entrant.group.tell(
-            do="round", kind=case.kind, method=entrant.method, number=number,
-            check=entrant.label != SCAN and (ours or number == 0),
-        )  # fmt: skip
+        checked = entrant.label == OURS or (number == 0 and entrant.label not in (SCAN, BOUND))
+        servers_s = entrant.servers_s()
+        answers = entrant.group.tell(do="round", kind=case.kind, method=entrant.method, number=number, check=checked)
         result.wrong += sum(each["wrong"] for each in answers)
         if number < WARM_UP:
             return
         result.ms.append(1e3 * max(each["seconds"] for each in answers))
-        shards = self._daemon_cpu() - processor if ours else 0.0
-        result.cpu_s.append(sum(each["cpu"] for each in answers) + shards)
-        result.up = round(float(np.mean([each["sent"] for each in answers])))
-        result.down = round(float(np.mean([each["received"] for each in answers])))
+        result.cpu_s.append(sum(each["cpu"] for each in answers) + entrant.servers_s() - servers_s)
+        wire_bytes = np.array([each["wire_bytes"] for each in answers])
+        result.up, result.down = (round(float(each)) for each in wire_bytes[:, :2].mean(axis=0))
+        result.shard_bytes = wire_bytes[:, 2:].sum(axis=0).tolist()
         result.peak_mib = max(result.peak_mib, *(each["peak_mib"] for each in answers))
 
 
-def _entrants(group: Group) -> list[Entrant]:
-    if group.name == "service":
-        return [
-            Entrant(OURS, group, "allreduce", "dense"),
-            Entrant(SCAN, group, "scan", "dense"),
-            Entrant(OURS, group, "allreduce", "rows"),
-        ]
+def _other_entrants(group: Group) -> list[Entrant]:
     if group.name == "gloo":
-        return [Entrant("gloo", group, "allreduce", "dense"), Entrant("gloo sparse", group, "sparse", "rows", False)]
-    found = [Entrant(f"{group.name} {how}", group, how, "dense") for how in ("out of place", "in place")]
+        dense = Entrant("gloo", group, "allreduce", "dense", rival=True)
+        return [dense, Entrant("gloo sparse", group, "sparse", "rows")]
+    found = [Entrant(f"{group.name} {how}", group, how, "dense", rival=True) for how in ("out of place", "in place")]
     if group.name == "mpich":
-        found.append(Entrant("AGsparse", group, "agsparse", "dense", False))
-        found.append(Entrant("AGsparse", group, "agsparse", "rows", False))
+        found.append(Entrant("AGsparse", group, "agsparse", "dense", densities=(0.0, AGSPARSE_DENSITY)))
+        found.append(Entrant("AGsparse", group, "agsparse", "rows"))
     return found
 
 
 @contextlib.contextmanager
-def contest(transport: str, ranks: int, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
+def contest(place: Place, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
     """Start the service and these competitors on this host. One that cannot start is left out, and said to be.
 
     Raises PeerError when the service does not start.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
-        own: Daemon = stack.enter_context(daemon(SHARDS))
-        service = stack.enter_context(service_group(ranks, folder, own.addresses, f"transport.kind={transport}"))
-        entrants = _entrants(service)
+        shards = stack.enter_context(daemon(place.shards))
+        echoes = stack.enter_context(echo_servers(place.shards if place.transport == "tcp" else 0))
+        kind = f"transport.kind={place.transport}"
+        service = service_group(place.ranks, folder, shards.addresses, kind, echoes=echoes.addresses)
+        entrants = _own_entrants(stack.enter_context(service), shards, echoes)
         for name in peers:
             try:
-                entrants += _entrants(stack.enter_context(_peer_group(name, ranks, folder, transport)))
+                entrants += _other_entrants(stack.enter_context(_peer_group(name, place, folder)))
             except (PeerError, RuntimeError, OSError) as error:
                 sys.stderr.write(f"bench: left out: {error}\n")
-        yield Contest(entrants, own.cpu_seconds)
+        yield Contest(entrants)
 
 
-def _peer_group(name: str, ranks: int, folder: str, transport: str) -> Group:
-    return gloo_group(ranks, folder) if name == "gloo" else mpi_group(name, ranks, folder, transport)
+def _own_entrants(group: Group, shards: Servers, echoes: Servers) -> list[Entrant]:
+    kinds = ("dense", "rows", "skew")
+    found = [Entrant(OURS, group, "allreduce", kind, servers_s=shards.cpu_seconds) for kind in kinds]
+    found.append(Entrant(SCAN, group, "scan", "dense"))
+    if echoes.addresses:
+        everything = (1.0, 1.0)
+        found.append(Entrant(BOUND, group, "carry", "dense", densities=everything, servers_s=echoes.cpu_seconds))
+    return found
+
+
+def _peer_group(name: str, place: Place, folder: str) -> Group:
+    return gloo_group(place.ranks, folder) if name == "gloo" else mpi_group(name, place.ranks, folder, place.transport)

@@ -1,4 +1,7 @@
-"""The ranks of one competitor as processes, told what to do over a Unix socket; and the service's daemon."""
+"""The ranks of one competitor as processes, told what to do over a Unix socket; and what they connect to.
+
+The other end of that socket is `benchmarks.orders`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,11 @@ Prefixes = Sequence[Sequence[str]]
 
 
 class PeerError(Exception):
-    """A competitor could not start, or failed in a round."""
+    """A competitor, the group `name`, could not start, or failed in a round."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name = name
 
 
 class Group:
@@ -74,7 +82,7 @@ class Group:
                 connection, _ = listener.accept()
             except TimeoutError:
                 if time.monotonic() >= deadline or any(each.poll() is not None for each in self._processes):
-                    raise PeerError(f"{self.name} did not start: {self._last_words()}") from None
+                    raise PeerError(self.name, f"did not start: {self._last_words()}") from None
         connection.settimeout(ORDER_S)
         with connection:  # the file object keeps it open
             lines = connection.makefile("rw", encoding="ascii")
@@ -87,7 +95,7 @@ class Group:
             line = ""
         found: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
         if "error" in found:
-            raise PeerError(f"{self.name}: {found['error']}: {self._last_words()}")
+            raise PeerError(self.name, f"failed: {found['error']}: {self._last_words()}")
         return found
 
     def _last_words(self) -> str:
@@ -150,44 +158,74 @@ def gloo_group(size: int, folder: str, prefixes: Prefixes = (), interface: str =
     return Group("gloo", size, commands, folder)
 
 
-def service_group(size: int, folder: str, addresses: Sequence[str], *sets: str, prefixes: Prefixes = ()) -> Group:
-    """Ranks of the service, for the daemons at `addresses`; `sets` are `section.key=value`."""
+def service_group(
+    size: int,
+    folder: str,
+    addresses: Sequence[str],
+    *sets: str,
+    prefixes: Prefixes = (),
+    echoes: Sequence[str] = (),
+    program: Sequence[str] = ("benchmarks.rank", "service"),
+) -> Group:
+    """Ranks of the service, for the daemons at `addresses`; `sets` are `section.key=value`.
+
+    `echoes` are the addresses of echo servers, for the bound over loopback. `program`: the module that each rank runs,
+    and what it gets before the socket's path and the options.
+    """
     commands = []
+    overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
     for rank in range(size):
-        overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
-        options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": overrides}
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.rank",
-            "service",
-            socket_path(folder, "service"),
-            json.dumps(options),
-        ]
+        options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": overrides, "echoes": list(echoes)}
+        command = [sys.executable, "-m", *program, socket_path(folder, "service"), json.dumps(options)]
         commands.append([*(prefixes[rank] if prefixes else ()), *command])
     return Group("service", size, commands, folder)
 
 
-class Daemon:
-    """A running aggregator. `addresses` are its shards', `pids` their processes."""
+@dataclass(frozen=True)
+class Servers:
+    """What ranks connect to, such as the shards of a daemon: addresses and processes. They took `ready_s` to start."""
 
-    def __init__(self, addresses: list[str], pids: list[int]) -> None:
-        self.addresses, self.pids = addresses, pids
+    addresses: list[str]
+    pids: list[int]
+    ready_s: float
 
     def cpu_seconds(self) -> float:
-        """Processor time of all shards so far; each has one thread."""
+        """Processor time of all of them so far; each has one thread."""
         return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in self.pids) / 1e9
 
 
 @contextlib.contextmanager
-def daemon(shards: int, *overrides: str, listen: str = "127.0.0.1:0", prefix: Sequence[str] = ()) -> Iterator[Daemon]:
-    """Run an aggregator daemon. Raises PeerError when it does not get ready."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
+def daemon(shards: int, *overrides: str, listen: str = "127.0.0.1:0", prefix: Sequence[str] = ()) -> Iterator[Servers]:
+    """Run an aggregator daemon; yield its shards. Raises PeerError when it does not get ready."""
     command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
+    started = time.perf_counter()
+    with _server("the aggregator", command) as (pid, addresses):
+        ready_s = time.perf_counter() - started
+        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        yield Servers(addresses, [int(each) for each in pids], ready_s)
+
+
+@contextlib.contextmanager
+def echo_servers(count: int) -> Iterator[Servers]:
+    """Run these for `benchmarks.loopback`. Raises PeerError when one does not get ready."""
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-m", "benchmarks.loopback"]
+        running = [stack.enter_context(_server("an echo server", command)) for _ in range(count)]
+        addresses = [address for _, found in running for address in found]
+        yield Servers(addresses, [pid for pid, _ in running], time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _server(name: str, command: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """Run a process that prints `ready` and its addresses; yield its number and these. Raises PeerError."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
     ):
         try:
             assert process.stdout is not None
@@ -195,9 +233,8 @@ def daemon(shards: int, *overrides: str, listen: str = "127.0.0.1:0", prefix: Se
             word, *addresses = (process.stdout.readline().split() if ready else []) or [""]
             if word != "ready":
                 said = os.pread(log.fileno(), 4096, 0).decode(errors="replace").strip()
-                raise PeerError(f"the aggregator did not get ready: {said or 'it said nothing'}")
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            yield Daemon(addresses, [int(each) for each in children])
+                raise PeerError(name, f"did not get ready: {said or 'it said nothing'}")
+            yield process.pid, addresses
         finally:
             process.terminate()
             try:

@@ -1,28 +1,35 @@
-"""How far a worker's peak memory rises above what it had with its tensor in hand; rank 0 writes the ranks' maximum.
+"""How far a worker's peak memory rises above what it had with its tensor in hand.
 
-The base line is taken after importing omnireduce: what its imports take, numba and LLVM above all, is not counted.
+    python -m benchmarks.peak_memory SOCKET OPTIONS
 
-    mpirun -n 2 python benchmarks/peak_memory.py --json FILE [--set section.key=value]...
+The base line is taken after importing omnireduce, with the tensor written and before the worker joins: what its imports
+take, numba and LLVM above all, is not counted; the compiled kernels, loaded when it joins, and the slots are.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import omnireduce as omni
+from benchmarks.cases import BLOCK
+from benchmarks.orders import serve
+from omnireduce.dtypes import Array
 
-ELEMENTS = 26_214_400
-BLOCK = 256
+STEP = 1024  # blocks that are written or checked at once: what that takes is no part of the measurement
+DENSITIES = (1.0, 0.1, 0.01)
+ROUNDS = 2  # of each
 
 
-def memory_mib(what: str) -> float:
-    """Resident memory now (`VmRSS`), or its peak since the last `forget_peak` (`VmHWM`)."""
-    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def memory_mib(what: str, pid: int | str = "self") -> float:
+    """Resident memory of a process now (`VmRSS`; of it `RssAnon`), or its peak since `forget_peak` (`VmHWM`)."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 
@@ -31,25 +38,38 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
-    options = parser.parse_args()
-    tensor = np.ones(ELEMENTS, np.float32)
+def measure(options: dict[str, Any], elements: int) -> dict[str, float]:
+    """Join, sum tensors of `elements` of float32, leave; MiB above the base line, and the number of wrong elements."""
+    tensor = np.ones(elements, np.float32)
     forget_peak()
     before = memory_mib("VmHWM")
-    with omni.connect(omni.load_config(overrides=options.overrides)) as communicator:
-        generator = np.random.default_rng(communicator.rank)
-        for density in (1.0, 0.1, 0.01):
-            blocks = tensor.reshape(-1, BLOCK)
-            for start in range(0, len(blocks), 4096):
-                part = blocks[start : start + 4096]
-                part[:] = generator.random((len(part), 1)) < density
+    config = omni.load_config(overrides=options["set"], environ={})
+    with omni.connect(config, job=options["job"], rank=options["rank"], size=options["size"]) as communicator:
+        joined, peak, wrong = memory_mib("VmHWM"), 0.0, 0
+        for seed, density in enumerate(DENSITIES * ROUNDS):
+            for part, flags in _parts(tensor, density, seed, options["rank"]):
+                part[:] = flags
             communicator.allreduce(tensor)
-        grown = communicator.allreduce(np.array([memory_mib("VmHWM") - before]), op="max")
-        if communicator.rank == 0:
-            options.json.write_text(json.dumps({"beyond_tensor_mib": float(grown[0])}) + "\n")
+            peak = max(peak, memory_mib("VmHWM"))
+            everyone = [_parts(tensor, density, seed, rank) for rank in range(options["size"])]
+            for parts in zip(*everyone, strict=True):
+                wrong += int(np.count_nonzero(parts[0][0] != sum(flags.astype(np.float32) for _, flags in parts)))
+    return {"joined_mib": joined - before, "peak_mib": peak - before, "wrong": wrong}
+
+
+def _parts(tensor: Array, density: float, seed: int, rank: int) -> Iterator[tuple[Array, Array]]:
+    """Views (blocks, elements) of the tensor, and which of their blocks are not zero on this rank: bool (blocks, 1)."""
+    generator = np.random.default_rng([seed, rank])
+    blocks = tensor.reshape(-1, BLOCK)
+    for start in range(0, len(blocks), STEP):
+        part = blocks[start : start + STEP]
+        yield part, generator.random((len(part), 1)) < density
+
+
+def main() -> None:
+    path, text = sys.argv[1:]
+    options = json.loads(text)
+    serve(path, lambda: (options["rank"], {"measure": lambda elements: measure(options, elements)}))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.loopback import Carrier
 from omnireduce.dtypes import Array
 
 BLOCK_BYTES = 1024  # of the scan
@@ -33,13 +34,14 @@ class Peer(ABC):
     def barrier(self) -> None:
         """Return when all ranks are here."""
 
-    def wire_bytes(self) -> tuple[int, int]:
-        """Bytes sent and received so far, if it knows them."""
-        return 0, 0
+    def wire_bytes(self) -> Array:
+        """Bytes so far, if it knows them: sent, received, then exchanged with each shard; int64."""
+        return np.zeros(2, np.int64)
 
 
 class Service(Peer):
-    """omnireduce. `scan` only reads the tensor, block by block: what no sparse exchange can save."""
+    """omnireduce, and two bounds. `scan` only reads the tensor, block by block: what no sparse exchange can save.
+    `carry` only takes it up and down again over TCP: see `benchmarks.loopback`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import omnireduce as omni
@@ -54,15 +56,21 @@ class Service(Peer):
             nonzero_blocks(words, np.uint64(0x7FFFFFFF7FFFFFFF), np.empty(len(words), np.bool_))
             return tensor
 
-        self.dense = {"allreduce": self._comm.allreduce, "scan": scan}
+        carrier = Carrier(options["echoes"])
+
+        def carry(tensor: Array) -> Array:
+            carrier.carry(tensor, tensor)
+            return tensor
+
+        self.dense = {"allreduce": self._comm.allreduce, "scan": scan, "carry": carry}
         self.rows = {"allreduce": lambda numbers, values, n: self._comm.allreduce_rows(numbers, values, n)}
 
     def barrier(self) -> None:
         self._comm.barrier()
 
-    def wire_bytes(self) -> tuple[int, int]:
+    def wire_bytes(self) -> Array:
         found = self._comm.statistics()
-        return found.sent_bytes, found.received_bytes
+        return np.array([found.sent_bytes, found.received_bytes, *found.shard_bytes])
 
 
 class Mpi(Peer):

@@ -1,113 +1,147 @@
-"""Draws what rows.json and testbed.json say, each figure as PNG and SVG. Needs the extra `plot`."""
+"""Draws what rows.json and testbed.json say. Needs the extra `plot`. The same rows give the same files."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks.cases import TRANSPORTS
 from benchmarks.contest import OURS, SCAN
 
-Rows = list[dict[str, Any]]
-FLOOR = 1e-4  # where a density of zero is drawn on a logarithmic axis
+Row = dict[str, Any]
+Points = list[tuple[float, float]]
 DENSE = ("mpich out of place", "mpich in place", "openmpi out of place", "openmpi in place", "gloo")
+ZERO = 1e-4  # where a density of zero is drawn on a logarithmic axis
+STYLE: Any = {"svg.hashsalt": OURS, "svg.fonttype": "none", "savefig.dpi": 100, "font.size": 9}
+SAME = {"svg": {"Date": None}, "png": {"Software": None}}  # else a file tells when it was made, and by which version
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draw all figures that the files in `folder` have rows for; return the pictures."""
-    rows = _read(folder / "rows.json")
-    largest = [
-        row for row in rows if row["kind"] == "dense" and row["overlap"] == "random" and row["size"] == "100 MiB"
-    ]
-    made: list[Path] = []
-    for transport in ("shm", "tcp"):
-        two = [row for row in largest if row["transport"] == transport and row["ranks"] == 2]
-        if len({row["density"] for row in two}) > 1:
-            made += _save(_time_over_density(two, transport), folder / f"time-{transport}")
-            made += _save(_speedup_over_density(two, transport), folder / f"speedup-{transport}")
-        if len({row["ranks"] for row in largest if row["transport"] == transport}) > 1:
-            chosen = [row for row in largest if row["transport"] == transport]
-            made += _save(_over_ranks(chosen, transport), folder / f"ranks-{transport}")
-    testbed = _read(folder / "testbed.json")
-    if testbed:
-        made += _save(_share_of_bound(testbed), folder / "bound")
+def draw(results: Path, out: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draw into `out` all figures for which the files in `results` have rows; return the pictures."""
+    out.mkdir(parents=True, exist_ok=True)
+    made = []
+    with mpl.rc_context(STYLE):
+        for name, figure in _figures(_read(results / "rows.json"), _read(results / "testbed.json")):
+            for each in formats:
+                made.append(out / f"{name}.{each}")
+                figure.savefig(made[-1], metadata=SAME[each])
     return made
 
 
-def _read(path: Path) -> Rows:
+def _read(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
+def _figures(rows: list[Row], testbed: list[Row]) -> Iterator[tuple[str, Figure]]:
+    large = [
+        row for row in rows if (row["kind"], row.get("overlap"), row["size"]) == ("dense", "random", "100 MiB")
+    ]  # fmt: skip
+    for transport in TRANSPORTS:
+        here = [row for row in large if row["transport"] == transport]
+        two = [row for row in here if row["ranks"] == 2]
+        if len({row["density"] for row in two}) > 1:
+            yield f"time-{transport}", _time_over_density(two, transport)
+        if len({row["ranks"] for row in here}) > 1:
+            yield f"ranks-{transport}", _time_over_ranks(here, transport)
+    if _best_dense(large):
+        yield "speedup", _speedup_over_density(large)
+    if testbed:
+        yield "bound", _share_of_bound(testbed)
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+
+def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
-    made = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    for each in made:
-        figure.savefig(each, dpi=120)
-    return made
+def _over_density(title: str, y: str) -> tuple[Figure, Any]:
+    figure, axes = _axes(title, "density of blocks", y)
+    axes.set_xscale("log")
+    axes.set_xticks([1, 0.1, 0.01, 0.001, ZERO], ["1", "0.1", "0.01", "0.001", "0"])
+    return figure, axes
 
 
-def _lines(rows: Iterable[dict[str, Any]], by: str, x: str, y: str = "ms") -> dict[Any, list[tuple[float, float]]]:
+def _curves(rows: Iterable[Row], key: str, x: str, y: str) -> dict[Any, Points]:
+    """The points of each value of `key`, in order."""
     found = defaultdict(list)
     for row in rows:
-        found[row[by]].append((max(row[x], FLOOR) if x == "density" else row[x], row[y]))
-    return {key: sorted(points) for key, points in found.items()}
+        found[row[key]].append((max(row[x], ZERO) if x == "density" else row[x], row[y]))
+    return {name: sorted(points) for name, points in found.items()}
 
 
-def _time_over_density(rows: Rows, transport: str) -> Any:
-    figure, axes = _figure(f"100 MiB of float32, 2 ranks, {transport}", "density of blocks", "median ms")
-    for label, points in _lines(rows, "entrant", "density").items():
-        style = {OURS: "o-", SCAN: "k:"}.get(label, ".--")
-        axes.loglog(*zip(*points, strict=True), style, label=label, linewidth=2.5 if label == OURS else 1)
-    figure.legend(fontsize="small", loc="outside right upper")
+def _time_over_density(rows: list[Row], transport: str) -> Figure:
+    figure, axes = _over_density(f"100 MiB of float32, 2 ranks, {transport}", "median ms")
+    axes.set_yscale("log")
+    for label, points in _curves(rows, "entrant", "density", "ms").items():
+        style = {OURS: "o-", SCAN: "k:"}.get(label, ".--" if len(points) > 1 else "*")
+        axes.plot(*zip(*points, strict=True), style, label=label, linewidth=2.5 if label == OURS else 1)
+    figure.legend(loc="outside right upper")
     return figure
 
 
-def _best_dense(rows: Rows) -> dict[float, float]:
-    found: dict[float, float] = {}
+Place = tuple[str, int, float]  # transport, ranks, density
+
+
+def _place(row: Row) -> Place:
+    return row["transport"], row["ranks"], row["density"]
+
+
+def _best_dense(rows: Iterable[Row]) -> dict[Place, float]:
+    """The milliseconds of the fastest of the others that move everything."""
+    found: dict[Place, float] = {}
     for row in rows:
         if row["entrant"] in DENSE:
-            found[row["density"]] = min(row["ms"], found.get(row["density"], row["ms"]))
+            found[_place(row)] = min(row["ms"], found.get(_place(row), row["ms"]))
     return found
 
 
-def _speedup_over_density(rows: Rows, transport: str) -> Any:
-    figure, axes = _figure(
-        f"100 MiB, 2 ranks, {transport}: against the best dense peer", "density of blocks", "speed-up"
-    )
+def _speedup_over_density(rows: list[Row]) -> Figure:
+    figure, axes = _over_density("100 MiB of float32 against the best dense peer", "times as fast")
     best = _best_dense(rows)
-    comparable = [row for row in rows if row["entrant"] == OURS and row["density"] in best]
-    ours = sorted((row["density"], best[row["density"]] / row["ms"]) for row in comparable)
-    axes.semilogx([max(density, FLOOR) for density, _ in ours], [ratio for _, ratio in ours], "o-")
+    ours = [
+        row | {"speedup": best[_place(row)] / row["ms"], "line": f"{row['transport']}, {row['ranks']} ranks"}
+        for row in rows
+        if row["entrant"] == OURS and _place(row) in best
+    ]
+    for label, points in _curves(ours, "line", "density", "speedup").items():
+        axes.plot(*zip(*points, strict=True), "o-", label=label)
     axes.axhline(1, color="grey", linewidth=1)
+    axes.legend()
     return figure
 
 
-def _over_ranks(rows: Rows, transport: str) -> Any:
-    figure, axes = _figure(f"omnireduce, 100 MiB, {transport}", "ranks", "median ms")
-    for density, points in _lines([row for row in rows if row["entrant"] == OURS], "density", "ranks").items():
-        axes.plot(*zip(*points, strict=True), "o-", label=f"density {density:.3g}")
+def _time_over_ranks(rows: list[Row], transport: str) -> Figure:
+    figure, axes = _axes(f"100 MiB of float32, {transport}, on the same cores", "ranks", "median ms")
+    best = _best_dense(rows)
+    for density in sorted({row["density"] for row in rows}, reverse=True):
+        ours = sorted((row["ranks"], row["ms"]) for row in rows if (row["entrant"], row["density"]) == (OURS, density))
+        (line,) = axes.plot(*zip(*ours, strict=True), "o-", label=f"density {density:.3g}")
+        others = sorted((ranks, ms) for (_, ranks, of), ms in best.items() if of == density)
+        if others:
+            axes.plot(*zip(*others, strict=True), ".:", color=line.get_color())
+    axes.plot([], [], ".:", color="grey", label="best dense peer")
     axes.set_yscale("log")
     axes.set_xticks(sorted({row["ranks"] for row in rows}))
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper")
     return figure
 
 
-def _share_of_bound(rows: Rows) -> Any:
-    figure, axes = _figure("Shaped links: share of the union bound", "density of blocks", "share of the bound")
+def _share_of_bound(rows: list[Row]) -> Figure:
+    rates = ", ".join(sorted({row["rate"] for row in rows}))
+    figure, axes = _over_density(f"100 MiB between hosts, links of {rates}", "share of the links' bound")
     ours = [row | {"line": f"{row['layout']}, {row['ranks']} ranks"} for row in rows if row["entrant"] == OURS]
-    for label, points in _lines(ours, "line", "density", "share").items():
-        axes.semilogx(*zip(*points, strict=True), "o-", label=label)
+    for label, points in _curves(ours, "line", "density", "share").items():
+        axes.plot(*zip(*points, strict=True), "o-", label=label)
+    axes.set_xlim(left=0.007)
     axes.set_ylim(0, 1.05)
-    axes.legend(fontsize="small")
+    axes.legend()
     return figure

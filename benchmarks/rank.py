@@ -1,21 +1,21 @@
-"""One rank of a competitor: does what the controller says over a Unix socket, one JSON object a line.
+"""One rank of a competitor.
 
     python -m benchmarks.rank PEER SOCKET OPTIONS
 
-The controller says `case` (which data), `round` (fill, barrier, exchange, check) or closes the connection. The answer
-to a round is what it took on this rank: seconds, processor seconds, bytes, wrong elements.
+The controller says `case` (which data) or `round` (fill, barrier, exchange, check). The answer to a round is what it
+took on this rank: seconds, processor seconds, bytes, wrong elements.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from benchmarks.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
 from benchmarks.peers import PEERS, Peer
 from omnireduce.bench.data import Dataset
@@ -28,10 +28,12 @@ class Rank:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
-    def case(self, elements: int, density: float, overlap: str, block_size: int, seed: int) -> dict[str, Any]:
+    def case(
+        self, elements: int, density: float, overlap: str, distribution: str, block_size: int, seed: int
+    ) -> dict[str, Any]:
         """Make the data of a case."""
         size = self._peer.size
-        self._data = Dataset(elements, "float32", block_size, density, overlap, "sum", size, seed)
+        self._data = Dataset(elements, "float32", block_size, density, overlap, "sum", size, seed, distribution)
         self._tensor = np.ones(elements, np.float32)
         self._row = block_size
         return {"density": self._data.density, "union_density": self._data.union_density}
@@ -47,12 +49,11 @@ class Rank:
         before, processor, start = peer.wire_bytes(), time.process_time(), time.perf_counter()
         result = run()
         seconds, processor_s = time.perf_counter() - start, time.process_time() - processor
-        after, peak_mib = peer.wire_bytes(), memory_mib("VmHWM")
+        wire_bytes, peak_mib = peer.wire_bytes() - before, memory_mib("VmHWM")
         return {
             "seconds": seconds,
             "cpu": processor_s,
-            "sent": after[0] - before[0],
-            "received": after[1] - before[1],
+            "wire_bytes": wire_bytes.tolist(),
             "peak_mib": peak_mib - before_mib,
             "wrong": self._data.wrong(number, self._placed(result)) if check else 0,
         }
@@ -74,25 +75,13 @@ class Rank:
 
 def main() -> None:
     name, path, options = sys.argv[1:]
-    with socket.socket(socket.AF_UNIX) as controller:
-        controller.connect(path)
-        lines = controller.makefile("rw", encoding="ascii")
 
-        def say(**answer: object) -> None:
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
+    def start() -> tuple[int, dict[str, Order]]:
+        peer = PEERS[name](json.loads(options))
+        rank = Rank(peer)
+        return peer.rank, {"case": rank.case, "round": rank.round}
 
-        try:
-            peer = PEERS[name](json.loads(options))
-            rank = Rank(peer)
-            say(rank=peer.rank)
-            for line in lines:
-                order = json.loads(line)
-                do = order.pop("do")
-                say(**(rank.case if do == "case" else rank.round)(**order))
-        except Exception as error:
-            say(error=f"{type(error).__name__}: {error}")
-            raise
+    serve(path, start)
 
 
 if __name__ == "__main__":

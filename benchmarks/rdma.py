@@ -1,10 +1,10 @@
 """RDMA's speed on one host, as a share of what `ib_write_bw` reaches in the same run.
 
-    python benchmarks/rdma.py [--device rxe0] [--json FILE]        needs the extra `mpi`, pyverbs and perftest
+    python -m benchmarks.rdma [--device rxe0] [--json FILE]        needs the extra `mpi`, pyverbs and perftest
 
 Made for a guest with Soft-RoCE:
 
-    python tools/guests.py run -- .venv/bin/python benchmarks/rdma.py
+    python tools/guests.py run -- .venv/bin/python -m benchmarks.rdma
 
 Two workers and one aggregator shard on one device. The rate is all bytes that the links carried, up and down, of both
 workers, over the median time of an all-reduce. The exit status is 1 when an element was wrong; a missed target is
@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from service import BIN, ROOT, aggregator
-
+from benchmarks.environments import ROOT
+from benchmarks.group import daemon
 from omnireduce.config import Verbs
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.verbs.devices import choose
@@ -81,7 +81,17 @@ def bench(addresses: list[str], folder: Path, *sets: str) -> list[dict[str, floa
     """The rows of `worker bench` over verbs."""
     rows = folder / "rows.json"
     settings = [f"cluster.aggregators={json.dumps(addresses)}", "transport.kind=verbs", "cluster.timeout_s=300", *sets]
-    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-m", "worker", "bench", "--json", str(rows)]
+    command = [
+        str(Path(sys.executable).parent / "mpirun"),
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "worker",
+        "bench",
+        "--json",
+        str(rows),
+    ]
     command += [word for each in settings for word in ("--set", each)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=LIMIT_S)
     found: list[dict[str, float]] = json.loads(rows.read_text())
@@ -102,7 +112,8 @@ def main() -> None:
     gid_index = choose(Verbs(device=options.device), near="").gid.index
     device = (f"verbs.device={options.device}",)
     limits = [write_bandwidth(options.device, gid_index)]
-    with aggregator(1, "transport.kind=verbs", *device) as (addresses, _), tempfile.TemporaryDirectory() as folder:
+    with daemon(1, "transport.kind=verbs", *device) as running, tempfile.TemporaryDirectory() as folder:
+        addresses = running.addresses
         rounds = (f"bench.rounds={options.rounds}", "bench.warmup=1")
         (dense,) = bench(addresses, Path(folder), *device, *rounds, "bench.elements=2097152", "bench.density=1.0")
         limits.append(write_bandwidth(options.device, gid_index))

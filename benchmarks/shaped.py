@@ -9,15 +9,15 @@ carries, each way, the blocks for the other shards and the results of its own on
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.cases import Case
 from benchmarks.contest import OURS, Contest, Entrant, Measured
-from benchmarks.group import daemon, gloo_group, service_group
-from benchmarks.report import rows_of
+from benchmarks.group import PeerError, daemon, gloo_group, service_group
+from benchmarks.report import Outcome, rows_of
 from benchmarks.targets import Verdict, at_least
 from benchmarks.testbed import goodput, testbed
 
@@ -26,18 +26,21 @@ PORT = 7400
 OPEN = "security.allow_no_secret=true"  # the hosts are namespaces of our own
 LAYOUTS = ("dedicated", "colocated")
 SHARE_TARGET = 0.92
-DENSITIES = (1.0, 0.1, 0.01)
+ROUNDS = {1.0: 5, 0.1: 7, 0.01: 9}  # by density
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the shards are, and how many ranks there are."""
+    """Where the shards are, how many ranks there are, and what each link carries, as tc writes it."""
 
     layout: str
     ranks: int
+    rate: str
 
-    def cases(self, rounds: int) -> list[Case]:
-        return [Case(f"{self.layout} tcp", self.ranks, "100 MiB", density, rounds=rounds) for density in DENSITIES]
+    def cases(self, rounds: int | None = None) -> list[Case]:
+        """The cases, of `rounds` timed rounds each instead of their own."""
+        where = f"{self.layout} {self.rate}"
+        return [Case(where, self.ranks, "100 MiB", density, rounds=rounds or own) for density, own in ROUNDS.items()]
 
     def bound_ms(self, measured: Measured, bytes_per_s: float) -> float:
         """The least time that the links allow."""
@@ -47,7 +50,7 @@ class Setting:
 
 
 @contextlib.contextmanager
-def shaped(setting: Setting, rate: str, sets: Sequence[str], *, gloo: bool) -> Iterator[tuple[Contest, float]]:
+def _shaped(setting: Setting, sets: Sequence[str], *, gloo: bool) -> Iterator[tuple[Contest, float]]:
     """The hosts with everything running on them, and the goodput of a link in bytes per second.
 
     `sets` are `section.key=value` for the ranks.
@@ -57,7 +60,7 @@ def shaped(setting: Setting, rate: str, sets: Sequence[str], *, gloo: bool) -> I
     ranks = setting.ranks
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
-        hosts = stack.enter_context(testbed(2 * ranks if setting.layout == "dedicated" else ranks, rate))
+        hosts = stack.enter_context(testbed(2 * ranks if setting.layout == "dedicated" else ranks, setting.rate))
         bytes_per_s = goodput(hosts[0], hosts[1])
         daemons = [
             stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
@@ -66,29 +69,40 @@ def shaped(setting: Setting, rate: str, sets: Sequence[str], *, gloo: bool) -> I
         addresses = [address for each in daemons for address in each.addresses]
         prefixes = [host.prefix for host in hosts[:ranks]]
         service = service_group(ranks, folder, addresses, "transport.kind=tcp", *sets, prefixes=prefixes)
-        entrants = [Entrant(OURS, stack.enter_context(service), "allreduce", "dense")]
+
+        def shards_s() -> float:
+            return sum(each.cpu_seconds() for each in daemons)
+
+        entrants = [Entrant(OURS, stack.enter_context(service), "allreduce", "dense", servers_s=shards_s)]
         if gloo:
             peer = stack.enter_context(gloo_group(ranks, folder, prefixes, INTERFACE))
-            entrants.append(Entrant("gloo", peer, "allreduce", "dense"))
-        yield Contest(entrants, lambda: sum(each.cpu_seconds() for each in daemons)), bytes_per_s
+            entrants.append(Entrant("gloo", peer, "allreduce", "dense", rival=True))
+        yield Contest(entrants), bytes_per_s
 
 
-Outcome = tuple[Measured, list[dict[str, Any]], list[Verdict]]
+def run_settings(cases: Mapping[Setting, Sequence[Case]], sets: Sequence[str] = ()) -> Iterator[Outcome]:
+    """Measure these cases of each setting; yield what became of each. Where something fails, the rest of its setting is
+    left out, and said to be. Raises TestbedError where there can be no such hosts."""
+    for setting, chosen in cases.items():
+        try:
+            if chosen:
+                yield from _run_setting(setting, chosen, sets)
+        except (PeerError, RuntimeError) as error:
+            sys.stderr.write(f"bench: LEFT OUT: {setting.layout}, {setting.ranks} ranks, from here on: {error}\n")
 
 
-def run_setting(setting: Setting, rate: str, rounds: int, sets: Sequence[str] = ()) -> Iterator[Outcome]:
-    """Measure the cases of one setting; yield each with its rows and what became of its targets."""
-    with shaped(setting, rate, sets, gloo=setting.layout == "colocated") as (contest, bytes_per_s):
-        for case in setting.cases(rounds):
+def _run_setting(setting: Setting, cases: Sequence[Case], sets: Sequence[str]) -> Iterator[Outcome]:
+    with _shaped(setting, sets, gloo=setting.layout == "colocated") as (contest, bytes_per_s):
+        for case in cases:
             measured = contest.run(case)
             bound = setting.bound_ms(measured, bytes_per_s)
-            more = {"layout": setting.layout, "rate": rate, "link_bytes_per_s": bytes_per_s, "bound_ms": bound}
+            more = {"layout": setting.layout, "rate": setting.rate, "link_bytes_per_s": bytes_per_s, "bound_ms": bound}
             rows = [row | more | {"share": bound / row["ms"]} for row in rows_of(measured)]
-            yield measured, rows, _verdicts(setting, measured, bound)
+            yield Outcome(case, rows, _verdicts(setting, measured, bound))
 
 
 def _verdicts(setting: Setting, measured: Measured, bound_ms: float) -> list[Verdict]:
-    ours, name = measured.results[OURS].median, f"{measured.case.name}, shaped"
+    ours, name = measured.results[OURS].median, measured.case.name
     if setting.layout == "dedicated":
         return [at_least(name, ours, "union bound", bound_ms, SHARE_TARGET)]
     target = 1.0 if measured.case.density == 1.0 else 0.9 / measured.union_density

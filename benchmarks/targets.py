@@ -1,16 +1,19 @@
-"""What the service aims at, as ratios within one run, and whether it got there."""
+"""What the service aims at, as ratios within one run where it can be, and whether it got there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from benchmarks.contest import OURS, SCAN, Measured
+from benchmarks.contest import BOUND, OURS, SCAN, Measured
+from benchmarks.memory import Memory
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the summary. `ratio` is the peer's value over ours, or for `at_most` ours over the peer's."""
+    """One line of the summary. `ratio` is the peer's value over ours, or for `at_most` ours over the peer's.
+
+    `case` is the name of a case; if it has several targets of one kind, then also ":" and which.
+    """
 
     case: str
     value: float
@@ -25,13 +28,13 @@ class Verdict:
 def at_least(case: str, ours: float, peer: str, theirs: float, target: float, unit: str = "ms") -> Verdict:
     """We are to be at least `target` times as fast."""
     ratio = theirs / ours
-    return Verdict(case, ours, unit, peer, theirs, ratio, f">= {target:g}x", ratio >= target)
+    return Verdict(case, ours, unit, peer, theirs, ratio, f">= {target:.3g}x", ratio >= target)
 
 
 def at_most(case: str, ours: float, peer: str, theirs: float, target: float, unit: str = "ms") -> Verdict:
     """We may take at most `target` times as long, or as much."""
     ratio = ours / theirs
-    return Verdict(case, ours, unit, peer, theirs, ratio, f"<= {target:g}x", ratio <= target)
+    return Verdict(case, ours, unit, peer, theirs, ratio, f"<= {target:.3g}x", ratio <= target)
 
 
 def below(case: str, ours: float, limit: float, unit: str) -> Verdict:
@@ -45,15 +48,22 @@ DENSE = {  # (transport, ranks, size): by density, how many times as fast as the
     ("tcp", 2, "100 MiB"): {0.1: 3.0, 0.01: 8.0},
     ("shm", 2, "1 MiB"): {1.0: 0.5, 0.1: 1.0, 0.01: 1.0},
 }
+BOUNDS = {  # (transport, ranks, size, density): what bounds the time, and how many times as long we may take
+    ("shm", 2, "100 MiB", 0.01): (SCAN, 1.5),
+    ("tcp", 2, "100 MiB", 1.0): (BOUND, 1.3),
+}
 ROWS = {"gloo sparse": 4.0, "AGsparse": 4.0}
 SMALL = ("4 KiB", "64 KiB")
 LATENCY_MS = 0.15
-SCAN_RATIO = 1.5
+SKEW = 1.15
+WORKER_MIB = SHARD_MIB = 64.0
+READY_S = 5.0
 
 
-def verdicts(found: Iterable[Measured]) -> list[Verdict]:
-    """The targets that the cases on one host have; a competitor that did not run has none."""
-    return [each for measured in found for each in (*_dense(measured), *_rows(measured), *_small(measured))]
+def verdicts(measured: Measured) -> list[Verdict]:
+    """What became of the targets of a case on one host; a competitor that did not run has none."""
+    kinds = {"dense": _dense, "rows": _rows, "skew": _skew}
+    return kinds[measured.case.kind](measured)
 
 
 def _of(measured: Measured, label: str) -> float | None:
@@ -62,25 +72,18 @@ def _of(measured: Measured, label: str) -> float | None:
 
 
 def _dense(measured: Measured) -> list[Verdict]:
-    case, ours = measured.case, measured.results[OURS].median
+    case, ours, lines = measured.case, measured.results[OURS].median, []
+    if case.overlap != "random":
+        return []
     target = DENSE.get((case.transport, case.ranks, case.size), {}).get(case.density)
-    if case.kind != "dense" or case.overlap != "random" or target is None:
-        return []
-    best, lines = measured.best_dense(), []
-    if best is not None:
+    best = measured.best_rival()
+    if target is not None and best is not None:
         lines.append(at_least(case.name, ours, best.label, best.median, target))
-    scan = _of(measured, SCAN)
-    if (case.transport, case.ranks, case.size, case.density) == ("shm", 2, "100 MiB", 0.01) and scan is not None:
-        lines.append(at_most(case.name, ours, SCAN, scan, SCAN_RATIO))
-    return lines
-
-
-def _rows(measured: Measured) -> list[Verdict]:
-    case, ours = measured.case, measured.results[OURS].median
-    if case.kind != "rows":
-        return []
-    theirs = [(label, target, _of(measured, label)) for label, target in ROWS.items()]
-    return [at_least(case.name, ours, label, value, target) for label, target, value in theirs if value is not None]
+    label, most = BOUNDS.get((case.transport, case.ranks, case.size, case.density), ("", 0.0))
+    bound = _of(measured, label)
+    if bound is not None:
+        lines.append(at_most(case.name, ours, label, bound, most))
+    return lines + _small(measured)
 
 
 def _small(measured: Measured) -> list[Verdict]:
@@ -90,9 +93,29 @@ def _small(measured: Measured) -> list[Verdict]:
     gloo = _of(measured, "gloo")
     lines = [] if gloo is None else [at_least(case.name, ours, "gloo", gloo, 1.0)]
     if case.size == "4 KiB":
-        lines.append(below(f"{case.name}, latency p50", ours, LATENCY_MS, "ms"))
+        lines.append(below(f"{case.name}: p50", ours, LATENCY_MS, "ms"))
     return lines
 
 
-def as_json(lines: Iterable[Verdict]) -> list[dict[str, object]]:
-    return [asdict(each) for each in lines]
+def _rows(measured: Measured) -> list[Verdict]:
+    case, ours = measured.case, measured.results[OURS].median
+    theirs = [(label, target, _of(measured, label)) for label, target in ROWS.items()]
+    return [at_least(case.name, ours, label, value, target) for label, target, value in theirs if value is not None]
+
+
+def _skew(measured: Measured) -> list[Verdict]:
+    shards = measured.results[OURS].shard_bytes
+    mean = sum(shards) / len(shards)
+    return [at_most(f"{measured.case.name}: busiest", max(shards) / 1e6, "mean shard", mean / 1e6, SKEW, "MB")]
+
+
+def memory_verdicts(memory: Memory) -> list[Verdict]:
+    """What became of the targets for memory, and for the start of a daemon that has its kernels."""
+    case = memory.case
+    lines = [
+        below(f"{case.name}: worker beyond its tensor", memory.worker, WORKER_MIB, "MiB"),
+        below(f"{case.name}: shard beyond its slots", memory.shard, SHARD_MIB, "MiB"),
+    ]
+    if (case.transport, case.size) == ("shm", "100 MiB"):
+        lines.append(below(f"{case.name}: start of a warm daemon", memory.ready_s, READY_S, "s"))
+    return lines

@@ -1,77 +1,156 @@
-"""The benchmark against others: its verdicts, its files, and a small run of it."""
+"""The benchmark against others: its cases and verdicts, its files and its command line."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from click.testing import Result as Finished
 
 from benchmarks.__main__ import main
 from benchmarks.cases import Case, all_cases, target_cases
-from benchmarks.contest import OURS, SCAN, Measured, Result
-from benchmarks.report import Results, rows_of
+from benchmarks.contest import BOUND, OURS, SCAN, Measured, Result
+from benchmarks.memory import Memory
+from benchmarks.report import Results, memory_outcome, outcome
 from benchmarks.targets import verdicts
 
+LABELS = {
+    "ours": OURS,
+    "scan": SCAN,
+    "bound": BOUND,
+    "mpich": "mpich in place",
+    "gloo": "gloo",
+    "agsparse": "AGsparse",
+}
 
-def measured(case: Case, **ms: float) -> Measured:
-    labels = {"ours": OURS, "scan": SCAN, "mpich": "mpich in place", "gloo": "gloo", "agsparse": "AGsparse"}
-    dense = {"ours", "scan", "mpich", "gloo"}
-    results = {labels[key]: Result(labels[key], key in dense, [value] * 3, [0.1] * 3) for key, value in ms.items()}
+
+def measured(case: Case, shards: Sequence[int] = (), **ms: float) -> Measured:
+    results = {
+        LABELS[key]: Result(LABELS[key], key in ("mpich", "gloo"), [value] * 3, [0.1] * 3, shard_bytes=list(shards))
+        for key, value in ms.items()
+    }
     return Measured(case, case.density, case.density, results)
 
 
+def command(*words: object) -> Finished:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
 def test_the_best_dense_peer_is_what_counts() -> None:
-    lines = verdicts([measured(Case("shm", 2, "100 MiB", 0.1), ours=10.0, scan=1.0, mpich=50.0, gloo=49.0)])
+    lines = verdicts(measured(Case("shm", 2, "100 MiB", 0.1), ours=10.0, scan=1.0, mpich=50.0, gloo=49.0))
     assert [(each.peer, each.ratio, each.met) for each in lines] == [("gloo", 4.9, False)]
 
 
 def test_the_scan_is_a_bound() -> None:
-    lines = verdicts([measured(Case("shm", 2, "100 MiB", 0.01), ours=6.0, scan=4.0, mpich=60.0, gloo=99.0)])
+    lines = verdicts(measured(Case("shm", 2, "100 MiB", 0.01), ours=6.0, scan=4.0, mpich=60.0, gloo=99.0))
     assert [(each.peer, each.ratio, each.met) for each in lines] == [("mpich in place", 10.0, True), (SCAN, 1.5, True)]
 
 
+@pytest.mark.parametrize(("ours", "met"), [(130.0, True), (131.0, False)])
+def test_plain_sockets_bound_what_is_dense_over_tcp(ours: float, met: bool) -> None:
+    """And nobody is to be beaten there: over loopback the service carries every byte twice."""
+    lines = verdicts(measured(Case("tcp", 2, "100 MiB", 1.0), ours=ours, bound=100.0, mpich=70.0))
+    assert [(each.peer, each.ratio, each.met) for each in lines] == [(BOUND, ours / 100, met)]
+
+
 def test_small_tensors_have_a_limit_as_well() -> None:
-    lines = verdicts([measured(Case("shm", 2, "4 KiB", 1.0), ours=0.2, gloo=0.3)])
+    lines = verdicts(measured(Case("shm", 2, "4 KiB", 1.0), ours=0.2, gloo=0.3))
     assert [(each.peer, each.met) for each in lines] == [("gloo", True), ("limit", False)]
 
 
 def test_rows_are_compared_with_those_that_ran() -> None:
-    lines = verdicts([measured(Case("shm", 4, "100 MiB", 0.01, kind="rows"), ours=1.0, agsparse=3.9)])
+    lines = verdicts(measured(Case("shm", 4, "100 MiB", 0.01, kind="rows"), ours=1.0, agsparse=3.9))
     assert [(each.peer, each.met) for each in lines] == [("AGsparse", False)]
 
 
-def test_cases_differ() -> None:
+@pytest.mark.parametrize(("busiest", "met"), [(115, True), (116, False)])
+def test_the_busiest_shard_is_compared_with_the_mean(busiest: int, met: bool) -> None:
+    shards = [busiest * 10**6, 10**8, 10**8, (200 - busiest) * 10**6]
+    (line,) = verdicts(measured(Case("shm", 2, "100 MiB", 0.1, kind="skew"), shards, ours=1.0))
+    assert (line.value, line.peer_value, line.met) == (busiest, 100, met)
+
+
+def test_memory_has_limits() -> None:
+    memory = Memory(Case("shm", 2, "100 MiB", 1.0, kind="memory"), 63.0, 60.0, 65.0, 13.5, 99.0, 0, 6.0)
+    lines = memory_outcome(memory).verdicts
+    assert [(each.value, each.unit, each.peer_value, each.met) for each in lines] == [
+        (63, "MiB", 64, True),
+        (65, "MiB", 64, False),
+        (6, "s", 5, False),
+    ]
+
+
+def test_a_case_without_a_target_has_no_verdict() -> None:
+    for case in (Case("shm", 2, "100 MiB", 0.1, "full"), Case("tcp", 4, "100 MiB", 1.0), Case("shm", 2, "16 MiB", 1.0)):
+        assert verdicts(measured(case, ours=1.0, mpich=2.0, gloo=2.0, scan=1.0)) == []
+
+
+def test_cases_differ_and_targets_come_first() -> None:
     for cases in (target_cases(), all_cases()):
         assert len({case.name for case in cases}) == len(cases)
+    assert all_cases()[: len(target_cases())] == target_cases()
+
+
+ONE, OTHER = Case("shm", 2, "1 MiB", 0.1), Case("shm", 2, "1 MiB", 0.01)
+
+
+def summary(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "summary.json").read_text())
+    return found
 
 
 def test_files_are_complete_after_every_case(tmp_path: Path) -> None:
     found = Results(tmp_path / "new")
-    for density in (0.1, 0.01):
-        one = measured(Case("shm", 2, "1 MiB", density), ours=1.0, mpich=2.0)
-        found.add(rows_of(one), verdicts([one]))
+    for number, case in enumerate((ONE, OTHER), 1):
+        found.add(outcome(measured(case, ours=1.0, mpich=2.0)))
         rows = json.loads((tmp_path / "new" / "rows.json").read_text())
-        assert [row["entrant"] for row in rows[-2:]] == [OURS, "mpich in place"]
-        summary = json.loads((tmp_path / "new" / "summary.json").read_text())
-        assert set(summary[-1]) == {"case", "value", "unit", "peer", "peer_value", "ratio", "target", "met"}
-    assert len(summary) == 2
+        assert [(row["case"], row["entrant"]) for row in rows[-2:]] == [(case.name, OURS), (case.name, LABELS["mpich"])]
+        assert len(summary(tmp_path / "new")) == number
+        expected = {"case", "value", "unit", "peer", "peer_value", "ratio", "target", "met"}
+        assert set(summary(tmp_path / "new")[-1]) == expected
 
 
-@pytest.mark.skipif(
-    not (Path(sys.executable).parent / "mpirun").exists() or importlib.util.find_spec("mpi4py") is None,
-    reason="no MPI in this environment; the extra `mpi` brings one",
-)
-def test_a_small_run(tmp_path: Path) -> None:
-    options = ["--quick", "--only", "shm, 2 ranks, 64 KiB", "--rounds", "3", "--peers", "mpich"]
-    done = CliRunner().invoke(main, ["run", *options, "--results", str(tmp_path)])
+def test_a_case_that_is_measured_again_replaces_its_own_entries(tmp_path: Path) -> None:
+    small = Case("shm", 2, "4 KiB", 1.0)
+    before = Results(tmp_path)
+    before.add(outcome(measured(small, ours=1.0, mpich=2.0, gloo=3.0)))
+    before.add(outcome(measured(ONE, ours=1.0, mpich=2.0)))
+    after = Results(tmp_path)
+    assert (after.rows, after.verdicts) == (before.rows, before.verdicts)
+    after.add(outcome(measured(small, ours=0.1)))
+    assert [(row["case"], row["ms"]) for row in after.rows] == [(ONE.name, 1), (ONE.name, 2), (small.name, 0.1)]
+    assert [(each["case"], each["value"]) for each in summary(tmp_path)] == [(ONE.name, 1), (f"{small.name}: p50", 0.1)]
+
+
+def test_two_commands_share_one_summary(tmp_path: Path) -> None:
+    Results(tmp_path, "rows.json").add(outcome(measured(ONE, ours=1.0, mpich=2.0)))
+    Results(tmp_path, "testbed.json").add(outcome(measured(OTHER, ours=1.0, mpich=2.0)))
+    assert [each["case"] for each in summary(tmp_path)] == [ONE.name, OTHER.name]
+    for file in ("rows.json", "testbed.json"):
+        assert len(json.loads((tmp_path / file).read_text())) == 2
+
+
+def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[{"entrant": "omnireduce"}]')
+    done = command("run", "--results", tmp_path)
+    assert (done.exit_code, "of another version: remove rows.json and summary.json" in done.output) == (1, True)
+    (tmp_path / "rows.json").write_text("[{")
+    done = command("run", "--results", tmp_path)
+    assert (done.exit_code, "rows.json: not what a run wrote" in done.output) == (1, True)
+
+
+def test_resuming_leaves_out_what_is_there(tmp_path: Path) -> None:
+    Results(tmp_path).add(outcome(measured(replace(ONE, rounds=3), ours=1.0, mpich=2.0)))
+    done = command("run", "--quick", "--only", ONE.name, "--resume", "--results", tmp_path)
     assert done.exit_code == 0, done.output
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["entrant"] for row in rows} == {OURS, SCAN, "mpich in place", "mpich out of place"}
-    assert all(row["rounds"] == 3 and row["wrong"] == 0 and row["ms"] > 0 for row in rows)
+    (line,) = summary(tmp_path)
+    assert (line["case"], line["ratio"]) == (ONE.name, 2)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +158,41 @@ def test_a_small_run(tmp_path: Path) -> None:
     [(["--only", "nonsense"], "no case's name contains 'nonsense'"), (["--peers", "nccl"], "--peers: got nccl")],
 )
 def test_wrong_options_are_told(options: list[str], expected: str) -> None:
-    done = CliRunner().invoke(main, ["run", *options])
+    done = command("run", *options)
     assert done.exit_code == 2
     assert expected in done.output
+
+
+def test_shaped_links_are_left_out_loudly_where_they_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = command("shaped", "--results", tmp_path)
+    assert (done.exit_code, "run this as root" in done.output) == (1, True)
+    done = command("shaped", "--optional", "--results", tmp_path)
+    assert (done.exit_code, "### NOT MEASURED: shaped links: " in done.output) == (0, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
+    done = command("plot", "--results", tmp_path)
+    assert (done.exit_code, f"no rows to draw in {tmp_path}" in done.output) == (1, True)
+    found = Results(tmp_path)
+    for transport in ("shm", "tcp"):
+        for ranks in (2, 4):
+            for density in (1.0, 0.1, 0.0):
+                case = Case(transport, ranks, "100 MiB", density)
+                found.add(outcome(measured(case, ours=10.0 * density + 1, mpich=20.0, gloo=30.0, scan=1.0)))
+    found.add(outcome(measured(Case("shm", 2, "100 MiB", 0.1, kind="skew"), [1, 1], ours=1.0)))
+    shaped = Results(tmp_path, "testbed.json")
+    one = outcome(measured(Case("dedicated 1gbit", 2, "100 MiB", 1.0), ours=1.0))
+    more = {"layout": "dedicated", "rate": "1gbit", "share": 0.9}
+    shaped.add(replace(one, rows=[row | more for row in one.rows]))
+    for out in ("first", "second"):
+        done = command("plot", "--results", tmp_path, "--out", tmp_path / out)
+        assert done.exit_code == 0, done.output
+    pictures = sorted((tmp_path / "first").iterdir())
+    names = ("bound", "ranks-shm", "ranks-tcp", "speedup", "time-shm", "time-tcp")
+    assert [each.name for each in pictures] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
+    for each in pictures:
+        assert each.read_bytes() == (tmp_path / "second" / each.name).read_bytes()
+        assert 1000 < each.stat().st_size < 100_000

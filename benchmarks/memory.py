@@ -1,0 +1,79 @@
+"""What the service's processes take in memory, each measured in a process that has done nothing else.
+
+Of a worker the peak counts beyond its tensor and its imports (see `benchmarks.peak_memory`): the compiled kernels, its
+slots, and whatever exchanges need. Of an aggregator shard, beyond the anonymous memory of a process that has only
+imported what a shard imports, and beyond the slots, which are (ranks + 1) x slots x slot size: the compiled kernels,
+every page of a library that it touched, and whatever exchanges need. A shard shares most of that with the supervisor
+which it was forked from; it counts all the same. The daemon finds its kernels compiled: where it has to compile them,
+at the first start on a machine, shards take more.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from benchmarks.cases import Case
+from benchmarks.environments import ROOT
+from benchmarks.group import daemon, service_group
+from benchmarks.peak_memory import memory_mib
+from omnireduce.config import Config
+
+MIB = 1 << 20
+SLOTS = Config().protocol.slots * Config().protocol.slot_bytes / MIB  # of one rank, one way
+IMPORTS = "import sys, aggregator.cli, aggregator.daemon; print(flush=True); sys.stdin.read()"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """MiB: of the worker and of the shard that took most; see the module's text for what counts.
+
+    `joined` is the worker's share that it had before its first exchange, `resident` all that the shard had in memory.
+    """
+
+    case: Case
+    worker: float
+    joined: float
+    shard: float
+    slots: float
+    resident: float
+    wrong: int
+    ready_s: float
+
+
+@contextmanager
+def importer() -> Iterator[int]:
+    """A process that has imported what a shard imports, and waits; its number."""
+    command = [sys.executable, "-c", IMPORTS]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid  # at the end its input is closed, and it ends
+
+
+def measure(case: Case) -> Memory:
+    """Start a daemon and workers, let them exchange tensors of the case's size. Raises PeerError when one fails."""
+    place = case.place
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(place.shards) as running:
+        options = (f"transport.kind={place.transport}",)
+        program = ("benchmarks.peak_memory",)
+        with service_group(place.ranks, folder, running.addresses, *options, program=program) as group:
+            answers = group.tell(do="measure", elements=case.elements)
+        resident = max(memory_mib("VmHWM", pid) for pid in running.pids)
+    with importer() as pid:
+        imports = memory_mib("RssAnon", pid)
+    slots = (place.ranks + 1) * SLOTS
+    return Memory(
+        case,
+        worker=max(each["peak_mib"] for each in answers),
+        joined=max(each["joined_mib"] for each in answers),
+        shard=resident - imports - slots,
+        slots=slots,
+        resident=resident,
+        wrong=int(sum(each["wrong"] for each in answers)),
+        ready_s=running.ready_s,
+    )

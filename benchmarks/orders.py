@@ -1,0 +1,35 @@
+"""The other end of `benchmarks.group`: a process that does what the controller says, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Order = Callable[..., dict[str, Any]]
+
+
+def serve(path: str, start: Callable[[], tuple[int, Mapping[str, Order]]]) -> None:
+    """Follow the controller at the Unix socket `path` until it closes the connection.
+
+    `start` gets ready, and returns this process's rank and the orders that it takes, by name. An exception, of `start`
+    too, is told to the controller and then ends the process.
+    """
+    with socket.socket(socket.AF_UNIX) as controller:
+        controller.connect(path)
+        lines = controller.makefile("rw", encoding="ascii")
+
+        def say(**answer: object) -> None:
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+
+        try:
+            rank, orders = start()
+            say(rank=rank)
+            for line in lines:
+                order = json.loads(line)
+                say(**orders[order.pop("do")](**order))
+        except Exception as error:
+            say(error=f"{type(error).__name__}: {error}")
+            raise

@@ -1,0 +1,128 @@
+"""The benchmark against others, with real processes: runs of few rounds, competitors that die, bounds, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from local_cluster import children
+
+from benchmarks.__main__ import main
+from benchmarks.cases import Case
+from benchmarks.contest import BOUND, OURS, SCAN
+from benchmarks.group import PeerError, daemon, echo_servers
+from benchmarks.loopback import MESSAGE_BYTES, Carrier
+from benchmarks.memory import measure
+from benchmarks.report import Outcome
+from benchmarks.sweep import sweep
+from omnireduce.dtypes import Array
+
+needs_mpi = pytest.mark.skipif(
+    not (Path(sys.executable).parent / "mpirun").exists() or importlib.util.find_spec("mpi4py") is None,
+    reason="no MPI in this environment; the extra `mpi` brings one",
+)
+SMALL = [Case("shm", 2, size, 1.0, rounds=1) for size in ("4 KiB", "64 KiB", "1 MiB")]
+MPICH = {"mpich in place", "mpich out of place"}
+
+
+@needs_mpi
+def test_a_small_run(tmp_path: Path) -> None:
+    options = ["--quick", "--only", "shm, 2 ranks, 64 KiB, density", "--rounds", "3", "--peers", "mpich"]
+    done = CliRunner().invoke(main, ["run", *options, "--results", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["entrant"] for row in rows} == {OURS, SCAN, *MPICH}
+    assert all(row["rounds"] == 3 and row["wrong"] == 0 and row["ms"] > 0 for row in rows)
+
+
+def entrants(found: Outcome) -> set[str]:
+    assert all(row["wrong"] == 0 for row in found.rows)
+    return {row["entrant"] for row in found.rows} - {SCAN}
+
+
+def kill_children(chosen: Callable[[str], bool]) -> None:
+    """Those processes of this one whose command line is chosen."""
+    for pid in children(os.getpid()):
+        if chosen(Path(f"/proc/{pid}/cmdline").read_text()):
+            os.kill(pid, signal.SIGKILL)
+
+
+@needs_mpi
+def test_a_competitor_that_dies_is_missing_in_one_case_only(capfd: pytest.CaptureFixture[str]) -> None:
+    running = sweep(SMALL, ["mpich"])
+    assert entrants(next(running)) == {OURS, *MPICH}
+    kill_children(lambda command: "mpirun" in command)
+    assert entrants(next(running)) == {OURS}
+    assert entrants(next(running)) == {OURS, *MPICH}
+    assert list(running) == []
+    assert f"bench: {SMALL[1].name}, again without mpich: mpich failed: " in capfd.readouterr().err
+
+
+def test_a_case_in_which_the_service_dies_is_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    running = sweep(SMALL, [])
+    assert next(running).case == SMALL[0]
+    kill_children(lambda command: "benchmarks.rank" in command)
+    assert [each.case for each in running] == SMALL[2:]
+    assert f"bench: LEFT OUT: {SMALL[1].name}: service failed: " in capfd.readouterr().err
+
+
+def test_an_aggregator_that_does_not_start_is_an_error() -> None:
+    expected = r"the aggregator did not get ready: .*transport\.kind"
+    with pytest.raises(PeerError, match=expected), daemon(1, "transport.kind=pigeon"):
+        pass
+
+
+def test_skewed_data_and_the_bytes_of_each_shard() -> None:
+    (found,) = sweep([Case("tcp", 2, "1 MiB", 0.1, kind="skew", rounds=1)], ["mpich"])
+    (row,) = found.rows
+    assert len(row["shard_bytes"]) == 4
+    assert sum(row["shard_bytes"]) == pytest.approx(2 * (row["wire_up_bytes"] + row["wire_down_bytes"]), abs=2)
+    (line,) = found.verdicts
+    assert line.value == max(row["shard_bytes"]) / 1e6 > line.peer_value  # few blocks: they cannot be even
+
+
+def test_the_bound_over_tcp_is_measured_for_what_is_dense() -> None:
+    dense, sparse = sweep([Case("tcp", 2, "1 MiB", density, rounds=1) for density in (1.0, 0.1)], [])
+    assert entrants(dense) == {OURS, BOUND}
+    assert entrants(sparse) == {OURS}
+    assert all(row["ms"] > 0 and row["cpu_s_per_gb"] > 0 for row in dense.rows)
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 3 * MESSAGE_BYTES + 5, 9_999_999])
+def test_plain_sockets_carry_every_byte_up_and_down(nbytes: int) -> None:
+    tensor = np.random.default_rng(1).integers(256, size=nbytes, dtype=np.uint8)
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(echo_servers(2))
+        first, second = (stack.enter_context(contextlib.closing(Carrier(servers.addresses))) for _ in range(2))
+        for carrier in (first, second, first):
+            result: Array = np.zeros_like(tensor)
+            carrier.carry(tensor, result)
+            assert np.array_equal(result, tensor)
+        second.carry(result, result)
+        assert np.array_equal(result, tensor)
+
+
+def test_an_echo_server_that_is_gone_is_an_error() -> None:
+    with echo_servers(1) as servers:
+        carrier = Carrier(servers.addresses)
+    with contextlib.closing(carrier), pytest.raises(ConnectionError):
+        carrier.carry(np.zeros(8), np.zeros(8))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_memory_of_workers_and_shards(transport: str) -> None:
+    """A worker maps its slots, 3 of 1.5 MiB each way for two shards, and loads its kernels. All of it counts."""
+    found = measure(Case(transport, 2, "1 MiB", 1.0, kind="memory"))
+    assert found.wrong == 0
+    assert found.slots == 3 * 3 * 1.5
+    assert 2 * 2 * 3 * 1.5 < found.joined <= found.worker
+    assert 0 < found.shard < found.resident - found.slots
