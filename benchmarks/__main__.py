@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -154,4 +155,5 @@ def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what was started
     main(prog_name="python -m benchmarks")

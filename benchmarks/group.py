@@ -195,12 +195,18 @@ class Servers:
 
 
 @contextlib.contextmanager
-def daemon(shards: int, *overrides: str, listen: str = "127.0.0.1:0", prefix: Sequence[str] = ()) -> Iterator[Servers]:
-    """Run an aggregator daemon; yield its shards. Raises PeerError when it does not get ready."""
+def daemon(
+    shards: int,
+    *overrides: str,
+    listen: str = "127.0.0.1:0",
+    prefix: Sequence[str] = (),
+    start_s: float = START_S,
+) -> Iterator[Servers]:
+    """Run an aggregator daemon; yield its shards. Raises PeerError when it does not get ready within `start_s`."""
     command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
     started = time.perf_counter()
-    with _server("the aggregator", command) as (pid, addresses):
+    with _server("the aggregator", command, start_s) as (pid, addresses):
         ready_s = time.perf_counter() - started
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         yield Servers(addresses, [int(each) for each in pids], ready_s)
@@ -218,7 +224,7 @@ def echo_servers(count: int) -> Iterator[Servers]:
 
 
 @contextlib.contextmanager
-def _server(name: str, command: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+def _server(name: str, command: Sequence[str], start_s: float = START_S) -> Iterator[tuple[int, list[str]]]:
     """Run a process that prints `ready` and its addresses; yield its number and these. Raises PeerError."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
     with (
@@ -229,7 +235,7 @@ def _server(name: str, command: Sequence[str]) -> Iterator[tuple[int, list[str]]
     ):
         try:
             assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], START_S)
+            ready, _, _ = select.select([process.stdout], [], [], start_s)
             word, *addresses = (process.stdout.readline().split() if ready else []) or [""]
             if word != "ready":
                 said = os.pread(log.fileno(), 4096, 0).decode(errors="replace").strip()

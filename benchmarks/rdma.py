@@ -112,7 +112,8 @@ def main() -> None:
     gid_index = choose(Verbs(device=options.device), near="").gid.index
     device = (f"verbs.device={options.device}",)
     limits = [write_bandwidth(options.device, gid_index)]
-    with daemon(1, "transport.kind=verbs", *device) as running, tempfile.TemporaryDirectory() as folder:
+    verbs = daemon(1, "transport.kind=verbs", *device, start_s=LIMIT_S)
+    with verbs as running, tempfile.TemporaryDirectory() as folder:
         addresses = running.addresses
         rounds = (f"bench.rounds={options.rounds}", "bench.warmup=1")
         (dense,) = bench(addresses, Path(folder), *device, *rounds, "bench.elements=2097152", "bench.density=1.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from local_cluster import Process
 
+from benchmarks.__main__ import main
 from benchmarks.testbed import Host, TestbedError, goodput
 from benchmarks.testbed import testbed as new_testbed  # or pytest takes it for a test
 
@@ -190,6 +193,21 @@ def test_goodput_between_hosts_that_are_gone_is_an_error() -> None:
         pass
     with pytest.raises(TestbedError, match=f"no goodput to {b.name}.*still exists"):
         goodput(a, b)
+
+
+@pytest.mark.usefixtures("able")
+def test_the_service_on_shaped_links_has_rows_and_verdicts(tmp_path: Path) -> None:
+    options = ["--rate", "10gbit", "--rounds", "1", "--layout", "dedicated", "--ranks", "2"]
+    done = CliRunner().invoke(main, ["shaped", *options, "--results", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows, summary = (json.loads((tmp_path / name).read_text()) for name in ("testbed.json", "summary.json"))
+    names = [f"dedicated 10gbit, 2 ranks, 100 MiB, density {density:g}, random overlap" for density in (1, 0.1, 0.01)]
+    assert [row["case"] for row in rows] == [line["case"] for line in summary] == names
+    for row, line in zip(rows, summary, strict=True):
+        assert row["wrong"] == 0
+        assert (line["peer"], line["peer_value"], line["value"]) == ("union bound", row["bound_ms"], row["ms"])
+        assert row["share"] == line["ratio"]
+    assert namespaces_of(os.getpid()) == []
 
 
 def test_without_root_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
