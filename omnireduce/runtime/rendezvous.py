@@ -1,4 +1,4 @@
-"""How a worker finds its aggregators: connect to every shard, prove the secret, say hello, wait until all are there."""
+"""How a worker finds its aggregators: connect to each shard, prove the secret, say hello, wait for the other ranks."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
     links: list[Link] = []
     offers: list[Offer | None] = []
     try:
-        for address in addresses:
+        for shard, address in enumerate(addresses):
             link = _connect(address, config, tls, deadline, log)
             links.append(link)  # one by one, so that a failure closes those that were made
-        if secret is not None:
-            prove(links, secret, deadline)
-        offers += [_offer(link, config, log) for link in links]
-        for shard, (link, offer) in enumerate(zip(links, offers, strict=True)):
-            link.send_control(encode_control(_hello(config, job, rank, size, shard, offer)))
+            if secret is not None:
+                prove([link], secret, deadline)
+            offers.append(_offer(link, config, log))
+            # At once: an aggregator drops who says nothing, and the next one may take long to come up.
+            link.send_control(encode_control(_hello(config, job, rank, size, shard, offers[shard])))
         welcomes = _await_welcome(links, job, deadline, config, log)
         for shard, offer in enumerate(offers):
             links[shard] = _attach(links[shard], welcomes[links[shard]], offer, config, rank, log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import socket
 import threading
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, unique_job
 from raw_peer import DEFAULTS, RawPeer, await_pending
 from transports import KINDS
 
-from omnireduce import AbortedError, Communicator, Config, RefusedError
+from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
 from omnireduce.runtime import rendezvous
 from omnireduce.wire import PROTOCOL_VERSION, Descriptor, Pending, Refused, Waiting, Welcome
 
@@ -307,6 +308,22 @@ def test_a_rank_that_begins_while_another_still_joins(daemon: Daemon) -> None:
         second.hello(job, 1, 2, shard=1, shards=2)
         [comm] = ranks.results()
         comm.shutdown()
+
+
+def test_a_rank_is_there_while_another_aggregator_is_not_up_yet(daemon: Daemon) -> None:
+    """Who connects and says nothing is dropped, and the next aggregator may come up late."""
+    job = unique_job()
+    with socket.socket() as silent, RawPeer(daemon.addresses[0]) as peer:
+        silent.bind(("127.0.0.1", 0))  # it does not listen
+        addresses = [daemon.addresses[0], f"127.0.0.1:{silent.getsockname()[1]}"]
+        config = configured(addresses, "transport.kind=tcp", "cluster.join_timeout_s=2")
+        peer.hello(job, 1, 2, shards=2)
+        ranks = Ranks(1, lambda rank: Communicator(config, rank=0, size=2, job=job))
+        while not isinstance(peer.control(), Welcome):
+            pass
+        [error] = ranks.outcomes()
+    assert isinstance(error, TransportError)
+    assert f"cannot reach aggregator {addresses[1]}" in str(error)
 
 
 def test_jobs_of_many_sizes_gather_at_once(daemon: Daemon) -> None:
