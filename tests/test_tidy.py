@@ -18,9 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("omnireduce", "aggregator", "worker")
-TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml"}
-TEXT_NAMES = {"Makefile", "Vagrantfile", "run"}
-TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".service", ".sbatch"}
+TEXT_NAMES = {"Makefile", "Vagrantfile", "Containerfile", "run"}
+TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant", "deploy")
 
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (

@@ -1,0 +1,60 @@
+"""What the tests of `deploy/` have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from local_cluster import READY_S, ROOT, WAIT_S, Process, eventually
+
+DEPLOY = ROOT / "deploy"
+BIN = Path(sys.executable).parent
+PROGRAMS = {"omnireduce": "omnireduce", "omnireduce-aggregator": "aggregator", "omnireduce-worker": "worker"}
+
+
+def as_here(words: Sequence[str]) -> list[str]:
+    """A command of an installed program, or of `python`, as one that runs in this checkout."""
+    program = Path(words[0]).name
+    if program == "python":
+        return [sys.executable, *words[1:]]
+    return [sys.executable, "-m", PROGRAMS[program], *words[1:]]
+
+
+@contextlib.contextmanager
+def aggregator(command: Sequence[str], environ: dict[str, str]) -> Iterator[tuple[Process, list[str]]]:
+    """Run an aggregator's command until it is ready; afterwards it must stop cleanly on SIGTERM.
+
+    Yields the process and its shards' addresses.
+    """
+    with Process(*command, environ=environ) as process:
+        word, *addresses = process.line(READY_S).split()
+        assert word == "ready"
+        yield process, addresses
+        process.popen.terminate()
+        assert process.wait() == 0, process.log
+
+
+def page(process: Process, path: str) -> str:
+    """A page of the aggregator's metrics and health."""
+    assert eventually(lambda: "http://" in process.log)
+    port = re.findall(r"http://[^/]*:(\d+)", process.log)[0]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as answer:
+        found: bytes = answer.read()
+    return found.decode()
+
+
+@contextlib.contextmanager
+def systemd_socket() -> Iterator[tuple[str, socket.socket]]:
+    """Where a service notifies systemd: the address and the socket."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        path = os.path.join(folder, "notify")
+        sock.bind(path)
+        sock.settimeout(READY_S)
+        yield path, sock

@@ -1,0 +1,87 @@
+"""The batch script: run here, with a stand-in for srun, so that real workers join real aggregators."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deployment import DEPLOY
+from local_cluster import READY_S, ROOT, WAIT_S
+
+SCRIPT = DEPLOY / "slurm" / "train.sbatch"
+STAND_IN = ROOT / "tests" / "deploy" / "slurm_here.py"
+
+
+def test_the_script_is_clean() -> None:
+    subprocess.run(["bash", "-n", SCRIPT], check=True, timeout=WAIT_S)
+    checker = shutil.which("shellcheck")
+    if checker is None:
+        pytest.skip("bash takes it; no shellcheck here")
+    done = subprocess.run([checker, SCRIPT], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run the script as a batch of two tasks on one node: status, standard output, standard error."""
+    programs = {
+        "srun": f'exec {sys.executable} {STAND_IN} "$@"',
+        "scontrol": '[ "$1 $2 $3" = "show hostnames here" ] && echo 127.0.0.1',
+        "python": f'exec {sys.executable} "$@"',
+        "omnireduce": f'exec {sys.executable} -m omnireduce "$@"',
+        "omnireduce-aggregator": f'exec {sys.executable} -m aggregator "$@"',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    with socket.create_server(("0.0.0.0", 0)) as probe:
+        port = probe.getsockname()[1]
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_NTASKS": "2"}
+    ours = {"AGGREGATOR_PORT": str(port), "STEPS": str(folder / "steps"), "PATH": f"{folder}:{os.environ['PATH']}"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMNIREDUCE_", "SLURM_"))}
+    variables = kept | slurm | ours | (environ or {})
+    command, limit_s = ["bash", SCRIPT, *arguments], 2 * READY_S
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_workers_join_the_aggregators_beside_them(tmp_path: Path) -> None:
+    """Rank, size and job come from the step; the aggregators stop when the workers are done."""
+    code = """
+import omnireduce as omni, numpy as np
+comm = omni.init()
+print("rank", comm.rank, "of", comm.size, float(omni.allreduce(np.ones(1000))[0]), comm.config.cluster.aggregators[0])
+omni.shutdown()
+"""
+    status, out, log = run(tmp_path, "python", "-c", code)
+    assert status == 0, log
+    [address] = re.findall(r"ready (\S+)", out)
+    port = address.rpartition(":")[2]
+    lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
+    assert lines == [f"rank {rank} of 2 2.0 127.0.0.1:{port}" for rank in range(2)]
+    assert "event=job_started" in log
+    assert "job=4711.1 " in log
+    assert "event=stopped" in log
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)))
+
+
+def test_the_training_that_comes_with_the_project(tmp_path: Path) -> None:
+    (tmp_path / "few.toml").write_text("[train]\nsteps = 3\ndim = 16\nmax_files = 20\n")
+    status, out, log = run(tmp_path, environ={"OMNIREDUCE_CONFIG": str(tmp_path / "few.toml")})
+    assert status == 0, log
+    assert "bit-identical on all workers" in out
+
+
+def test_a_failure_of_the_workers_is_the_status_of_the_batch(tmp_path: Path) -> None:
+    status, out, log = run(tmp_path, "python", "-c", "import omnireduce; omnireduce.init(); raise SystemExit(3)")
+    assert status == 3, log
+    assert "shard " in out  # what the aggregators say, for the record
+    assert "event=stopped" in log
