@@ -8,9 +8,9 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from .seeds import folder
+from .shapes import EDGES, SHAPES, conversation
 
 MOST_BYTES = 40_000
-EDGES = [0, 1, 2, 7, 8, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**47, 2**48, 2**62, 2**63 - 1, 2**63]
 WORDS = [struct.Struct(code) for code in ("<B", "<H", "<I", "<Q", ">H", ">I", ">Q")]
 
 
@@ -62,4 +62,11 @@ def inputs(target: str) -> st.SearchStrategy[bytes]:
             draw(st.sampled_from(CHANGES))(draw, data, draw(st.integers(0, len(data))))
         return bytes(data[:MOST_BYTES])
 
-    return changed() | changed() | changed() | st.binary(max_size=300)
+    @st.composite
+    def reshaped(draw: st.DrawFn) -> bytes:
+        data, reshape = draw(files), SHAPES.get(target, conversation)
+        for _ in range(draw(st.integers(1, 3))):
+            data = reshape(draw, data)
+        return data[:MOST_BYTES]
+
+    return reshaped() | reshaped() | reshaped() | changed() | changed() | st.binary(max_size=300)

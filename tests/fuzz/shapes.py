@@ -1,0 +1,118 @@
+"""Changes that keep the shape: what they make gets past the first check, and on to those behind it."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+from omnireduce.transport.stream import CONTROL, DATA, FRAME
+from omnireduce.wire import UNDECODABLE
+
+EDGES = [0, 1, 2, 7, 8, 9, 37, 38, 39, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**47, 2**48, 2**62, 2**63 - 1]
+HEADER = struct.Struct("<QqIII")
+HEADER_BYTES = 64
+NUMBERS = st.sampled_from(EDGES) | st.sampled_from(EDGES).map(lambda edge: -edge - 1)
+VALUES = (
+    NUMBERS
+    | st.sampled_from([None, True, 0.5, float("nan"), float("inf"), -1.0, "", "\x1b[2J", "x" * 5000, b"", b"\xff" * 32])
+    | st.lists(NUMBERS, max_size=20)
+)
+
+
+def packed(draw: st.DrawFn, body: bytes) -> bytes:
+    """A msgpack map or list with another value somewhere, a field less or a field more."""
+    try:
+        whole = msgspec.msgpack.decode(body)
+    except UNDECODABLE:
+        return body
+    _change(draw, whole)
+    return msgspec.msgpack.encode(whole)
+
+
+def _change(draw: st.DrawFn, part: Any) -> None:
+    keys = list(part) if isinstance(part, dict) else list(range(len(part))) if isinstance(part, list) else []
+    if not keys:
+        return
+    key = draw(st.sampled_from(keys))
+    if isinstance(part[key], (dict, list)) and draw(st.booleans()):
+        _change(draw, part[key])
+    elif draw(st.integers(0, 9)) == 0:
+        del part[key]
+    elif isinstance(part[key], int) and draw(st.booleans()):
+        part[key] = min(max(part[key] + draw(st.sampled_from([-1, 1])), -(2**63)), 2**64 - 1)
+    else:
+        part[key] = draw(VALUES)
+
+
+def block(draw: st.DrawFn, message: bytes) -> bytes:
+    """A block message with another header, index or descriptor, whose parts still fit together most of the time."""
+    if len(message) < HEADER_BYTES:
+        return message
+    fields = list(HEADER.unpack_from(message))
+    count, size = fields[2], fields[3]
+    start = (HEADER_BYTES + count * size + 7) // 8 * 8
+    if start + count * 8 + fields[4] != len(message):
+        return message
+    indices = list(struct.unpack_from(f"<{count}q", message, start))
+    blocks, extra = message[HEADER_BYTES : HEADER_BYTES + count * size], message[start + count * 8 :]
+    what = draw(st.integers(0, 4))
+    if what == 0:
+        at = draw(st.integers(0, 1))
+        fields[at] = max(0 if at == 0 else -(2**63), draw(NUMBERS | st.integers(0, 50)))
+    elif what == 1 and indices:
+        indices[draw(st.integers(0, count - 1))] = draw(NUMBERS | st.integers(0, 50))
+    elif what == 2:
+        indices = sorted(draw(st.lists(st.integers(0, 40), max_size=40, unique=draw(st.booleans()))))
+        blocks = bytes(len(indices) * size)
+    elif what == 3:
+        size = draw(st.sampled_from([0, 1, 4, 8, 16, 64, 1024]))
+        blocks = bytes(len(indices) * size)
+    else:
+        extra = packed(draw, extra) if draw(st.booleans()) else draw(st.binary(max_size=40))
+    fields[2:] = [len(indices), size, len(extra)]
+    head = (HEADER.pack(*fields).ljust(HEADER_BYTES, b"\0") + blocks).ljust(
+        (HEADER_BYTES + len(blocks) + 7) // 8 * 8, b"\0"
+    )
+    return head + struct.pack(f"<{len(indices)}q", *indices) + extra
+
+
+def conversation(draw: st.DrawFn, data: bytes) -> bytes:
+    """Frames of which one is left out, repeated, exchanged or changed; their lengths stay right."""
+    parts = [list(each) for each in _split(data)]
+    if not parts:
+        return data
+    at = draw(st.integers(0, len(parts) - 1))
+    what = draw(st.integers(0, 9))
+    if what == 0:
+        del parts[at]
+    elif what == 1:
+        parts.insert(draw(st.integers(0, len(parts))), list(parts[at]))
+    elif what == 2:
+        other = draw(st.integers(0, len(parts) - 1))
+        parts[at], parts[other] = parts[other], parts[at]
+    elif what == 3:
+        parts[at][1] = draw(st.sampled_from([0, 1, 2, 3, 63, 65535]))
+    elif what == 4:
+        parts[at][0] = draw(st.integers(0, 4))
+    elif parts[at][0] == CONTROL:
+        parts[at][2] = packed(draw, parts[at][2])
+    elif parts[at][0] == DATA:
+        parts[at][2] = block(draw, parts[at][2])
+    return b"".join(FRAME.pack(kind, slot, len(body)) + body for kind, slot, body in parts)
+
+
+def _split(data: bytes) -> list[tuple[int, int, bytes]]:
+    parts, at = [], 0
+    while len(data) - at >= FRAME.size:
+        kind, slot, length = FRAME.unpack_from(data, at)
+        at += FRAME.size
+        size = length if kind in (CONTROL, DATA) else 0
+        parts.append((kind, slot, data[at : at + size]))
+        at += size
+    return parts
+
+
+SHAPES = {"control": packed, "descriptor": packed, "upward": block, "downward": block}
