@@ -258,7 +258,7 @@ def aggregator(data: bytes) -> str:
     return outcome
 
 
-def results(data: bytes) -> str:
+def delivery(data: bytes) -> str:
     """What an aggregator sends to a worker of a running job."""
     with wired() as (link, peer):
         send, receive = Guarded((SLOTS, SLOT_BYTES)), Guarded((SLOTS, SLOT_BYTES))
@@ -281,5 +281,5 @@ def results(data: bytes) -> str:
 
 
 TARGETS: dict[str, Callable[[bytes], str]] = {
-    each.__name__: each for each in (control, descriptor, upward, downward, stranger, proven, aggregator, results)
+    each.__name__: each for each in (control, descriptor, upward, downward, stranger, proven, aggregator, delivery)
 }

@@ -144,7 +144,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "refused-later": proven_aggregator() + control(Pending([1], 1), Refused("no")),
         "aborted": proven_aggregator() + control(Waiting("collective 0", "rank 1", 2.0), Aborted(CAUSE)),
     },
-    "results": {
+    "delivery": {
         "valid-whole": credit(1) + data(0, RESULTS["valid-whole"]) + control(Goodbye()),
         "valid-two": data(1, RESULTS["valid-part"]) + data(0, block_message([3, 37], 38)),
         "valid-waiting": control(Waiting("collective 0", "rank 1", 2.0)) + data(0, RESULTS["valid-own"]),

@@ -62,7 +62,7 @@ EXPECTED = {
         "refused-later": "RefusedError",
         "aborted": "CollectiveTimeoutError",
     },
-    "results": {"valid-whole": "finished", "valid-two": "finished", "valid-waiting": "finished", "aborted": "ended"},
+    "delivery": {"valid-whole": "finished", "valid-two": "finished", "valid-waiting": "finished", "aborted": "ended"},
     "daemon": {"valid-session": "answered", "another-version": "answered", "http": "dropped"},
     "worker": {"valid-whole": "finished", "refused": "RefusedError", "aborted": "CollectiveTimeoutError"},
 }
