@@ -48,8 +48,8 @@ def _trace(case: Case, shards: int) -> tuple[list[Lane], Rounds, Rounds]:
             daemon(shards, tracing) as own,
             service_group(case.ranks, folder, own.addresses, f"transport.kind={case.transport}", tracing) as group,
         ):
-            data: dict[str, Any] = {"density": case.density, "overlap": case.overlap, "block_size": BLOCK, "seed": SEED}
-            group.tell(do="case", elements=case.elements, **data)
+            data: dict[str, Any] = {"density": case.density, "overlap": case.overlap, "distribution": case.distribution}
+            group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
             exchanges, scans = [], []
             for number in range(WARM_UP + case.rounds):
                 exchanges.append(_round(group, "allreduce", number, check=True))
