@@ -37,7 +37,7 @@ def main(targets: tuple[str, ...], examples: int, seed: int | None, write_seeds:
     number = random.SystemRandom().randrange(2**32) if seed is None else seed
     click.echo(f"seed {number}")
     for target in targets or explore.names():
-        count = examples if target in explore.MACHINES else max(1, examples // 20)
+        count = examples if target in explore.LIGHT else max(1, examples // 20)
         started = time.monotonic()
         with explore.opened(target) as run:
             explore.play_corpus(target, run)

@@ -11,22 +11,24 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, seed, settings
 
+from .connections import TARGETS as CONNECTIONS
 from .inputs import corpus, inputs
 from .machines import TARGETS as MACHINES
 from .processes import TARGETS as PROCESSES
 from .seeds import folder
 
 Run = Callable[[bytes], str]
+LIGHT = MACHINES | CONNECTIONS  # without processes
 HANG_S = 120.0  # of one input: longer than any wait in a target
 
 
 def opened(target: str) -> AbstractContextManager[Run]:
     """What plays an input of this target. Leaving the context checks what can be checked at the end only."""
-    return PROCESSES[target]() if target in PROCESSES else nullcontext(MACHINES[target])
+    return PROCESSES[target]() if target in PROCESSES else nullcontext(LIGHT[target])
 
 
 def names() -> list[str]:
-    return [*MACHINES, *PROCESSES]
+    return [*LIGHT, *PROCESSES]
 
 
 def play_corpus(target: str, run: Run) -> dict[str, str]:

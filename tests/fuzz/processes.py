@@ -20,7 +20,8 @@ from omnireduce.secret import SECRET_VARIABLE
 from omnireduce.transport.stream import FRAME
 from omnireduce.wire import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control
 
-from .machines import frames, kind_of
+from .connections import frames
+from .machines import kind_of
 from .seeds import SLOT_BYTES, SLOTS, TENSOR
 
 SECRET_TEXT = "the secret of the fuzzer"

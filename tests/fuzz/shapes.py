@@ -80,12 +80,12 @@ def block(draw: st.DrawFn, message: bytes) -> bytes:
 
 
 def conversation(draw: st.DrawFn, data: bytes) -> bytes:
-    """Frames of which one is left out, repeated, exchanged or changed; their lengths stay right."""
-    parts = [list(each) for each in _split(data)]
+    """Frames of which one is left out, repeated, exchanged or changed; their lengths are right most of the time."""
+    parts = [[*each, 0] for each in _split(data)]  # the last one is what the length lies about
     if not parts:
         return data
     at = draw(st.integers(0, len(parts) - 1))
-    what = draw(st.integers(0, 9))
+    what = draw(st.integers(0, 10))
     if what == 0:
         del parts[at]
     elif what == 1:
@@ -97,11 +97,13 @@ def conversation(draw: st.DrawFn, data: bytes) -> bytes:
         parts[at][1] = draw(st.sampled_from([0, 1, 2, 3, 63, 65535]))
     elif what == 4:
         parts[at][0] = draw(st.integers(0, 4))
+    elif what == 5:
+        parts[at][3] = draw(st.sampled_from([-1, 1, 8, 65536, 2**31]))
     elif parts[at][0] == CONTROL:
         parts[at][2] = packed(draw, parts[at][2])
     elif parts[at][0] == DATA:
         parts[at][2] = block(draw, parts[at][2])
-    return b"".join(FRAME.pack(kind, slot, len(body)) + body for kind, slot, body in parts)
+    return b"".join(FRAME.pack(kind, slot, max(0, len(body) + lie)) + body for kind, slot, body, lie in parts)
 
 
 def _split(data: bytes) -> list[tuple[int, int, bytes]]:

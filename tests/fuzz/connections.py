@@ -1,0 +1,207 @@
+"""Targets over socket pairs: the real links, drivers and server hear a peer's whole side of a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from harness import Guarded
+
+from omnireduce.errors import OmniReduceError, ProtocolError
+from omnireduce.protocol.handshake import Candidate, Gate
+from omnireduce.protocol.membership import Limits
+from omnireduce.runtime.access import Access
+from omnireduce.runtime.driver import Driver
+from omnireduce.runtime.prove import _advance
+from omnireduce.runtime.rendezvous import read_answer
+from omnireduce.runtime.server import ShardServer
+from omnireduce.secret import Secret
+from omnireduce.transport.base import Credited, Event, Link, Received
+from omnireduce.transport.stream import CONTROL, DATA, FRAME, StreamLink
+from omnireduce.wire import Hello, Welcome, decode_control, encode_control
+
+from .machines import busy_worker, kind_of
+from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper
+from .seeds import AGGREGATOR_NONCE, SECRET, SLOT_BYTES, SLOTS, WORKER_NONCE
+
+TURNS = 200  # of a server until a connection that has ended must be forgotten
+
+
+class InlineLink(StreamLink):
+    """What tcp does with bytes, over a socket pair. What it reports must keep the rules of credits."""
+
+    kind = "inline"
+    inline = True
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        super().__init__(sock, peer)
+        self._theirs: set[int] = set()  # receive slots that were reported and not returned
+        self._ours: set[int] = set()  # send slots that were sent and not credited
+
+    def send(self, slot: int, nbytes: int) -> None:
+        super().send(slot, nbytes)
+        self._ours.add(slot)
+
+    def return_credit(self, slot: int) -> None:
+        super().return_credit(slot)
+        self._theirs.remove(slot)
+
+    def poll(self) -> Sequence[Event]:
+        events = super().poll()
+        for event in events:
+            if isinstance(event, Received):
+                assert event.slot < len(self.receive_slots)
+                assert event.nbytes <= self.receive_slots.shape[1]
+                assert event.slot not in self._theirs
+                self._theirs.add(event.slot)
+            elif isinstance(event, Credited):
+                self._ours.remove(event.slot)
+        return events
+
+
+@contextlib.contextmanager
+def wired() -> Iterator[tuple[InlineLink, socket.socket]]:
+    """A link, and the plain socket that is its peer."""
+    ours, peer = socket.socketpair()
+    peer.setblocking(False)
+    link = InlineLink(ours, "the peer")
+    with peer:
+        yield link, peer
+    link.close()
+
+
+def frames(data: bytes) -> Iterator[bytes]:
+    """The bytes, cut behind every whole frame: a peer that keeps the rules waits for answers there."""
+    at = 0
+    while len(data) - at >= FRAME.size:
+        kind, _, length = FRAME.unpack_from(data, at)
+        size = FRAME.size + (length if kind in (CONTROL, DATA) else 0)
+        yield data[at : at + size]
+        at += size
+    yield data[at:]
+
+
+def _say(peer: socket.socket, data: bytes, turn: Callable[[], object]) -> bytes:
+    """Send a frame, let the other side work, and return what it has said."""
+    said = b""
+    for _ in range(TURNS):
+        with contextlib.suppress(BlockingIOError):
+            try:
+                data = data[peer.send(data) :]
+            except (BrokenPipeError, ConnectionResetError):
+                data = b""
+        turn()
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            said += peer.recv(1 << 20)
+        if not data:
+            return said
+    raise AssertionError("the other side does not read")
+
+
+@dataclass(frozen=True, slots=True)
+class FixedNonce(Access):
+    """So that a seed can hold the right proof."""
+
+    def gate(self, link: Link) -> Gate:
+        return Gate(self.secret, AGGREGATOR_NONCE)
+
+
+def stranger(data: bytes) -> str:
+    """A whole connection to a shard without a secret."""
+    return _connection(data, None)
+
+
+def proven(data: bytes) -> str:
+    """A whole connection to a shard with a secret: without the right proof nothing begins."""
+    outcome = _connection(data, SECRET)
+    if outcome in ("Welcome", "Aborted", "Goodbye", "Pending"):
+        assert SECRET.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE) in data
+    return outcome
+
+
+def _connection(data: bytes, secret: Secret | None) -> str:
+    limits = Limits(max_jobs=4, max_world_size=MAX_RANKS, max_job_bytes=MAX_BYTES, join_timeout_s=60.0)
+    server = ShardServer("a:1", [], limits, drain_s=0.0, access=FixedNonce(secret))
+    said = b""
+    with wired() as (link, peer):
+        server.adopt(link)
+        for frame in frames(data):
+            said += _say(peer, frame, lambda: server.turn(0.0))
+        peer.shutdown(socket.SHUT_WR)
+        for _ in range(TURNS):
+            server.turn(0.0)
+            if not server._connections:
+                break
+    membership = server._membership
+    server._selector.close()
+    kept = [server._connections, server._timed, server._jobs, server._of_job]
+    kept += [membership._gathering, membership._running, membership._held]
+    assert not any(kept), f"kept after the connection had ended: {kept}"
+    if b"Pending" in said or b"Welcome" in said:
+        assert any(hello_is_proper(each) for each in hellos(data)), "admitted without a proper hello"
+    return _last_word(said)
+
+
+def hellos(data: bytes) -> Iterator[Hello]:
+    """Those that can be read at all."""
+    for frame in frames(data):
+        with contextlib.suppress(ProtocolError):
+            message = decode_control(frame[FRAME.size :])
+            if isinstance(message, Hello):
+                yield message
+
+
+def _last_word(said: bytes) -> str:
+    """The kind of the last whole control message."""
+    last = "nothing"
+    for frame in frames(said):
+        if frame[:1] == bytes([CONTROL]):
+            last = type(decode_control(frame[FRAME.size :])).__name__
+    return last
+
+
+def aggregator(data: bytes) -> str:
+    """What an aggregator says to a worker with a secret that wants to join."""
+    with wired() as (link, peer):
+        candidate, is_proven, outcome = Candidate(SECRET, WORKER_NONCE), False, "nothing"
+        link.send_control(encode_control(candidate.greeting))
+        try:
+            for frame in frames(data):
+                peer.send(frame)
+                if not is_proven:
+                    is_proven = _advance(link, candidate)
+                    continue
+                for event in link.poll():
+                    outcome = type(read_answer(link, event)).__name__
+        except OmniReduceError as error:
+            return kind_of(error)
+    if outcome == Welcome.__name__:
+        assert SECRET.proof("aggregator", WORKER_NONCE, AGGREGATOR_NONCE) in data
+    return outcome
+
+
+def delivery(data: bytes) -> str:
+    """What an aggregator sends to a worker of a running job."""
+    with wired() as (link, peer):
+        send, receive = Guarded((SLOTS, SLOT_BYTES)), Guarded((SLOTS, SLOT_BYTES))
+        link.attach(send.array, receive.array)
+        tensor, machine, effects = busy_worker(send, receive)
+        finished: list[int] = []
+        driver = Driver(machine, [link], lambda: 0.0, on_finish=finished.append)
+        driver.perform(effects)
+        for frame in frames(data):
+            _say(peer, frame, driver.turn)
+        peer.shutdown(socket.SHUT_WR)
+        for _ in range(TURNS):
+            driver.turn()
+        assert link.over
+        for guard in (tensor, send, receive):
+            guard.check()
+    assert machine.ended is not None
+    assert machine.ended.cause is not None
+    return "finished" if finished else "ended"
+
+
+TARGETS: dict[str, Callable[[bytes], str]] = {each.__name__: each for each in (stranger, proven, aggregator, delivery)}

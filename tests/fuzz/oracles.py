@@ -1,0 +1,118 @@
+"""What is allowed, said once more and in the most obvious way: what the project takes must be exactly this."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+from omnireduce.wire import (
+    Challenge,
+    ControlMessage,
+    Descriptor,
+    Greeting,
+    Hello,
+    Pending,
+    Proof,
+    Refused,
+    Waiting,
+    Welcome,
+)
+
+from .seeds import FIRST, SLOT_BYTES, TENSOR
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8")
+MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
+
+
+def descriptor_is_proper(found: Descriptor) -> bool:
+    blocks = -(-found.elements // found.block_size)
+    return (
+        found.dtype in DTYPES
+        and (found.op != "mean" or found.dtype in FLOATS)
+        and 0 <= found.elements < 2**62
+        and 1 <= found.block_size < 2**31
+        and blocks < 2**48
+        and len(found.name) <= 200
+        and f"{found.name}{found.note}".isprintable()
+    )
+
+
+def control_is_proper(message: ControlMessage) -> bool:
+    """Everything that has a length has a limit."""
+    texts: list[str] = []
+    if isinstance(message, Pending):
+        texts = [message.note]
+        return len(message.missing) <= 16 and all(len(text) <= 4096 for text in texts)
+    if isinstance(message, Refused):
+        texts = [message.reason]
+    if isinstance(message, Waiting):
+        texts = [message.what, message.who]
+    if isinstance(message, Welcome):
+        texts = [message.note]
+        if message.generation < 1 or (message.verbs is not None and len(message.verbs.gid) > 39):
+            return False
+    if isinstance(message, (Greeting, Challenge)) and len(message.nonce) != 32:
+        return False
+    if isinstance(message, Proof) and len(message.proof) != 32:
+        return False
+    return all(len(text) <= 4096 for text in texts)
+
+
+def hello_is_proper(hello: Hello) -> bool:
+    """Whether this worker may wait for the others on a shard of the fuzzer."""
+    return (
+        hello.version == 2
+        and 1 <= len(hello.job) <= 128
+        and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
+        and len(hello.host) <= 255
+        and hello.host.isprintable()
+        and 1 <= hello.world_size <= MAX_RANKS
+        and 0 <= hello.rank < hello.world_size
+        and 0 <= hello.shard < hello.shards
+        and 2 <= hello.slots <= 64
+        and 65536 <= hello.slot_bytes <= 64 << 20
+        and hello.slot_bytes % 4096 == 0
+        and (hello.world_size + 1) * hello.slots * hello.slot_bytes <= MAX_BYTES
+        and 1 <= hello.stripe_blocks <= 2**20
+        and hello.timeout_s >= 0.1
+        and hello.tcp_message_bytes >= 1
+    )
+
+
+def _parts(message: bytes) -> tuple[int, int, int, list[int], bytes] | None:
+    """Collective, frontier, bytes per block, indices and extra of a block message whose parts fit together."""
+    if not 64 <= len(message) <= SLOT_BYTES:
+        return None
+    number, frontier, count, size, extra_bytes = struct.unpack_from("<QqIII", message)
+    start = (64 + count * size + 7) // 8 * 8
+    stop = start + 8 * count
+    if extra_bytes > 1024 or count * (size + 8) > SLOT_BYTES - 64 - 1024 - 8 or len(message) != stop + extra_bytes:
+        return None
+    return number, frontier, size, list(struct.unpack_from(f"<{count}q", message, start)), message[stop:]
+
+
+def _fit(indices: list[int], low: int, high: int) -> bool:
+    ascend = all(one < two for one, two in itertools.pairwise(indices))
+    return ascend and all(low <= index < high for index in indices)
+
+
+def first_message_is_proper(message: bytes) -> bool:
+    """Whether a rank may open the collective of TENSOR with this message."""
+    parts = _parts(message)
+    if parts is None:
+        return False
+    number, frontier, size, indices, extra = parts
+    blocks = TENSOR.layout.blocks
+    return number == 0 and size == 32 and 0 <= frontier <= blocks and extra == FIRST and _fit(indices, 0, frontier)
+
+
+def result_is_proper(message: bytes) -> bool:
+    """Whether an aggregator may send this as the first result of TENSOR, once all of it was sent to it."""
+    parts = _parts(message)
+    if parts is None:
+        return False
+    number, frontier, size, marked, extra = parts
+    indices = [index % 2**48 for index in marked]  # above are the marks
+    fits = 0 <= frontier <= TENSOR.layout.blocks and _fit(indices, 0, frontier)
+    return number == 0 and size == 32 and not extra and fits
