@@ -1,5 +1,4 @@
-"""Targets without a connection: decoding, and the machines of both sides. They share no memory with anybody, and know no
-time.
+"""Targets without a connection: decoding, and the machines of both sides.
 
 Each takes the bytes of one peer and returns what became of them, in a word or two.
 """
