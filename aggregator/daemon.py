@@ -79,8 +79,8 @@ class Daemon:
     def _bind(self) -> list[Listeners]:
         settings = self._config.aggregator
         host, port = parse_address(settings.listen)
-        kind = self._config.transport.kind
-        return [open_listeners(host, port + i if port else 0, kind) for i in range(settings.shards)]
+        kind, monitored = self._config.transport.kind, bool(self._config.metrics.listen)
+        return [open_listeners(host, port + i if port else 0, kind, monitored) for i in range(settings.shards)]
 
     def _start_monitor(self, bound: Sequence[Listeners]) -> None:
         from aggregator.monitor import open_http, run_monitor

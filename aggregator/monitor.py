@@ -1,7 +1,8 @@
 """Metrics and health by HTTP, in a process of its own: the shards serve jobs only, the supervisor has no threads.
 
-The monitor asks the shards as anybody could, by a status request, and each request to it waits for them for a bounded
-time. It lives as long as the supervisor does.
+The monitor asks the shards as anybody could, by a status request, but at Unix sockets of their own: whatever
+transports workers may use, and with TLS or without. Each request to it waits for them for a bounded time. It lives as
+long as the supervisor does.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from aggregator.metrics import Answers, ShardCollector
-from omnireduce.config import Config, override_config, parse_address
+from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
-from omnireduce.runtime.observe import ask_all
+from omnireduce.runtime.observe import MONITOR, ask_all
 from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
 
@@ -40,7 +41,7 @@ class Monitor:
 
     def __init__(self, config: Config, names: Sequence[str], addresses: Sequence[str]) -> None:
         self._names, self._addresses = names, [_reachable(address) for address in addresses]
-        self._config = override_config(config, {"transport.kind": "auto"}, source="metrics")
+        self._config = config
         registry = CollectorRegistry()
         registry.register(ShardCollector(self._ask))
         self._metrics: _App = make_wsgi_app(registry)
@@ -58,7 +59,7 @@ class Monitor:
         return _page(start, "404 Not Found", "try /metrics, /healthz or /readyz")
 
     def _ask(self) -> Answers:
-        found = ask_all(self._addresses, self._config, self._config.metrics.timeout_s)
+        found = ask_all(self._addresses, self._config, self._config.metrics.timeout_s, purpose=MONITOR)
         return dict(zip(self._names, found, strict=True))
 
 

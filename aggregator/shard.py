@@ -14,6 +14,7 @@ from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
 from omnireduce.protocol.membership import Limits
 from omnireduce.runtime.access import Access
+from omnireduce.runtime.observe import MONITOR
 from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.transport.shm import ShmLink, listen_shm
@@ -32,10 +33,14 @@ class Listeners:
     name: str  # what errors call the shard: a wildcard address would name no host
     tcp: socket.socket
     shm: socket.socket | None
+    monitor: socket.socket | None
 
 
-def open_listeners(host: str, port: int, kind: str) -> Listeners:
-    """Listen for the transports that `kind` (transport.kind) allows. Port 0 takes a free one. Raises TransportError."""
+def open_listeners(host: str, port: int, kind: str, monitored: bool) -> Listeners:
+    """Listen for the transports that `kind` (transport.kind) allows, and for the monitor, if there is one.
+
+    Port 0 takes a free one. Raises TransportError.
+    """
     shown = f"[{host}]" if ":" in host else host
     try:
         # The TCP port is taken even for shm alone: it is what keeps two daemons from one address.
@@ -43,6 +48,7 @@ def open_listeners(host: str, port: int, kind: str) -> Listeners:
         port = tcp.getsockname()[1]
         try:
             shm = listen_shm(host, port) if kind in ("auto", "shm") else None
+            monitor = listen_shm(host, port, purpose=MONITOR) if monitored else None
         except OSError:
             tcp.close()
             raise
@@ -53,7 +59,7 @@ def open_listeners(host: str, port: int, kind: str) -> Listeners:
             "is another aggregator running there, and is aggregator.listen an address of this host?"
         ) from error
     name = socket.gethostname() if host in WILDCARDS else shown
-    return Listeners(f"{shown}:{port}", f"{name}:{port}", tcp, shm)
+    return Listeners(f"{shown}:{port}", f"{name}:{port}", tcp, shm, monitor)
 
 
 def _run_as_batch() -> None:
@@ -86,7 +92,7 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
     def shm_link(sock: socket.socket) -> ShmLink:
         return ShmLink(sock, "a local process")
 
-    made = [(listeners.tcp, tcp_link), (listeners.shm, shm_link)]
+    made = [(listeners.tcp, tcp_link), (listeners.shm, shm_link), (listeners.monitor, shm_link)]
     server = ShardServer(
         listeners.name,
         [(listener, make) for listener, make in made if listener is not None],

@@ -90,7 +90,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag=True):
-    """Anybody to aggregator, instead of a Hello: how are you? `after` is the key of the last job known already."""
+    """To an aggregator, instead of a Hello: how are you? `after` is the key of the last job known already."""
 
     version: int
     after: tuple[str, int] = ("", 0)

@@ -24,13 +24,12 @@ from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
-from omnireduce.status import Status, StatusRequest
+from omnireduce.status import LISTED, Status, StatusRequest
 
 PROTOCOL_VERSION = 2
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
-LISTED = 16  # how many missing ranks a Pending names
 MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 SHOWN = 200  # characters of a peer's malformed message that an error repeats

@@ -15,7 +15,13 @@ from omnireduce.console.host_checks import (
     check_processor,
     check_versions,
 )
-from omnireduce.console.link_checks import check_aggregators, check_rdma, check_transports, find_ports
+from omnireduce.console.link_checks import (
+    check_aggregators,
+    check_rdma,
+    check_secret,
+    check_transports,
+    find_ports,
+)
 
 
 def examine(config: Config) -> bool:
@@ -31,7 +37,8 @@ def examine(config: Config) -> bool:
         kernels = list(check_kernels())
     ports, why_none = find_ports()
     report(*kernels, *check_limits(config, has_devices=bool(ports)))
-    report(*check_transports(config), *check_rdma(config, ports, why_none), *check_aggregators(config))
+    report(*check_transports(config), *check_rdma(config, ports, why_none))
+    report(*check_secret(config), *check_aggregators(config))
     _sum_up(console, seen)
     return not seen["fail"]
 

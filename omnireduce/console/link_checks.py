@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 from omnireduce.config import Config
 from omnireduce.console.finding import Finding, State
-from omnireduce.errors import OmniReduceError, TransportError
+from omnireduce.errors import ConfigError, OmniReduceError, TransportError
 from omnireduce.runtime.observe import AT_ONCE, question, reach
 from omnireduce.runtime.report import installed_version
-from omnireduce.secret import load_secret
+from omnireduce.secret import SECRET_VARIABLE, load_secret
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+from omnireduce.transport.tls import TlsLink
 from omnireduce.wire import shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
@@ -101,6 +102,19 @@ def _port(port: Port) -> Finding:
     return Finding("ok", what, text)
 
 
+def check_secret(config: Config) -> Iterator[Finding]:
+    """Where the secret comes from; whether it is the aggregators', these tell."""
+    try:
+        secret = load_secret(config.security)
+    except ConfigError as error:
+        yield Finding("fail", "secret", str(error))
+        return
+    if secret is None:
+        yield Finding("info", "secret", "none: whoever can reach an aggregator without one may join; docs/security.md")
+    else:
+        yield Finding("ok", "secret", f"from {config.security.secret_file or SECRET_VARIABLE}")
+
+
 def check_aggregators(config: Config) -> Iterator[Finding]:
     """Ask each configured aggregator, by the transport that a worker would take, as one that wants to join does."""
     addresses = config.cluster.aggregators
@@ -117,12 +131,13 @@ def _aggregator(address: str, config: Config) -> Finding:
     except OmniReduceError as error:
         return Finding("fail", what, shown(str(error)))
     took_ms = (time.monotonic() - started) * 1000
-    proof = "no secret" if load_secret(config.security) is None else "knows the secret"
-    text = f"answers by {way} after {took_ms:.1f} ms; version {shown(status.version)}, {status.running} jobs, {proof}"
+    proved = "" if load_secret(config.security) is None else ", both proved the secret"
+    text = f"answers by {way} after {took_ms:.1f} ms{proved}; version {shown(status.version)}, {status.running} jobs"
     if status.version != installed_version():
         return Finding("warn", what, text, f"here is {installed_version()}: install the same omnireduce everywhere")
     return Finding("ok", what, text)
 
 
 def _way(link: StreamLink) -> str:
-    return f"{link.kind}, from {link.local_host}" if isinstance(link, TcpLink) else link.kind
+    tls = " with TLS" if isinstance(link, TlsLink) else ""
+    return f"{link.kind}{tls}, from {link.local_host}" if isinstance(link, TcpLink) else link.kind

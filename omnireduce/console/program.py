@@ -64,7 +64,7 @@ def status(
 @config_options
 def doctor(config_file: str | None, overrides: tuple[str, ...]) -> None:
     """Look at this host and at the aggregators of the configuration: versions, processor, kernels, limits,
-    transports, RDMA devices with their ports and GIDs, and whether each aggregator answers.
+    transports, RDMA devices with their ports and GIDs, and whether each aggregator answers and has the same secret.
 
     What is not well comes with what to do about it. The exit status is 1 if something that the configuration asks for
     cannot work.

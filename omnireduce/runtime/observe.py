@@ -9,38 +9,42 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from omnireduce.config import Config
-from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
+from omnireduce.config import Config, parse_address
+from omnireduce.errors import OmniReduceError, TransportError
 from omnireduce.logs import BoundLog
-from omnireduce.runtime.prove import prove
+from omnireduce.runtime.prove import prove, read_message
 from omnireduce.runtime.rendezvous import connect_once
 from omnireduce.secret import load_secret
 from omnireduce.status import JobStatus, Status, StatusRequest
-from omnireduce.transport.base import Control, Link, Lost
+from omnireduce.transport.base import Link
+from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tls import worker_context
-from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, Refused, decode_control, encode_control, shown
+from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, encode_control
 
+log = BoundLog(logging.getLogger("omnireduce"))
 AT_ONCE = 64  # aggregators that are asked at the same time
+MONITOR = "-monitor"  # purpose of the Unix sockets at which shards listen for the daemon's own monitor
 
 
-def ask(address: str, config: Config, timeout_s: float) -> Status:
-    """The status of the aggregator shard at `address`, with all its jobs.
+def ask(address: str, config: Config, timeout_s: float, *, purpose: str = "") -> Status:
+    """The status of the aggregator shard at `address`, with all its jobs. `purpose` MONITOR takes the way of its own.
 
-    Raises ConfigError when the secret cannot be used, TransportError when it does not answer within `timeout_s`, or not
-    as it should, RefusedError when it refuses.
+    Raises TransportError when it does not answer within `timeout_s`, or not as it should, RefusedError when it refuses.
     """
     deadline = time.monotonic() + timeout_s
-    with contextlib.closing(reach(address, config, deadline)) as link:
+    with contextlib.closing(reach(address, config, deadline, purpose=purpose)) as link:
         return question(link, deadline)
 
 
-def ask_all(addresses: Sequence[str], config: Config, timeout_s: float) -> list[Status | OmniReduceError]:
+def ask_all(
+    addresses: Sequence[str], config: Config, timeout_s: float, *, purpose: str = ""
+) -> list[Status | OmniReduceError]:
     """What `ask` returns or raises for each address, all asked at once."""
 
     def outcome(address: str) -> Status | OmniReduceError:
         try:
-            return ask(address, config, timeout_s)
+            return ask(address, config, timeout_s, purpose=purpose)
         except OmniReduceError as error:
             return error
 
@@ -50,26 +54,28 @@ def ask_all(addresses: Sequence[str], config: Config, timeout_s: float) -> list[
         return list(pool.map(outcome, addresses))
 
 
-def reach(address: str, config: Config, deadline: float) -> StreamLink:
-    """Connect to an aggregator as a worker would, up to its Hello.
+def reach(address: str, config: Config, deadline: float, *, purpose: str = "") -> StreamLink:
+    """Connect to an aggregator as a worker would, up to its Hello: both have then proved the secret, if there is one.
 
-    Raises ConfigError when the secret cannot be used, TransportError or RefusedError.
+    Raises ConfigError when the secret or a certificate cannot be used, else what `ask` raises.
     """
     secret = load_secret(config.security)
-    tls = worker_context(config.security) if config.security.tls_ca else None  # a daemon itself asks by shared memory
     try:
-        link = connect_once(address, config, tls, deadline, BoundLog(logging.getLogger("omnireduce")))
+        if purpose:
+            link: StreamLink = connect_shm(*parse_address(address), deadline - time.monotonic(), purpose=purpose)
+        else:
+            link = connect_once(address, config, worker_context(config.security), deadline, log)
     except OSError as error:
         raise TransportError(
             f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "
             "is `python -m aggregator` running there, and is its port open to this host?"
         ) from error
-    if secret is not None:
-        try:
+    try:
+        if secret is not None:
             prove([link], secret, deadline)
-        except BaseException:
-            link.close()
-            raise
+    except BaseException:
+        link.close()
+        raise
     return link
 
 
@@ -103,14 +109,4 @@ def _answer(link: Link, deadline: float, timeout_s: float) -> ControlMessage:
                 "is it stopped or overloaded?"
             )
         for event in link.poll():
-            if isinstance(event, Lost):
-                raise TransportError(f"aggregator {link.peer}: {event.reason} instead of an answer")
-            try:
-                message = decode_control(event.body) if isinstance(event, Control) else None
-            except ProtocolError as error:
-                raise TransportError(f"aggregator {link.peer}: {error}") from error
-            if isinstance(message, Refused):
-                raise RefusedError(f"aggregator {link.peer} refused: {shown(message.reason)}")
-            if message is None:
-                raise TransportError(f"aggregator {link.peer} sent blocks instead of an answer")
-            return message
+            return read_message(link, event)

@@ -280,7 +280,8 @@ class ShardServer:
         except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
             reason = f"the aggregator has no memory for this job: {error}"
             if not isinstance(error, OSError):
-                log.exception("internal error at the start of a job; please report it")
+                failed = tagged("internal_error", job=admit.job)
+                log.exception("internal error at the start of a job; please report it", extra=failed)
                 reason = "internal error; the log of the aggregator has the details"
             self._membership.finished(admit.generation)
             self._membership.released(admit.generation)

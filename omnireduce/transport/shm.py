@@ -90,8 +90,8 @@ class ShmLink(StreamLink):
             os.close(self._descriptors.popleft())
 
 
-def _abstract(host: str, port: int) -> str:
-    return f"\0omnireduce/{host}:{port}"
+def _abstract(host: str, port: int, purpose: str) -> str:
+    return f"\0omnireduce{purpose}/{host}:{port}"
 
 
 def _is_local(host: str) -> bool:
@@ -109,14 +109,14 @@ def _numeric(host: str) -> str:
     return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = False) -> ShmLink:
-    """Connect to an aggregator on this host: of root or of this user, or of `any_user`.
+def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = False, purpose: str = "") -> ShmLink:
+    """Connect to an aggregator on this host: of root or of this user, or of `any_user`; to what listens for `purpose`.
 
     Raises OSError when it is elsewhere or offers no shared memory, TransportError when it is another user's.
     """
     if not _is_local(host):
         raise ConnectionError(f"{host} is not this host")
-    for name in (_abstract(_numeric(host), port), _abstract("*", port)):
+    for name in (_abstract(_numeric(host), port, purpose), _abstract("*", port, purpose)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:
@@ -136,10 +136,13 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
     raise ConnectionRefusedError(f"no aggregator on this host listens on {host}:{port} for shared memory")
 
 
-def listen_shm(host: str, port: int) -> socket.socket:
-    """Listen for local workers of the aggregator at host:port, non-blocking. Raises OSError."""
+def listen_shm(host: str, port: int, *, purpose: str = "") -> socket.socket:
+    """Listen for local workers of the aggregator at host:port, non-blocking, or for another `purpose`.
+
+    Raises OSError.
+    """
     anywhere = host in ("", "0.0.0.0", "::")
-    name = _abstract("*" if anywhere else _numeric(host), port)
+    name = _abstract("*" if anywhere else _numeric(host), port, purpose)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)

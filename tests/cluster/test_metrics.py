@@ -14,8 +14,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from certificates import OPENSSL, certificates
 from cluster_checks import FAILURE_S, assert_serves, expect_round
 from local_cluster import (
     READY_S,
@@ -215,12 +217,26 @@ def test_without_an_address_there_is_no_monitor(daemon: Daemon) -> None:
 
 
 def test_a_daemon_that_listens_everywhere() -> None:
-    with Daemon(1, "metrics.listen=0.0.0.0:0", listen="0.0.0.0:0") as daemon:
+    with Daemon(1, "metrics.listen=0.0.0.0:0", "security.allow_no_secret=true", listen="0.0.0.0:0") as daemon:
         port = base(daemon).rpartition(":")[2]
         assert get(f"http://127.0.0.1:{port}/readyz") == (200, "ready\n")
         _, text = get(f"http://127.0.0.1:{port}/metrics")
         name = f"{socket.gethostname()}:{daemon.addresses[0].rpartition(':')[2]}"
         assert f'omnireduce_shard_up{{shard="{name}"}} 1.0' in text
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_whatever_workers_must_do_the_monitor_gets_its_answers(tmp_path: Path, kind: str) -> None:
+    """A secret, and for TCP a certificate for a name that the monitor does not use."""
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("correct horse battery staple")
+    sealed = certificates().holder("aggregator") if OPENSSL and kind == "tcp" else []
+    settings = [f"security.secret_file={secret}", f"transport.kind={kind}", *sealed]
+    with Daemon(2, LISTEN, *settings, listen="127.0.0.2:0") as daemon:
+        assert get(f"{base(daemon)}/readyz") == (200, "ready\n")
+        assert list(scrape(daemon)["omnireduce_shard_up"].values()) == [1, 1]
+        assert str(secret.read_text()) not in daemon.log
 
 
 def test_while_it_drains_it_is_alive_but_not_ready() -> None:

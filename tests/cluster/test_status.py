@@ -7,10 +7,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from certificates import certificates, needs_openssl
 from cluster_checks import FAILURE_S, SLOWNESS, assert_serves, expect_round, name_of
 from local_cluster import WAIT_S, Daemon, configured, eventually, start_job, unique_job, workers
 from raw_peer import RawPeer, await_pending
@@ -165,11 +168,10 @@ def test_aborts_are_counted_by_cause_and_refusals_too() -> None:
 def test_many_jobs_come_in_pages() -> None:
     """Long names, so that they need several control messages; each job is listed once."""
     names = [f"{number:03}{'x' * 125}" for number in range(400)]
-    limits = ("aggregator.max_jobs=400", f"aggregator.max_bytes={2**40}")
-    with Daemon(1, *limits) as daemon, contextlib.ExitStack() as stack:
+    with Daemon(1, "aggregator.max_jobs=400") as daemon, contextlib.ExitStack() as stack:
         for name in reversed(names):
             peer = stack.enter_context(RawPeer(daemon.addresses[0]))
-            peer.hello(name, 0, 2)
+            peer.hello(name, 0, 2, slots=2, slot_bytes=65536)  # little memory, of which all jobs together have a limit
             await_pending(peer, [1])
         for kind in ("auto", "tcp"):
             found = ask(daemon.addresses[0], configured(daemon.addresses, f"transport.kind={kind}"), MOST_S)
@@ -225,6 +227,49 @@ def test_requests_that_are_refused(daemon: Daemon, request_: object, reason: str
         assert isinstance(answer, Refused)
         assert reason in answer.reason
         assert peer.is_closed()
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Sequence[str]:
+    """Two settings of which each names another secret."""
+    found = []
+    for number in range(2):
+        file = tmp_path / f"secret{number}"
+        file.touch(0o600)
+        file.write_text(f"secret number {number} of this test")
+        found.append(f"security.secret_file={file}")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_who_does_not_know_the_secret_learns_nothing(secrets: Sequence[str], kind: str) -> None:
+    right, wrong = secrets
+    with Daemon(1, right) as daemon:
+        [address] = daemon.addresses
+        assert ask(address, configured([address], right, f"transport.kind={kind}"), MOST_S).running == 0
+        for settings, expected in (
+            ([wrong], "has another secret than the aggregator"),
+            ([], "wants proof of a shared"),
+        ):
+            config = configured([address], *settings, f"transport.kind={kind}")
+            [found] = ask_all([address], config, MOST_S)
+            assert isinstance(found, RefusedError)
+            assert expected in str(found)
+        with RawPeer(address) as peer:
+            peer.say(StatusRequest(PROTOCOL_VERSION))
+            answer = peer.control()
+            assert isinstance(answer, Refused)
+            assert peer.is_closed()
+
+
+@needs_openssl
+def test_over_tls() -> None:
+    with Daemon(1, *certificates().holder("aggregator")) as daemon:
+        [address] = daemon.addresses
+        config = configured([address], certificates().trust(), "transport.kind=tcp")
+        assert ask(address, config, MOST_S).running == 0
+        [found] = ask_all([address], configured([address], "transport.kind=tcp"), 5.0)
+        assert isinstance(found, TransportError)
 
 
 def outcome(address: str, timeout_s: float) -> Status | OmniReduceError:

@@ -9,8 +9,10 @@ import resource
 import shlex
 import signal
 import sys
+from pathlib import Path
 
 import pytest
+from certificates import certificates, needs_openssl
 from local_cluster import READY_S, Daemon, Process, configured
 
 from omnireduce.console.finding import Finding
@@ -60,7 +62,7 @@ def test_a_host_and_aggregators_that_are_well(daemon: Daemon) -> None:
     for address in daemon.addresses:
         state, line = found[f"aggregator {address}"]
         assert state == "ok"
-        assert re.search(r"answers by shm after [\d.]+ ms; version \S+, 0 jobs, no secret$", line)
+        assert re.search(r"answers by shm after [\d.]+ ms; version \S+, 0 jobs$", line)
 
 
 def test_the_transport_that_a_worker_would_take(daemon: Daemon) -> None:
@@ -91,6 +93,42 @@ def test_rdma_that_is_asked_for_and_not_here(daemon: Daemon) -> None:
     assert "not available: " in line
     assert "choose another transport.kind; docs/rdma.md" in line
     assert examine(daemon.addresses[:1])[0] == 0
+
+
+def test_the_secret_of_both_ends(tmp_path: Path) -> None:
+    """Each failing line says what to do."""
+    files = [tmp_path / "right", tmp_path / "wrong", tmp_path / "open"]
+    for number, file in enumerate(files):
+        file.touch(0o600)
+        file.write_text(f"secret number {number} of this test")
+    right, wrong, readable = (f"security.secret_file={file}" for file in files)
+    files[2].chmod(0o644)
+    with Daemon(1, right) as daemon:
+        aggregator = f"aggregator {daemon.addresses[0]}"
+        status, found, _ = examine(daemon.addresses, right)
+        assert status == 0
+        assert found["secret"][1].endswith(f"from {files[0]}")
+        assert ", both proved the secret; version " in found[aggregator][1]
+        status, found, _ = examine(daemon.addresses, wrong)
+        assert (status, found["secret"][0], found[aggregator][0]) == (1, "ok", "fail")
+        assert "has another secret than the aggregator: give both the same security.secret_file" in found[aggregator][1]
+        status, found, _ = examine(daemon.addresses)
+        assert (status, found["secret"][0], found[aggregator][0]) == (1, "info", "fail")
+        assert "wants proof of a shared secret: give the worker the same" in found[aggregator][1]
+        status, found, _ = examine(daemon.addresses, readable)
+        assert (status, found["secret"][0], found[aggregator][0]) == (1, "fail", "fail")
+        assert "expected 0600; run chmod 600" in found["secret"][1]
+
+
+@needs_openssl
+def test_aggregators_with_tls() -> None:
+    with Daemon(1, *certificates().holder("aggregator")) as daemon:
+        aggregator = f"aggregator {daemon.addresses[0]}"
+        _, found, _ = examine(daemon.addresses, "transport.kind=tcp", certificates().trust())
+        assert "answers by tcp with TLS, from 127.0.0.1 after " in found[aggregator][1]
+        _, found, _ = examine(daemon.addresses, "transport.kind=tcp")
+        assert found[aggregator][0] == "fail"
+        assert "does it want TLS (security.tls_ca here)?" in found[aggregator][1]
 
 
 def test_a_stopped_aggregator() -> None:

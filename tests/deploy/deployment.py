@@ -16,6 +16,7 @@ from local_cluster import READY_S, ROOT, WAIT_S, Process, eventually
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
+SECRET = {"OMNIREDUCE_SECURITY_SECRET": "whatever the operator has chosen"}
 PROGRAMS = {"omnireduce": "omnireduce", "omnireduce-aggregator": "aggregator", "omnireduce-worker": "worker"}
 
 
@@ -33,7 +34,7 @@ def aggregator(command: Sequence[str], environ: dict[str, str]) -> Iterator[tupl
 
     Yields the process and its shards' addresses.
     """
-    with Process(*command, environ=environ) as process:
+    with Process(*command, environ=environ | SECRET) as process:
         word, *addresses = process.line(READY_S).split()
         assert word == "ready"
         yield process, addresses

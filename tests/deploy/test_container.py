@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from deployment import DEPLOY, PROGRAMS
+from deployment import DEPLOY, PROGRAMS, SECRET
 from local_cluster import READY_S, ROOT, WAIT_S, Process
 
 from omnireduce.config import load_config
@@ -119,7 +119,7 @@ def test_the_image_starts_an_aggregator_that_its_health_check_finds(image: Path)
     assert arguments == ["--listen", "0.0.0.0:7400"]
     check = json.loads(re.sub(r".* CMD ", "", of("service", "HEALTHCHECK")[0]))
     assert check[-1] == "127.0.0.1:7400"
-    environ = {"PYTHONPATH": str(image), "PYTHONSAFEPATH": "1"}
+    environ = {"PYTHONPATH": str(image), "PYTHONSAFEPATH": "1", **SECRET}
     start = [sys.executable, "-m", PROGRAMS[entrypoint], "--listen", "127.0.0.1:0"]
     with Process(*start, environ=environ) as process:
         address = process.line(READY_S).split()[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deployment import DEPLOY, aggregator, as_here, page
+from deployment import DEPLOY, SECRET, aggregator, as_here, page
 from local_cluster import MPIRUN, READY_S, ROOT
 
 from omnireduce.config import load_config, parse_address
@@ -50,6 +50,15 @@ def container_of(pod: Object) -> Object:
     assert re.fullmatch(r"registry\.example\.com/omnireduce(-mpi)?:\d+\.\d+\.\d+", container["image"])
     found: Object = container
     return found
+
+
+def secret_of(container: Object) -> Object:
+    """The variable with the secret, which comes from a Secret."""
+    [found] = [each for each in container["env"] if each["name"] in SECRET]
+    assert found["valueFrom"]["secretKeyRef"] == {"name": "omnireduce", "key": "secret"}
+    assert "create secret generic omnireduce --from-literal=secret=" in (FOLDER / "aggregator.yaml").read_text()
+    variable: Object = found
+    return variable
 
 
 def test_the_aggregator_its_service_and_its_configuration_fit_together(settings: Path) -> None:
@@ -104,7 +113,8 @@ def test_the_training_runs_what_its_launcher_says(settings: Path) -> None:
     start = as_here(["omnireduce-aggregator", "--config", str(settings)])
     here = {"OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0", "OMNIREDUCE_METRICS_LISTEN": ""}
     with aggregator(start, here) as (_, addresses):
-        variables = {each["name"]: each["value"] for each in launcher["env"]}
+        assert launcher["env"][-1] == secret_of(container_of(pod_of(objects("aggregator.yaml")["Deployment"])))
+        variables = SECRET | {each["name"]: each["value"] for each in launcher["env"] if "value" in each}
         assert variables.pop("OMNIREDUCE_CONFIG").endswith(f"/{settings.name}")
         quoted = ", ".join(f'"{address}"' for address in addresses)
         variables |= {"OMNIREDUCE_CONFIG": str(settings), "OMNIREDUCE_CLUSTER_AGGREGATORS": f"[{quoted}]"}

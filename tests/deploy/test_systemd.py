@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from deployment import BIN, DEPLOY, aggregator, as_here, page, systemd_socket
-from local_cluster import WAIT_S
+from local_cluster import READY_S, WAIT_S, Process
 
 from omnireduce.config import load_config
 
@@ -57,6 +57,15 @@ def test_the_service_runs_as_the_unit_says() -> None:
             assert page(process, "/readyz") == "ready\n"
             assert process.log.startswith("{")
         assert systemd.recv(4096).startswith(b"STOPPING=1\n")
+
+
+def test_without_its_secret_the_service_says_what_is_missing() -> None:
+    """It listens beyond loopback, as the unit has it."""
+    assert service()["EnvironmentFile"] == "/etc/omnireduce/secret.env"
+    assert "OMNIREDUCE_SECURITY_SECRET=$(openssl rand -hex 32)" in UNIT.read_text()
+    with Process(*as_here(["omnireduce-aggregator", "--config", str(SETTINGS)])) as process:
+        assert process.wait(READY_S) == 2
+        assert "without a secret all of them may join: give security.secret_file" in process.log
 
 
 def test_limits_and_times_fit_the_configuration() -> None:
