@@ -10,13 +10,17 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from benchmarks.cases import TRANSPORTS
-from benchmarks.contest import OURS, SCAN
+from benchmarks.contest import BOUND, OURS, SCAN
 
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
 DENSE = ("mpich out of place", "mpich in place", "openmpi out of place", "openmpi in place", "gloo")
+STYLES = {OURS: "C0o-", SCAN: "k:", BOUND: "k*", "AGsparse": "C6.--"} | {
+    label: f"C{number}.--" for number, label in enumerate(DENSE, 1)
+}
 ZERO = 1e-4  # where a density of zero is drawn on a logarithmic axis
 STYLE: Any = {"svg.hashsalt": OURS, "svg.fonttype": "none", "savefig.dpi": 100, "font.size": 9}
 SAME = {"svg": {"Date": None}, "png": {"Software": None}}  # else a file tells when it was made, and by which version
@@ -63,6 +67,12 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
     return figure, axes
 
 
+def _log_time(axes: Any) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+
+
 def _over_density(title: str, y: str) -> tuple[Figure, Any]:
     figure, axes = _axes(title, "density of blocks", y)
     axes.set_xscale("log")
@@ -80,10 +90,9 @@ def _curves(rows: Iterable[Row], key: str, x: str, y: str) -> dict[Any, Points]:
 
 def _time_over_density(rows: list[Row], transport: str) -> Figure:
     figure, axes = _over_density(f"100 MiB of float32, 2 ranks, {transport}", "median ms")
-    axes.set_yscale("log")
+    _log_time(axes)
     for label, points in _curves(rows, "entrant", "density", "ms").items():
-        style = {OURS: "o-", SCAN: "k:"}.get(label, ".--" if len(points) > 1 else "*")
-        axes.plot(*zip(*points, strict=True), style, label=label, linewidth=2.5 if label == OURS else 1)
+        axes.plot(*zip(*points, strict=True), STYLES[label], label=label, linewidth=2.5 if label == OURS else 1)
     figure.legend(loc="outside right upper")
     return figure
 
@@ -121,15 +130,14 @@ def _speedup_over_density(rows: list[Row]) -> Figure:
 
 def _time_over_ranks(rows: list[Row], transport: str) -> Figure:
     figure, axes = _axes(f"100 MiB of float32, {transport}, on the same cores", "ranks", "median ms")
-    best = _best_dense(rows)
-    for density in sorted({row["density"] for row in rows}, reverse=True):
-        ours = sorted((row["ranks"], row["ms"]) for row in rows if (row["entrant"], row["density"]) == (OURS, density))
-        (line,) = axes.plot(*zip(*ours, strict=True), "o-", label=f"density {density:.3g}")
-        others = sorted((ranks, ms) for (_, ranks, of), ms in best.items() if of == density)
-        if others:
-            axes.plot(*zip(*others, strict=True), ".:", color=line.get_color())
-    axes.plot([], [], ".:", color="grey", label="best dense peer")
-    axes.set_yscale("log")
+    _log_time(axes)
+    ours = [row for row in rows if row["entrant"] == OURS]
+    for density, points in sorted(_curves(ours, "density", "ranks", "ms").items(), reverse=True):
+        if len(points) > 1:
+            axes.plot(*zip(*points, strict=True), "o-", label=f"density {density:.1g}")
+    peers = sorted((ranks, ms) for (_, ranks, density), ms in _best_dense(rows).items() if density == 1)
+    if peers:
+        axes.plot(*zip(*peers, strict=True), "k.:", label="best dense peer")
     axes.set_xticks(sorted({row["ranks"] for row in rows}))
     figure.legend(loc="outside right upper")
     return figure
@@ -141,7 +149,8 @@ def _share_of_bound(rows: list[Row]) -> Figure:
     ours = [row | {"line": f"{row['layout']}, {row['ranks']} ranks"} for row in rows if row["entrant"] == OURS]
     for label, points in _curves(ours, "line", "density", "share").items():
         axes.plot(*zip(*points, strict=True), "o-", label=label)
+    axes.axhline(1, color="grey", linewidth=1)
     axes.set_xlim(left=0.007)
-    axes.set_ylim(0, 1.05)
+    axes.set_ylim(bottom=0)
     axes.legend()
     return figure
