@@ -1,0 +1,79 @@
+"""A job that cannot be started when all its ranks are there: each learns it, and nothing is left of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from omnireduce.protocol.membership import Limits
+from omnireduce.runtime import server as server_module
+from omnireduce.runtime.server import ShardServer
+from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.stream import CONTROL, FRAME
+from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, Hello, Pending, Refused, Welcome, decode_control
+from omnireduce.wire import encode_control as encoded
+
+LIMITS = Limits(
+    max_jobs=1, max_world_size=2, max_job_bytes=1 << 20, join_timeout_s=60.0, max_ranks=2, max_bytes=1 << 20
+)
+
+
+def joining(server: ShardServer) -> list[ControlMessage]:
+    """Both ranks of a job connect and say hello; the last word to each, before they go."""
+    peers = []
+    for rank in range(2):
+        ours, peer = socket.socketpair()
+        server.adopt(ShmLink(ours, f"rank {rank}"))
+        body = encoded(Hello(PROTOCOL_VERSION, "job", rank, 2, 0, 1, 2, 65536, "host", 7, 64))
+        peer.sendall(FRAME.pack(CONTROL, 0, len(body)) + body)
+        server.turn(0.0)
+        peers.append(peer)
+    found = [last_word(peer) for peer in peers]
+    for peer in peers:
+        peer.close()
+    while server._connections:
+        server.turn(60.0)
+    return found
+
+
+def last_word(peer: socket.socket) -> ControlMessage:
+    said, last = peer.recv(65536), None
+    while said:
+        length = FRAME.unpack_from(said)[2]
+        last = decode_control(said[FRAME.size : FRAME.size + length])
+        said = said[FRAME.size + length :]
+    assert last is not None
+    return last
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(12, "Cannot allocate memory"), "no memory for this job: [Errno 12] Cannot allocate memory"),
+        (ValueError("a bug"), "internal error; the log of the aggregator has the details"),
+    ],
+)
+def test_all_ranks_are_refused_and_may_come_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str
+) -> None:
+    """With the strictest limits: what was left behind would keep the next one out."""
+    server = ShardServer("a:1", [], LIMITS, drain_s=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(server_module, "Job", failing(error))
+        for answer in joining(server):
+            assert isinstance(answer, Refused)
+            assert expected in answer.reason
+    assert [type(each) for each in joining(server)] == [Welcome, Welcome]
+    assert Pending not in [type(each) for each in joining(server)]
+    server.stop()
+    server.serve()
