@@ -78,6 +78,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """Serves on a socket that listens already, some requests at once."""
 
     daemon_threads = True
+    timeout = 1.0  # for a connection that was there when `run_monitor` looked
 
     def __init__(self, listener: socket.socket, app: Monitor) -> None:
         address = listener.getsockname()

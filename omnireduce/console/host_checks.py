@@ -58,7 +58,7 @@ def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
         f"{fields.get('model name') or platform.machine()}, {cores}; {' '.join(features) or 'no vector instructions'}"
     )
     if "flags" in fields and "avx2" not in words:
-        advice = "kernels run at half speed or less; give a virtual machine the host's processor (-cpu host)"
+        advice = "kernels must do with narrow vectors; give a virtual machine the host's processor (-cpu host)"
         yield Finding("warn", "processor", text, advice)
     else:
         yield Finding("ok", "processor", text)
