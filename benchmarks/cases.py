@@ -71,9 +71,9 @@ def target_cases() -> list[Case]:
         *_each("shm", 2, "64 KiB", (1.0,), 300),
         *_each("shm", 2, "4 KiB", (1.0,), 300),
         Case("shm", 2, "100 MiB", 0.01, kind="rows"),
-        *_each("shm", 4, "100 MiB", (1.0, 0.1, 0.01)),
-        Case("shm", 4, "100 MiB", 0.01, kind="rows"),
-        *_each("tcp", 2, "100 MiB", (1.0, 0.1, 0.01)),
+        *_each("shm", 4, "100 MiB", (1.0, 0.1, 0.01), 10),
+        Case("shm", 4, "100 MiB", 0.01, kind="rows", rounds=10),
+        *_each("tcp", 2, "100 MiB", (1.0, 0.1, 0.01), 12),
         *(
             Case(transport, 2, "100 MiB", density, kind="skew", rounds=5)
             for transport, density in itertools.product(TRANSPORTS, (0.1, 0.01))
