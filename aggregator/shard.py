@@ -36,7 +36,7 @@ class Listeners:
     monitor: socket.socket | None
 
 
-def open_listeners(host: str, port: int, kind: str, monitored: bool) -> Listeners:
+def open_listeners(host: str, port: int, kind: str, monitored: bool = False) -> Listeners:
     """Listen for the transports that `kind` (transport.kind) allows, and for the monitor, if there is one.
 
     Port 0 takes a free one. Raises TransportError.
