@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,12 +52,12 @@ class TracedLink(Link):
     # output
 
     def send(self, slot: int, nbytes: int) -> None:
-        self._gather(What.MESSAGE_OUT, nbytes)
-        self._link.send(slot, nbytes)
+        with self._leaving(What.MESSAGE_OUT, nbytes):
+            self._link.send(slot, nbytes)
 
     def return_credit(self, slot: int) -> None:
-        self._gather(What.CREDIT_OUT, slot)
-        self._link.return_credit(slot)
+        with self._leaving(What.CREDIT_OUT, slot):
+            self._link.return_credit(slot)
 
     def _send(self, slot: int, nbytes: int) -> None:
         raise AssertionError("the link within sends")
@@ -77,10 +78,16 @@ class TracedLink(Link):
         else:
             self._link.flush()
 
-    def _gather(self, what: What, detail: int) -> None:
+    @contextmanager
+    def _leaving(self, what: What, detail: int) -> Iterator[None]:
+        """Around handing something to the link: it leaves with the next `flush`, or by RDMA at once."""
         self._gathered.append((what, detail))
-        if not self._gathers:
-            self._offer()
+        if self._gathers:
+            yield
+            return
+        start = self._offer()
+        yield
+        self._recorder.add(What.SEND, start, now(), self._number)
 
     def _offer(self) -> int:
         """The time, at which everything that was gathered begins to leave."""
