@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from omnireduce.protocol.membership import Limits
-from omnireduce.runtime import server as server_module
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
@@ -69,7 +68,7 @@ def test_all_ranks_are_refused_and_may_come_again(
     """With the strictest limits: what was left behind would keep the next one out."""
     server = ShardServer("a:1", [], LIMITS, drain_s=0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(server_module, "Job", failing(error))
+        patch.setattr(server, "_make_job", failing(error))
         for answer in joining(server):
             assert isinstance(answer, Refused)
             assert expected in answer.reason
