@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check bench bench-quick rdma test-rdma clean
+.PHONY: help demo test lint types check simulate mutations bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -31,6 +31,12 @@ types: $(READY) ## mypy --strict
 	@$(BIN)/mypy
 
 check: lint types test ## lint, types and tests: what CI runs
+
+simulate: $(READY) ## run simulated clusters with faults from seeds, and from new ones; minutes. ARGS="--seeds 0:100000"
+	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:3000 --new 1000)
+
+mutations: $(READY) ## show that the simulator catches every deliberate bug; about ten minutes
+	@$(BIN)/python -m tests.simulator --mutations
 
 bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; half an hour. ARGS=--resume goes on
 	@status=0; \

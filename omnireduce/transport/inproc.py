@@ -3,12 +3,14 @@ simulation."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 
 from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
 
 FRAME_BYTES = 8
+UNLIMITED = sys.maxsize
 
 
 class InprocLink(Link):
@@ -19,6 +21,7 @@ class InprocLink(Link):
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
+        self.most_events = UNLIMITED  # that one poll reports
         self._arrived: deque[Event] = deque()
         self._lost = self._closed = False
 
@@ -46,7 +49,7 @@ class InprocLink(Link):
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
-        while self._arrived and not self._lost:
+        while self._arrived and not self._lost and len(events) < self.most_events:
             event = self._arrived.popleft()
             wrong = self._admit(event) if isinstance(event, Received | Credited) else ""
             if wrong:

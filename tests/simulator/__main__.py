@@ -1,56 +1,81 @@
-"""`python -m tests.simulator --seeds 0:1000` or `--seed N`."""
+"""`python -m tests.simulator`: simulated clusters from seeds, one seed again, or the mutations."""
 
 from __future__ import annotations
 
-import logging
+import os
+import random
+import shlex
 import sys
-import time
 
 import click
-from rich.progress import Progress
 
-from .cluster import Cluster
-from .plan import Plan, draw_plan
+from . import mutate  # before anything of the product, which it may change
+
+
+def _seeds(context: click.Context, parameter: click.Parameter, text: str) -> range:
+    first, colon, stop = text.partition(":")
+    if not (colon and first.isdecimal() and stop.isdecimal()):
+        raise click.BadParameter(f"{text!r}: expected FIRST:STOP, as 0:1000")
+    return range(int(first), int(stop))
 
 
 @click.command(name="python -m tests.simulator")
-@click.option("--seeds", default="0:200", show_default=True, metavar="FIRST:STOP", help="Which seeds to run.")
-@click.option("--seed", type=int, help="Run one seed and show its plan and its trace.")
-@click.option("--failures", default=5, show_default=True, help="Stop after so many failing seeds.")
-def main(seeds: str, seed: int | None, failures: int) -> None:
-    """Run simulated clusters; exit status 1 when one goes wrong."""
-    logging.getLogger("omnireduce").setLevel(logging.CRITICAL)
-    if seed is not None:
-        sys.exit(replay(seed))
-    first, stop = (int(word) for word in seeds.split(":"))
-    started, failed = time.monotonic(), 0
-    with Progress() as progress:
-        for number in progress.track(range(first, stop), description="seeds"):
-            plan = draw_plan(number)
-            found = Cluster(plan).run()
-            if found:
-                failed += 1
-                progress.console.print(report(plan, found), markup=False, highlight=False, soft_wrap=True)
-            if failed == failures:
-                break
-    click.echo(f"{stop - first} seeds, {failed} failed, {time.monotonic() - started:.1f} s")
-    sys.exit(1 if failed else 0)
+@click.option(
+    "--seeds", default="0:500", show_default=True, metavar="FIRST:STOP", callback=_seeds, help="Which to run."
+)
+@click.option("--new", default=0, metavar="COUNT", help="Also run so many seeds from a random one on.")
+@click.option("--jobs", default=os.cpu_count() or 1, show_default="cores", metavar="COUNT", help="Processes.")
+@click.option("--replay", type=int, metavar="SEED", help="Run one seed and show its plan and its last events.")
+@click.option("--fault", default="", metavar="KIND", help="No faults but this one, at every event of each seed's run.")
+@click.option("--event", default=0, metavar="NUMBER", help="With --fault: only at this event.")
+@click.option("--failures", default=3, show_default=True, metavar="COUNT", help="Stop after so many failing seeds.")
+@click.option("--verbose", is_flag=True, help="Show what each seed has switched on.")
+@click.option("--mutation", default="", metavar="NAME", help="Put this bug into the product first.")
+@click.option("--mutations", is_flag=True, help="Show that the simulator catches every deliberate bug.")
+def main(
+    seeds: range, new: int, jobs: int, replay: int | None, fault: str, event: int, failures: int, verbose: bool,
+    mutation: str, mutations: bool,
+) -> None:  # fmt: skip
+    """Run simulated clusters in virtual time; exit status 1 when one goes wrong."""
+    if mutations:
+        sys.exit(0 if mutate.hunt_all(jobs, click.echo) else 1)
+    if mutation:
+        mutate.install(_known(mutation))
+    from . import campaign
+    from .faults import FROM_THE_START
+    from .plan import KINDS
+
+    if fault and (fault not in KINDS or fault in FROM_THE_START):
+        events = ", ".join(kind for kind in KINDS if kind not in FROM_THE_START)
+        raise click.BadParameter(f"--fault {fault!r}: expected one of {events}")
+    if replay is not None:
+        sys.exit(0 if campaign.replay(campaign.Task(replay, fault, event), click.echo) else 1)
+    numbers = [*seeds, *_new_seeds(new)]
+    total, more = campaign.Campaign(), f" --mutation {shlex.quote(mutation)}" if mutation else ""
+    for outcome in campaign.run_all((campaign.Task(seed, fault, event) for seed in numbers), jobs):
+        total.add(outcome)
+        if outcome.found:
+            click.echo(campaign.report(outcome, more))
+        elif verbose:
+            click.echo(f"seed {outcome.task.seed}: " + "; ".join(outcome.task.plan().describe()))
+        if len(total.failed) == failures:
+            break
+    click.echo(total.summary())
+    sys.exit(1 if total.failed else 0)
 
 
-def replay(seed: int) -> int:
-    """Run one seed and print all about it; return the exit status."""
-    plan = draw_plan(seed)
-    cluster = Cluster(plan)
-    found = cluster.run()
-    click.echo("\n".join([str(plan), *cluster.world.trace, *(found or ["nothing wrong"])]))
-    return 1 if found else 0
+def _known(name: str) -> mutate.Mutation:
+    if name not in mutate.BY_NAME:
+        raise click.BadParameter(f"--mutation {name!r}: expected one of {', '.join(mutate.BY_NAME)}")
+    return mutate.BY_NAME[name]
 
 
-def report(plan: Plan, found: list[str]) -> str:
-    """A failure in words: the faults, what is wrong, how to see it again."""
-    lines = [f"seed {plan.seed}: faults {[fault.kind for fault in plan.faults]}"]
-    lines += [f"  {line}" for line in found[:4]]
-    return "\n".join([*lines, f"  replay: python -m tests.simulator --seed {plan.seed}"])
+def _new_seeds(count: int) -> range:
+    if not count:
+        return range(0)
+    first = random.SystemRandom().randrange(1_000_000, 1_000_000_000)
+    click.echo(f"new seeds: {first}:{first + count}")
+    return range(first, first + count)
 
 
 if __name__ == "__main__":

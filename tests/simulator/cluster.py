@@ -15,12 +15,13 @@ from omnireduce.transport.sim import SimLink, sim_pair
 from .faults import FROM_THE_START, handicap, strike
 from .plan import Fault, JobPlan, Plan
 from .shard import Shard
-from .verdicts import Verdicts, mapped_regions
+from .stranger import Stranger
+from .verdicts import Verdicts, held_by_process, no_internal_errors
 from .worker import Worker
 from .workload import Collective, Work
-from .world import World
+from .world import MAX_AHEAD_S, Process, World
 
-MAX_S, MAX_EVENTS = 400.0, 60_000
+MAX_S, MAX_EVENTS = 1000.0, 60_000
 QUIET_S = 40.0  # longer than any time limit of a shard: what it still keeps then, it keeps for ever
 EPILOGUE = Collective("allreduce", "sum", "float32", 700, 64, 0.5, 1)
 
@@ -33,13 +34,19 @@ class Cluster:
         self.world = World(plan.seed)
         self.verdicts = Verdicts(self)
         self.struck: list[str] = []  # the kinds of fault that found a victim
+        self.causes: set[str] = set()  # those of them that may still be felt
+        self.in_epilogue = False
         self._pids = itertools.count(100)
         self._links: list[SimLink] = []
         limits = Limits(
-            max_jobs=3 * len(plan.jobs), max_world_size=8, max_job_bytes=1 << 26,
+            max_jobs=plan.protocol.max_jobs, max_world_size=8, max_job_bytes=1 << 26,
             join_timeout_s=plan.protocol.aggregator_join_timeout_s,
         )  # fmt: skip
-        self.shards = [Shard(self.world, i, self._latency(f"shard{i}"), limits) for i in range(plan.protocol.shards)]
+        self.shards = [
+            Shard(self.world, i, self._latency(f"shard{i}"), self._ahead_s(f"shard{i}"), limits)
+            for i in range(plan.protocol.shards)
+        ]
+        self.strangers: list[Stranger] = []
         self.workers: list[Worker] = []
         self.history: list[Worker] = []  # those of the main part, kept when the epilogue begins
         self.ranks: list[list[Worker | None]] = [[None] * job.ranks for job in plan.jobs]
@@ -52,18 +59,21 @@ class Cluster:
 
     def run(self) -> list[str]:
         """Run everything; return what went wrong, one line each."""
-        regions = mapped_regions()
+        before = held_by_process()
         try:
-            self._main()
-            if not self.verdicts.found:
-                self._settle()
-                self._epilogue()
-                self._settle()
+            with no_internal_errors(self.verdicts.add):
+                self._main()
+                if not self.verdicts.found:
+                    self._settle()
+                    self._epilogue()
+                    self._settle()
         except Exception:
             self.verdicts.add(f"exception: {traceback.format_exc()}")
         self._tear_down()
-        if not self.verdicts.found and mapped_regions() > regions:
-            self.verdicts.add(f"{mapped_regions() - regions} regions of slot memory are still mapped")
+        if not self.verdicts.found:
+            for what, count in held_by_process().items():
+                if count > before[what]:
+                    self.verdicts.add(f"memory: {count - before[what]} {what} are left")
         return self.verdicts.found
 
     def _main(self) -> None:
@@ -73,8 +83,7 @@ class Cluster:
         for fault in self.plan.faults:
             if fault.kind not in FROM_THE_START:
                 self.world.at_event(fault.at_event, partial(strike, self, fault))
-        if not self.world.run(self._all_gone, max_s=MAX_S, max_events=MAX_EVENTS):
-            self.verdicts.stuck()
+        self._run_to_the_end()
         self.verdicts.judge_workers()
 
     def _settle(self) -> None:
@@ -83,21 +92,28 @@ class Cluster:
             shard.go_on()
         self.world.run(lambda: False, max_s=QUIET_S, max_events=MAX_EVENTS)
         self.verdicts.judge_shards()
+        self.verdicts.judge_strangers()
 
     def _epilogue(self) -> None:
         """Run a small job under every name once more; nothing may disturb it."""
         self.world.log("epilogue")
         self.history, self.workers = self.workers, []
+        self.in_epilogue, self.causes = True, self.causes.intersection(("slow shard",))
         for culprits in self._culprits.values():
             culprits.clear()
         self._attempts = self._rounds = [[0] * job.ranks for job in self.plan.jobs]
         for number, job in enumerate(self.plan.jobs):
             for rank in range(job.ranks):
-                again = replace(job, collectives=(EPILOGUE,), think_s=0.0, attempts=1)
+                again = replace(job, collectives=(EPILOGUE,), think_s=0.0, pause_s=0.0, attempts=1)
                 self._start(number, self._worker(again, rank))
+            if self.plan.crowded:
+                self._run_to_the_end()
+        self._run_to_the_end()
+        self.verdicts.judge_workers()
+
+    def _run_to_the_end(self) -> None:
         if not self.world.run(self._all_gone, max_s=MAX_S, max_events=MAX_EVENTS):
             self.verdicts.stuck()
-        self.verdicts.judge_workers()
 
     def _all_gone(self) -> bool:
         return self._to_come == 0 and not any(worker.alive for worker in self.workers)
@@ -111,7 +127,8 @@ class Cluster:
 
     def _worker(self, job: JobPlan, rank: int) -> Worker:
         pid = next(self._pids)
-        return Worker(self, job, rank, pid, self._latency(f"{job.name}/{rank}"), job.ranks)
+        host = f"{job.name}/{rank}"
+        return Worker(self, job, rank, pid, self._latency(host), self._ahead_s(host))
 
     def _enter(self, job: int, rank: int, at: float, *, first: bool = False) -> None:
         """Let a worker start at virtual time `at`."""
@@ -136,32 +153,33 @@ class Cluster:
         self.workers.append(worker)
         worker.start()
 
-    def connect(self, worker: Worker, shard: int) -> SimLink | None:
+    def connect(self, client: Process, shard: int) -> SimLink | None:
         """A connection to a shard, or None when nobody listens there."""
         target = self.shards[shard]
         if not target.listening:
             return None
-        name = f"{worker.name}-{target.name}"
+        name = f"{client.name}-{target.name}"
         delay_s = self._delay(name)
-        ours, theirs = sim_pair(target.address, worker.name, self.world, delay_s, self.plan.network.pipe_bytes)
-        ours.on_ready = worker.wake
+        ours, theirs = sim_pair(target.address, client.name, self.world, delay_s, self.plan.network.pipe_bytes)
+        same_host = self.world.random(f"memory/{client.name}").random() < self.plan.network.shared_memory
+        ours.kind = theirs.kind = "shm" if same_host else "tcp"  # type: ignore[misc]
+        ours.on_ready = client.wake
+        ours.most_events = client.most_events
         self._links += [ours, theirs]
         self.world.at(self.world.now() + delay_s(), lambda: target.accept(theirs))
         return ours
 
-    def shares_memory(self, link: SimLink) -> bool:
-        return self.world.random(f"memory/{link.other.peer}").random() < self.plan.network.shared_memory
-
     def finished(self, worker: Worker, work: Work, number: int) -> None:
         self.verdicts.judge_result(worker, work, number)
+
+    def ended(self, worker: Worker) -> None:
+        self.verdicts.judge_time_out(worker)
 
     def gone(self, worker: Worker) -> None:
         """Called by a worker at its end; a rank that failed may try again."""
         self.verdicts.judge_slots(worker)
-        if worker.driver is None and self._culprits[worker.job.name]:
-            self.blame(
-                worker.job.name, worker.culprit
-            )  # a fault kept it from joining; its peers may have been admitted
+        if not worker.joined:
+            self.blame(worker.job.name, worker.culprit)  # its peers may have been admitted
         job = next(i for i, each in enumerate(self.plan.jobs) if each.name == worker.job.name)
         if self.ranks[job][worker.rank] is worker:
             left = self._rounds if worker.done else self._attempts
@@ -173,6 +191,7 @@ class Cluster:
 
     def note(self, fault: Fault) -> None:
         self.struck.append(fault.kind)
+        self.causes.add(fault.kind)
         self.world.log(f"fault: {fault}")
 
     def blame(self, job: str, culprit: str) -> None:
@@ -186,11 +205,19 @@ class Cluster:
         """These workers must come to an end soon."""
         self.verdicts.expect_end(workers, self.world.now() + notice_s, fault)
 
+    def expect_failure(self, workers: Sequence[Worker], fault: Fault) -> None:
+        """These workers cannot complete their work any more."""
+        self.verdicts.expect_failure(workers, fault)
+
     # chance
 
     def _delay(self, name: str) -> Callable[[], float]:
         rng, network = self.world.random(f"delay/{name}"), self.plan.network
         return lambda: rng.expovariate(1 / network.delay_s) * (10 if rng.random() < network.spike else 1)
+
+    def _ahead_s(self, host: str) -> float:
+        """How far the clock of `host` is ahead of the true time."""
+        return self.world.random(f"clock/{host}").uniform(0, MAX_AHEAD_S) if self.plan.network.clocks_apart else 0.0
 
     def _latency(self, name: str) -> Callable[[], float]:
         rng, network = self.world.random(f"latency/{name}"), self.plan.network

@@ -3,46 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from omnireduce.transport.base import Received
+from omnireduce.wire import PROTOCOL_VERSION
 
 from .plan import Fault
+from .stranger import Stranger
+from .tamper import LIES, RULES, TWICE, UNHEARD, break_rule
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .worker import Worker
 
-FROM_THE_START = ("late", "duplicate", "world size", "mismatch")  # properties of a rank, not events
+FROM_THE_START = ("late", "duplicate", "world size", "misconfigured", "mismatch", "slow reader")  # not events
+OF_A_SHARD = ("shard crash", "shard stall", "shard freeze", "drain", "slow shard", "shard clock jump", "stranger")
+OF_RUNNING = ("tampering", "lying shard", "freeze", "early leave")  # of a rank that has joined
+SOONER_OR_LATER = 30.0  # seconds until a rule is broken that few messages can break, and that is heard of
+NONSENSE: tuple[dict[str, Any], ...] = (  # in a hello: refused whoever says it
+    {"version": PROTOCOL_VERSION + 1},
+    {"host": "\x1b[2J"},
+    {"timeout_s": 0.0},
+    {"shards": 0},
+    {"slots": 1},
+    {"slot_bytes": 65537},
+    {"world_size": 9},
+    {"world_size": 8, "slots": 64, "slot_bytes": 1 << 20},
+)
+DISAGREEMENT: tuple[dict[str, int], ...] = ({"slots": 1}, {"stripe_blocks": 1}, {"slot_bytes": 4096})  # so much more
 
 
 def strike(cluster: Cluster, fault: Fault) -> None:
-    """Let `fault` happen now, if its victim is there."""
-    shard = cluster.shards[fault.shard]
-    if fault.kind in ("shard crash", "shard stall", "shard freeze", "drain"):
-        if shard.alive:
+    """Let `fault` happen now if its victim is there, or as soon as it comes."""
+    if fault.kind in OF_A_SHARD:
+        if cluster.shards[fault.shard].alive:
             cluster.note(fault)
             _strike_shard(cluster, fault)
         return
     worker = cluster.ranks[fault.job][fault.rank]
-    if worker is not None and worker.alive:
+    if worker is None or (worker.alive and not worker.running and fault.kind in OF_RUNNING):
+        cluster.world.at_event(cluster.world.events + 1, partial(strike, cluster, fault))
+    elif worker.alive:
         cluster.note(fault)
         _strike_worker(cluster, fault, worker)
 
 
 def _strike_shard(cluster: Cluster, fault: Fault) -> None:
     shard = cluster.shards[fault.shard]
-    if fault.kind == "shard stall":
+    if fault.kind == "stranger":
+        cluster.strangers.append(Stranger(cluster, fault.shard, int(fault.number)))
+    elif fault.kind == "shard stall":
         shard.stall(fault.number)
-        return
-    for job in cluster.plan.jobs:
-        cluster.blame(job.name, shard.address)
+    elif fault.kind == "slow shard":
+        shard.read_slowly(fault.number)
+    elif fault.kind == "shard clock jump":
+        shard.jump(fault.number)
+    else:
+        for job in cluster.plan.jobs:
+            cluster.blame(job.name, shard.address)
+        _end_shard(cluster, fault)
+
+
+def _end_shard(cluster: Cluster, fault: Fault) -> None:
+    shard = cluster.shards[fault.shard]
+    running = [worker for worker in cluster.workers if worker.running]
     if fault.kind == "shard freeze":
+        for worker in running:
+            cluster.expect_end([worker], worker.patience_s, fault)
         shard.stall(fault.number)
     elif fault.kind == "drain":
         shard.drain(fault.number)
     else:
-        cluster.expect_end([worker for worker in cluster.workers if worker.running], 0.0, fault)
+        cluster.expect_end(running, 0.0, fault)
         shard.kill(fault.number, supervised=fault.at_event % 2 == 0)
 
 
@@ -51,42 +84,83 @@ def _strike_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     if kind == "worker stall":
         worker.stall(fault.number)
         return
+    if kind == "clock jump":
+        worker.jump(fault.number)
+        return
+    if kind == "lying shard":
+        _lie(cluster, fault, worker)
+        return
     cluster.blame(name, worker.culprit)
     if kind == "freeze":
+        _expect_end_of_job(cluster, fault, worker, worker.patience_s)
         worker.stall(fault.number)
     elif kind == "early leave":
-        if worker.running:
-            peers = [each for each in cluster.workers if each.job is worker.job and each.running]
-            cluster.expect_end(peers, worker.job.think_s, fault)
+        _expect_end_of_job(cluster, fault, worker, worker.job.idle_s)
         worker.leave_early()
-    elif kind == "garbage":
-        cluster.blame(name, cluster.shards[fault.shard].address)  # it hangs up on a rank that breaks the rules
-        _send_garbage(fault, worker)
+    elif kind in ("garbage", "tampering"):
+        if fault.shard < len(worker.links):
+            (_send_garbage if kind == "garbage" else _tamper)(cluster, fault, worker)
     else:
-        if worker.running:
-            peers = [each for each in cluster.workers if each.job is worker.job and each.running]
-            cluster.expect_end(peers, fault.number, fault)
-        if kind == "crash":
-            worker.kill()
-        elif kind == "host death":
-            worker.kill(silent_s=fault.number)
-        elif kind == "link loss" and fault.shard < len(worker.links):
-            cluster.blame(name, cluster.shards[fault.shard].address)
-            worker.links[fault.shard].sever(0.0, fault.number)
+        _end_worker(cluster, fault, worker)
 
 
-def _send_garbage(fault: Fault, worker: Worker) -> None:
+def _end_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
+    if fault.kind != "link loss" or fault.shard < len(worker.links):
+        _expect_end_of_job(cluster, fault, worker, fault.number)
+    if fault.kind == "crash":
+        worker.kill()
+    elif fault.kind == "host death":
+        worker.kill(silent_s=fault.number)
+    elif fault.shard < len(worker.links):
+        cluster.blame(worker.job.name, worker.links[fault.shard].peer)
+        worker.links[fault.shard].sever(0.0, fault.number)
+
+
+def _expect_end_of_job(cluster: Cluster, fault: Fault, worker: Worker, notice_s: float) -> None:
+    if worker.running:
+        cluster.expect_end(worker.peers, notice_s, fault)
+
+
+def _send_garbage(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     """A control message that is none, a message for a slot that is not there, or a header of noise."""
-    if fault.shard >= len(worker.links):
-        return
     link = worker.links[fault.shard]
-    if fault.at_event % 3 == 0 or link.send_slots.size == 0:
+    cluster.blame(worker.job.name, link.peer)  # it may hang up without a word
+    if fault.number == 0 or link.send_slots.size == 0:
         link.send_control(b"\xc1 garbage")
-    elif fault.at_event % 3 == 1:
+    elif fault.number == 1:
         link.other.deliver(Received(999, 64))
     else:
         for slot in link._under_way:
             link.send_slots[slot, :64] = 0xFF
+
+
+def _tamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
+    rule = RULES[int(fault.number)]
+    if rule in UNHEARD:
+        cluster.blame(worker.job.name, worker.links[fault.shard].peer)  # it hangs up without a word
+
+    def broken() -> None:
+        _expect_end_of_job(cluster, fault, worker, worker.job.window * worker.job.idle_s + SOONER_OR_LATER)
+        if rule != TWICE and worker.running:
+            cluster.expect_failure(worker.peers, fault)  # the collective cannot complete without this message
+
+    break_rule(worker.links[fault.shard], rule, broken)
+
+
+def _lie(cluster: Cluster, fault: Fault, worker: Worker) -> None:
+    if worker.links[fault.shard].other.over:
+        return
+    link, rule = worker.links[fault.shard].other, LIES[int(fault.number)]
+    cluster.blame(worker.job.name, link.other.peer)
+    if not callable(rule):
+        cluster.blame(worker.job.name, worker.culprit)  # it hangs up, and the liar alone can tell the others
+
+    def broken() -> None:
+        _expect_end_of_job(cluster, fault, worker, SOONER_OR_LATER)
+        if worker.running:
+            cluster.expect_failure([worker], fault)
+
+    break_rule(link, rule, broken)
 
 
 def handicap(cluster: Cluster, job: int, worker: Worker) -> float:
@@ -95,18 +169,38 @@ def handicap(cluster: Cluster, job: int, worker: Worker) -> float:
     for fault in cluster.plan.faults:
         if (fault.job, fault.rank) != (job, worker.rank) or fault.kind not in FROM_THE_START:
             continue
-        name = worker.job.name
         cluster.note(fault)
-        cluster.blame(name, worker.culprit)
         if fault.kind == "late":
             late_s = max(late_s, fault.number)
         elif fault.kind == "world size":
-            worker.ranks += 1
-        elif fault.kind == "mismatch" and worker.program and worker.job.ranks > 1:
-            program, at = list(worker.program), int(fault.number)
-            program[at] = replace(worker.job.collectives[at], seed=worker.job.collectives[at].seed + 1 + worker.rank)
-            worker.program = program
-            cluster.blame(name, "ranks ")
+            worker.ranks += int(fault.number) if worker.rank < worker.ranks + fault.number else 1
+        elif fault.kind == "misconfigured":
+            _misconfigure(worker, int(fault.number))
+        elif fault.kind == "slow reader":
+            worker.read_slowly(fault.number)
+            continue
         elif fault.kind == "duplicate":
-            cluster.world.at(worker.job.start_s + fault.number, lambda: cluster.intrude(job, worker.rank))
+            cluster.world.at(worker.job.start_s + fault.number, partial(cluster.intrude, job, worker.rank))
+        elif worker.program and worker.job.ranks > 1:
+            _mismatch(worker, int(fault.number))
+            cluster.blame(worker.job.name, "ranks ")
+        cluster.blame(worker.job.name, worker.culprit)
     return late_s
+
+
+def _misconfigure(worker: Worker, number: int) -> None:
+    """Let the worker say something that nobody may, or something else than its peers."""
+    if number < len(NONSENSE):
+        worker.nonsense = NONSENSE[number]
+    elif number < len(NONSENSE) + len(DISAGREEMENT):
+        changes = DISAGREEMENT[number - len(NONSENSE)]
+        found = {name: getattr(worker.protocol, name) + more for name, more in changes.items()}
+        worker.protocol = replace(worker.protocol, **found)
+    else:
+        worker.shard_order.reverse()
+
+
+def _mismatch(worker: Worker, at: int) -> None:
+    program = list(worker.program)
+    program[at] = replace(program[at], seed=program[at].seed + 1 + worker.rank)
+    worker.program = program

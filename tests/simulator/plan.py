@@ -1,29 +1,37 @@
-"""What a seed stands for. Each seed switches whole kinds of fault on or off, so that rare mixtures come up often."""
+"""What a run is made of: network, protocol settings, jobs, faults. `draw` makes one from a seed."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from .workload import Collective, draw_collective
+from .workload import Collective
 
-KINDS = (
-    "crash",  # a worker is killed; its host closes the connections
-    "host death",  # a worker vanishes without a word; its peers notice after a while
-    "shard crash",  # an aggregator shard is killed and comes back
-    "link loss",  # one connection breaks
-    "worker stall",  # a worker is stopped for a while
-    "shard stall",  # a shard is stopped for a while
-    "freeze",  # a worker is stopped for longer than a collective may take
-    "shard freeze",  # a shard is stopped for longer than a collective may take
-    "drain",  # a shard is told to stop, and comes back
-    "late",  # a rank joins late, sometimes too late
-    "duplicate",  # a second process joins as a rank that is there
-    "world size",  # a rank believes in another world size
-    "mismatch",  # a rank submits another collective than the others
-    "early leave",  # a rank shuts down before the others
-    "garbage",  # a rank sends a message that means nothing
-)
+KINDS = {  # of fault
+    "crash": "a worker is killed; its host closes the connections",
+    "host death": "a worker vanishes without a word; its peers notice after a while",
+    "shard crash": "an aggregator shard is killed and comes back",
+    "link loss": "one connection breaks",
+    "worker stall": "a worker is stopped for a while",
+    "shard stall": "a shard is stopped for a while",
+    "freeze": "a worker is stopped for longer than a collective may take",
+    "shard freeze": "a shard is stopped for longer than a collective may take",
+    "drain": "a shard is told to stop, and comes back",
+    "late": "a rank joins late, sometimes too late",
+    "duplicate": "a second process joins as a rank that is there",
+    "world size": "a rank believes in another world size",
+    "misconfigured": "a rank has other slots, stripes, order of shards or version than its peers, or says nonsense",
+    "mismatch": "a rank submits another collective than the others",
+    "early leave": "a rank shuts down before the others",
+    "garbage": "a rank sends what means nothing",
+    "tampering": "a rank sends one message that breaks a rule of the protocol",
+    "lying shard": "a shard sends one result that breaks a rule of the protocol",
+    "stranger": "somebody connects who is no worker, or one that never gets its peers",
+    "slow reader": "a rank reads one event of each connection at a time, and seldom",
+    "slow shard": "a shard reads one event of each connection at a time, and seldom",
+    "clock jump": "the clock of a rank's host jumps ahead",
+    "shard clock jump": "the clock of a shard's host jumps ahead",
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class NetworkPlan:
     slow: float  # the share of slow processes
     pipe_bytes: int
     shared_memory: float  # the share of links that are like shared memory
+    clocks_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,14 +53,18 @@ class ProtocolPlan:
     slots: int
     stripe_blocks: int
     scan_span: int
+    message_bytes: int = 1 << 18  # over links that are not like shared memory
+    slot_bytes: int = 65536
     timeout_s: float = 20.0
     join_timeout_s: float = 15.0
     aggregator_join_timeout_s: float = 25.0
+    max_jobs: int = 9
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """`window` collectives are under way at once; between two, a rank thinks for up to `think_s`.
+    """`window` collectives are under way at once; between two, a rank thinks for up to `think_s`, and in the middle of
+    its work for `pause_s` more, as all ranks do.
 
     A rank that fails joins again until it has joined `attempts` times; one that is done joins again for the next of
     `rounds`, at once, whatever the others do.
@@ -65,6 +78,12 @@ class JobPlan:
     think_s: float
     attempts: int = 1
     rounds: int = 1
+    pause_s: float = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """How long a rank may have no reason to submit the next collective."""
+        return self.think_s + self.pause_s
 
 
 @dataclass(frozen=True)
@@ -78,74 +97,42 @@ class Fault:
     at_event: int = 0
     number: float = 0.0
 
+    def __str__(self) -> str:
+        victim = f"rank {self.rank} of job{self.job}, shard {self.shard}"
+        return f"{self.kind} ({victim}) at event {self.at_event}, {self.number:g}"
+
 
 @dataclass(frozen=True)
 class Plan:
+    """`options`: the kinds of fault that the seed has switched on, of which `faults` were drawn."""
+
     seed: int
     network: NetworkPlan
     protocol: ProtocolPlan
     jobs: tuple[JobPlan, ...]
     faults: tuple[Fault, ...] = field(default=())
+    options: tuple[str, ...] = field(default=())
 
     def without_faults(self) -> Plan:
-        return replace(self, faults=())
+        return replace(self, faults=(), options=())
+
+    @property
+    def crowded(self) -> bool:
+        """There may be more jobs at once than are allowed: their next generations count too."""
+        return self.protocol.max_jobs < 3 * len(self.jobs)
+
+    def describe(self, *, collectives: bool = False) -> Iterator[str]:
+        """The plan in lines of text."""
+        yield f"options: {', '.join(self.options) or 'no faults'}"
+        yield _fields(self.network)
+        yield _fields(self.protocol)
+        for job in self.jobs:
+            yield f"{job.name}: {_fields(job)}"
+            if collectives:
+                yield from (f"  collective {number}: {each}" for number, each in enumerate(job.collectives))
+        yield from (f"fault: {fault}" for fault in self.faults)
 
 
-def draw_plan(seed: int) -> Plan:
-    """The cluster, the workload and the faults of one seed."""
-    rng = random.Random(f"{seed}/plan")
-    network = NetworkPlan(
-        delay_s=rng.choice([1e-5, 1e-3, 0.02]),
-        spike=rng.choice([0.0, 0.0, 0.05]),
-        latency_s=rng.choice([1e-6, 1e-4, 5e-3]),
-        slow=rng.choice([0.0, 0.0, 0.3]),
-        pipe_bytes=rng.choice([1 << 12, 1 << 16, 1 << 20]),
-        shared_memory=rng.choice([0.0, 0.5, 1.0]),
-    )
-    protocol = ProtocolPlan(
-        shards=rng.choice([1, 1, 2, 3]),
-        slots=rng.choice([2, 3, 4]),
-        stripe_blocks=rng.choice([1, 3, 16]),
-        scan_span=rng.choice([1, 4, 32, 8192]),
-    )
-    jobs = tuple(_draw_job(rng, f"job{i}") for i in range(rng.choice([1, 1, 2, 3])))
-    faults: tuple[Fault, ...] = ()
-    if rng.random() < 0.8:
-        enabled = [kind for kind in KINDS if rng.random() < 0.3]
-        count = rng.choice([1, 1, 2, 4]) if enabled else 0
-        faults = tuple(_draw_fault(rng, rng.choice(enabled), jobs, protocol) for _ in range(count))
-    return Plan(seed, network, protocol, jobs, faults)
-
-
-def _draw_job(rng: random.Random, name: str) -> JobPlan:
-    ranks = rng.choice([1, 2, 2, 3, 4])
-    return JobPlan(
-        name,
-        ranks,
-        start_s=rng.choice([0.0, 0.01, 0.5]),
-        collectives=tuple(draw_collective(rng, ranks) for _ in range(rng.choice([0, 1, 3, 8]))),
-        window=rng.choice([1, 2, 8]),
-        think_s=rng.choice([0.0, 0.0, 0.01, 2.0]),
-        attempts=rng.choice([1, 2, 3]),
-        rounds=rng.choice([1, 1, 3]),
-    )
-
-
-def _draw_fault(rng: random.Random, kind: str, jobs: tuple[JobPlan, ...], protocol: ProtocolPlan) -> Fault:
-    job = rng.randrange(len(jobs))
-    at_event = int(10 ** rng.uniform(0, 3.3))
-    number = {
-        "host death": rng.choice([0.0, 4.0]),
-        "link loss": rng.choice([0.0, 4.0]),
-        "shard crash": rng.choice([0.0, 0.5, 5.0]),
-        "drain": rng.choice([0.0, 0.5, 10.0]),
-        "worker stall": rng.choice([0.1, 1.5, 6.0]),
-        "shard stall": rng.choice([0.1, 1.5, 6.0]),
-        "freeze": protocol.timeout_s + rng.choice([1.0, 30.0]),
-        "shard freeze": protocol.timeout_s + rng.choice([1.0, 30.0]),
-        "late": rng.choice([0.1, 3.0, protocol.join_timeout_s + 5]),
-        "duplicate": rng.choice([0.0, 0.01, 1.0]),
-        "mismatch": rng.randrange(max(1, len(jobs[job].collectives))),
-        "early leave": rng.randrange(max(1, len(jobs[job].collectives))),
-    }.get(kind, 0.0)
-    return Fault(kind, job, rng.randrange(jobs[job].ranks), rng.randrange(protocol.shards), at_event, number)
+def _fields(part: NetworkPlan | ProtocolPlan | JobPlan) -> str:
+    found = ((name, getattr(part, name)) for name in part.__dataclass_fields__ if name != "name")
+    return ", ".join(f"{name} {len(value) if isinstance(value, tuple) else value}" for name, value in found)

@@ -10,6 +10,7 @@ from omnireduce.protocol.membership import Limits
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
+from .audit import audit_server
 from .world import Process, World
 
 IDLE_S = 60.0
@@ -55,13 +56,14 @@ class SimSelector(selectors.BaseSelector):
 class Shard(Process):
     """Shard `index`. It can be killed, drained and started again."""
 
-    def __init__(self, world: World, index: int, latency_s: Callable[[], float], limits: Limits) -> None:
-        super().__init__(world, f"shard{index}", latency_s)
+    def __init__(
+        self, world: World, index: int, latency_s: Callable[[], float], ahead_s: float, limits: Limits
+    ) -> None:
+        super().__init__(world, f"shard{index}", latency_s, ahead_s)
         self.address = f"shard{index}:7400"
         self.limits = limits
         self.supervised = True  # the listening socket outlives the process
-        self.spun = False
-        self.lost_slots: set[int] = set()  # result slots that were not free when a job ended cleanly
+        self.found: list[str] = []  # what was wrong inside
         self._back_after_s = 0.0
         self._backlog: list[SimLink] = []
         self._random = world.random(self.name)
@@ -69,11 +71,11 @@ class Shard(Process):
 
     def start(self) -> None:
         """Run a server that knows nothing of an earlier one."""
+        self.slow_turn_s = 0.0
+        self._last_generation: int | None = None  # once it is told to stop
         self.alive, self.supervised, self._due = True, True, None
         self.selector = SimSelector(self._random.shuffle)
-        self.server = ShardServer(
-            self.address, [], self.limits, drain_s=5.0, clock=self.world.now, selector=self.selector
-        )
+        self.server = ShardServer(self.address, [], self.limits, drain_s=5.0, clock=self.now, selector=self.selector)
         self.log("up")
         self.wake()
 
@@ -89,11 +91,17 @@ class Shard(Process):
         else:
             link.close()
 
+    def read_slowly(self, turn_s: float) -> None:
+        super().read_slowly(turn_s)
+        for link in self.selector.links:
+            link.most_events = self.most_events
+
     def _adopt(self) -> bool:
         """Let the server take what waits at its listening socket; return whether there was anything."""
         backlog, self._backlog = self._backlog, []
         for link in backlog:
             link.on_ready = self.wake
+            link.most_events = self.most_events
             self.server.adopt(link)
         return bool(backlog)
 
@@ -104,19 +112,21 @@ class Shard(Process):
                 self.kill(self._back_after_s, supervised=False)
                 return
             self.server.turn(IDLE_S)
-            self._look_for_slots()
+            self._audit()
             if not self._adopt() and not self.selector.found and self.selector.patience_s > 0:
-                self.wake_at(self.world.now() + self.selector.patience_s + 1e-6)
+                self.wake_at(self.now() + self.selector.patience_s + 1e-6)
                 return
-        self.spun = True
-        self.log(f"spins: {BUSY_TURNS} turns without progress")
-        self.wake_at(self.world.now() + 1.0)
+            if self.slow_turn_s:
+                self.wake()
+                return
+        self.found.append(f"{BUSY_TURNS} turns without progress")
+        self.wake_at(self.now() + 1.0)
 
-    def _look_for_slots(self) -> None:
-        for connection in self.server._connections:
-            machine = connection.job.machine if connection.job is not None else None
-            if machine is not None and machine.ended is not None and machine.ended.cause is None:
-                self.lost_slots |= set(range(machine._slots)).difference(machine._free)
+    def _audit(self) -> None:
+        if not self.found:
+            self.found += audit_server(self.server, self.limits)
+            if self._last_generation not in (None, self.server._membership._next_generation):
+                self.found.append("a job was admitted by a shard that was told to stop")
 
     def kill(self, back_after_s: float, *, supervised: bool) -> None:
         """End at once; the system closes the connections. Start again after some seconds."""
@@ -138,6 +148,8 @@ class Shard(Process):
         """Stop as after SIGTERM. Start again some seconds after the end."""
         self._back_after_s = back_after_s
         self.server.stop()
+        self._audit()
+        self._last_generation = self.server._membership._next_generation
         self.wake()
 
     def residue(self) -> dict[str, int]:

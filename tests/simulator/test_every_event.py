@@ -29,6 +29,18 @@ FAULTS = [
     Fault("garbage", rank=1),
 ]
 
+RARER = [
+    Fault("freeze", rank=1, number=21.0),
+    Fault("shard freeze", number=21.0),
+    Fault("clock jump", rank=1, number=3600.0),
+    Fault("shard clock jump", number=3600.0),
+    Fault("slow shard", number=0.01),
+    Fault("tampering", rank=1, number=2),
+    Fault("lying shard", rank=1, number=2),
+    Fault("stranger", number=4),
+]
+SHAPES = [(1, PROMPT), (2, PROMPT), (2, GATHERING)]
+
 
 def plan(ranks: int, latency_s: float) -> Plan:
     network = NetworkPlan(1e-4, spike=0.0, latency_s=latency_s, slow=0.0, pipe_bytes=1 << 16, shared_memory=0.5)
@@ -37,8 +49,11 @@ def plan(ranks: int, latency_s: float) -> Plan:
     return Plan(ranks, network, protocol, (job,))
 
 
-@pytest.mark.parametrize(("ranks", "latency_s"), [(1, PROMPT), (2, PROMPT), (2, GATHERING)])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
+@pytest.mark.parametrize(
+    ("fault", "ranks", "latency_s"),
+    [(fault, *shape) for fault in FAULTS for shape in SHAPES] + [(fault, 2, GATHERING) for fault in RARER],
+    ids=lambda value: value.kind if isinstance(value, Fault) else str(value),
+)
 def test_fault_at_every_event(fault: Fault, ranks: int, latency_s: float) -> None:
     base = plan(ranks, latency_s)
     for event in range(1, MOST_EVENTS):

@@ -146,7 +146,7 @@ def test_a_second_process_with_the_same_rank_is_refused_at_once() -> None:
 
 
 def test_a_rank_with_another_world_size_is_refused_at_once() -> None:
-    run = cluster(Fault("world size", rank=1), Fault("late", rank=1, number=0.5), attempts=2)
+    run = cluster(Fault("world size", rank=1, number=1), Fault("late", rank=1, number=0.5), attempts=2)
     assert run.run() == []
     assert isinstance(error(run, 1), RefusedError)
     assert "world_size 3 differs from 2" in str(error(run, 1))

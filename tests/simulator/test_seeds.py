@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
 import pytest
 
-from .__main__ import report
+from .campaign import Task, report, run_all
 from .cluster import Cluster
-from .plan import KINDS, draw_plan
+from .draw import draw_plan, fault_at
+from .faults import FROM_THE_START
+from .plan import KINDS
 
-SEEDS = 400
+ROOT = Path(__file__).resolve().parent.parent.parent
+SEEDS, NEW_SEEDS = 400, 80
 CHUNKS = 8
+SAME = 12  # seeds that are run in two processes
+DIGESTS = f"""
+from tests.simulator.cluster import Cluster
+from tests.simulator.draw import draw_plan
+for seed in range({SAME}):
+    cluster = Cluster(draw_plan(seed))
+    cluster.run()
+    print(cluster.world.digest, cluster.world.events)
+"""
+
+
+def assert_good(seeds: Iterable[int]) -> None:
+    failed = [outcome for outcome in run_all(map(Task, seeds), 1) if outcome.found]
+    assert not failed, "\n".join(map(report, failed))
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_never_wrong_and_never_stuck(chunk: int) -> None:
-    reports = []
-    for seed in range(chunk, SEEDS, CHUNKS):
-        plan = draw_plan(seed)
-        found = Cluster(plan).run()
-        if found:
-            reports.append(report(plan, found))
-    assert not reports, "\n".join(reports)
+    assert_good(range(chunk, SEEDS, CHUNKS))
 
 
-def test_a_seed_is_a_run() -> None:
-    traces = []
-    for _ in range(2):
-        cluster = Cluster(draw_plan(4))
+def test_seeds_that_nobody_ran_before(capsys: pytest.CaptureFixture[str]) -> None:
+    first = random.SystemRandom().randrange(1_000_000, 1_000_000_000)
+    with capsys.disabled():
+        click.echo(f" new seeds {first}:{first + NEW_SEEDS} ", nl=False)
+    assert_good(range(first, first + NEW_SEEDS))
+
+
+def test_a_seed_is_a_run_in_every_process() -> None:
+    def digests(hash_seed: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", DIGESTS],
+            cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    found = digests("1")
+    assert len(set(found.splitlines())) == SAME
+    assert digests("2") == found
+
+
+def test_the_seeds_draw_every_kind_of_fault_and_most_find_a_victim() -> None:
+    plans = [draw_plan(seed) for seed in range(SEEDS)]
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(KINDS)
+    assert all(fault.kind in plan.options for plan in plans for fault in plan.faults)
+    struck = drawn = 0
+    for plan in plans[:40]:
+        cluster = Cluster(plan)
         cluster.run()
-        traces.append((cluster.world.now(), cluster.world.events, list(cluster.world.trace)))
-    assert traces[0] == traces[1]
+        struck, drawn = struck + len(cluster.struck), drawn + len(plan.faults)
+    assert struck > drawn / 2
 
 
-def test_the_seeds_draw_every_kind_of_fault() -> None:
-    drawn = {fault.kind for seed in range(SEEDS) for fault in draw_plan(seed).faults}
-    assert drawn == set(KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FROM_THE_START])
+def test_a_fault_of_choice_at_an_event_of_choice(kind: str) -> None:
+    cluster = Cluster(fault_at(draw_plan(11), kind, 40))
+    assert cluster.run() == []
+    assert cluster.struck == [kind]

@@ -2,27 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+from omnireduce.errors import AbortedError, CollectiveTimeoutError, TransportError
 
-from omnireduce.errors import AbortedError, RefusedError, TransportError
-
+from . import reasons
 from .plan import Fault
-from .workload import Collective, Work, expected
+from .workload import Collective, Work, expected, wrong_elements
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .worker import Worker
 
+STALLS = ("worker stall", "shard stall", "freeze", "shard freeze")
+JUMPS = ("clock jump", "shard clock jump")
+SLOW = ("slow reader", "slow shard")
+PATIENCE_S = 9.0  # shorter than any time limit: what takes less, ends nothing
+SLOW_S = 30.0  # how much longer things take with slow readers
+MOVES_ON = "though it moves on"
 NOTICE_S = 5.0  # how long the news of a death may take to reach every rank, beyond what the fault itself takes
 
 
-def mapped_regions() -> int:
-    """How many regions of slot memory this process has mapped or open."""
-    return Path("/proc/self/maps").read_text().count("/memfd:omnireduce")
+def held_by_process() -> dict[str, int]:
+    """What this process holds of what a shard must give back."""
+    return {
+        "regions of slot memory": Path("/proc/self/maps").read_text().count("/memfd:omnireduce"),
+        "open files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+@contextmanager
+def no_internal_errors(add: Callable[[str], None]) -> Iterator[None]:
+    """Report every exception that the product catches and logs as a bug of its own."""
+    logger, handler = logging.getLogger("omnireduce"), _Reporter(add)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+class _Reporter(logging.Handler):
+    def __init__(self, add: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._add = add
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._add(f"internal error: {self.format(record)}")
 
 
 class Verdicts:
@@ -33,22 +70,26 @@ class Verdicts:
         self._cluster = cluster
         self._results: dict[tuple[Collective, int], bytes] = {}
         self._must_end: list[tuple[Worker, float, Fault]] = []
+        self._must_fail: list[tuple[Worker, Fault]] = []
 
     def add(self, text: str) -> None:
         self.found.append(f"at {self._cluster.world.now():.3f} s, event {self._cluster.world.events}: {text}")
 
     def judge_result(self, worker: Worker, work: Work, number: int) -> None:
         """Never wrong: the oracle's values, and the same bits on all ranks."""
-        if work.what != worker.job.collectives[number]:
+        if work.what != worker.job.collectives[number] and worker.ranks > 1:
             self.add(f"wrong: {worker.name} finished a collective that no other rank submitted")
             return
-        result = work.result()
-        oracle = expected(work.what, worker.job.ranks)
-        wrong = int(np.count_nonzero(result != oracle)) if result.shape == oracle.shape else -1
+        what, result = f"{worker.name} collective {number} ({work.what})", work.result()
+        oracle = expected(work.what, worker.ranks)
+        wrong = wrong_elements(result, oracle)
         if wrong:
-            self.add(f"wrong: {worker.name} collective {number}: {wrong} of {oracle.size} elements: {work.what}")
-        if self._results.setdefault((work.what, worker.job.ranks), result.tobytes()) != result.tobytes():
-            self.add(f"wrong: {worker.name} collective {number} differs in its bits: {work.what}")
+            self.add(f"wrong: {what}: {wrong} of {oracle.size} elements")
+        if self._results.setdefault((work.what, worker.ranks), result.tobytes()) != result.tobytes():
+            self.add(f"wrong: {what} differs in its bits")
+        damage = work.damage()
+        if damage:
+            self.add(f"wrong: {what}: {damage}")
 
     def judge_slots(self, worker: Worker) -> None:
         """All slots back: after a clean end the worker, and both ends of its links, have them all."""
@@ -59,32 +100,82 @@ class Verdicts:
             if any(ends) or free != list(range(len(link.send_slots))):
                 self.add(f"slots: {worker.name}: {ends} in use and {free} free at a clean end")
 
+    def judge_time_out(self, worker: Worker) -> None:
+        """Who blames nobody must not wait for a shard that stands still."""
+        if isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:
+            still = [shard.address for shard in self._cluster.shards if shard.stalled]
+            if still:
+                self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
+
     def judge_workers(self) -> None:
         """Every worker that is gone did all its work, or has a reason that a fault of this run explains."""
         for worker in self._cluster.workers:
             if not worker.alive and not worker.killed and not self._explained(worker):
                 self.add(f"reason: {worker.name} ended with {type(worker.error).__name__}: {worker.error}")
+            if worker.found:
+                self.add(f"inside {worker.name}: {worker.found}")
+            if worker.nonsense and (worker.joined or "still waiting for rank" in str(worker.error)):
+                self.add(f"not refused: {worker.name}, which said {worker.nonsense}: {worker.error}")
         for worker, by, fault in self._must_end:
             if worker.ended_at is None or worker.ended_at > by:
                 self.add(f"late: {worker.name} ended at {worker.ended_at} instead of {by:.3f} after {fault}")
+        for worker, fault in self._must_fail:
+            if not worker.alive and not worker.killed and worker.error is None:
+                self.add(f"unnoticed: {worker.name} did all its work after {fault}")
         self._must_end.clear()
+        self._must_fail.clear()
 
     def _explained(self, worker: Worker) -> bool:
-        if worker.error is None:
-            return worker.done and (worker.clean or bool(self._cluster.plan.faults))
         culprits = self._cluster.culprits(worker.job.name)
+        if worker.error is None:
+            return worker.done and (worker.clean or bool(culprits) or self._disturbed)
+        if isinstance(worker.error, AbortedError) and worker.was_stalled and worker.error.reason == "connection closed":
+            return True  # the shard did not wait until it could tell a stopped process why
+        if not reasons.plausible(worker.error, self._causes):
+            return False
+        if isinstance(worker.error, CollectiveTimeoutError) and (
+            reasons.TIME in self._causes or MOVES_ON in worker.error.reason
+        ):
+            return True  # time went to several, or to one that went on just before the limit
         if isinstance(worker.error, AbortedError):
-            if worker.was_stalled and worker.error.reason == "connection closed":
-                return True  # the shard did not wait until it could tell a stopped process why
+            if " as number " in worker.error.reason:  # a false number looks like a skipped collective: two are named
+                named = set(re.findall(r"\d+", worker.error.culprit))
+                return any(named.intersection(re.findall(r"^rank (\d+)", culprit)) for culprit in culprits)
             return any(culprit in worker.error.culprit for culprit in culprits)
         if isinstance(worker.error, TransportError):
             return any(culprit in str(worker.error) for culprit in culprits)
-        return bool(culprits) and isinstance(worker.error, RefusedError)
+        return True
+
+    @property
+    def _causes(self) -> set[str]:
+        """The kinds of fault that have struck so far, and what else may end a job."""
+        found = set(self._cluster.causes)
+        if self._cluster.plan.crowded and not self._cluster.in_epilogue:
+            found.add(reasons.CROWD)
+        if not self._cluster.in_epilogue and self._lost_s(JUMPS + STALLS[:2]) > PATIENCE_S:
+            found.add(reasons.TIME)
+        return found
+
+    @property
+    def _disturbed(self) -> bool:
+        """Goodbyes may take longer than a worker waits for them."""
+        return bool(self._cluster.causes.intersection(JUMPS + STALLS + SLOW))
+
+    def _lost_s(self, kinds: Sequence[str]) -> float:
+        """For how many seconds faults of `kinds` keep processes from their work."""
+        return sum(each.number for each in self._cluster.plan.faults if each.kind in kinds)
 
     def expect_end(self, workers: Sequence[Worker], noticed_at: float, fault: Fault) -> None:
         """These workers must be gone soon after `noticed_at`, unless something stops them."""
-        stalls = sum(each.number for each in self._cluster.plan.faults if each.kind in STALLS)
-        self._must_end += [(worker, noticed_at + NOTICE_S + stalls, fault) for worker in workers]
+        slow_s = SLOW_S if any(each.kind in SLOW for each in self._cluster.plan.faults) else 0.0
+        own_s = fault.number if fault.kind in STALLS and fault not in self._cluster.plan.faults else 0.0
+        by = noticed_at + NOTICE_S + self._lost_s(STALLS) + own_s + slow_s
+        self._must_end += [(worker, by, fault) for worker in workers]
+
+    def expect_failure(self, workers: Sequence[Worker], fault: Fault) -> None:
+        """These workers must end with an error, if nothing but `fault` makes any end."""
+        if self._cluster.causes - reasons.BY_ITSELF == {fault.kind}:
+            self._must_fail += [(worker, fault) for worker in workers]
 
     def stuck(self) -> None:
         """Never stuck: everybody came to an end."""
@@ -98,10 +189,11 @@ class Verdicts:
                 self.add(f"shard: {shard.name} is not up")
             elif shard.residue():
                 self.add(f"shard: {shard.name} keeps {shard.residue()}")
-            if shard.lost_slots:
-                self.add(f"slots: {shard.name}: a clean job ended without {shard.lost_slots}")
-            if shard.spun:
-                self.add(f"shard: {shard.name} takes turns without end")
+            for wrong in shard.found:
+                self.add(f"inside {shard.name}: {wrong}")
 
-
-STALLS = ("worker stall", "shard stall", "freeze", "shard freeze")
+    def judge_strangers(self) -> None:
+        """A shard hangs up on those who do not behave like workers."""
+        for stranger in self._cluster.strangers:
+            if stranger.there:
+                self.add(f"kept: {stranger.name}")

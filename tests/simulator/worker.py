@@ -6,23 +6,25 @@ The program of a communicator without its threads: what blocks there is a state 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from omnireduce.errors import OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.engine import GOODBYE_S, error_of
-from omnireduce.runtime.rendezvous import RETRY_S, read_answer
+from omnireduce.runtime.rendezvous import RETRY_S, _who_is_missing, read_answer
+from omnireduce.transport.base import Link
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Welcome, encode_control
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Welcome, encode_control
 
+from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan
 from .workload import Collective, Work
 from .world import Process, World
-
-SLOT_BYTES = 65536
 
 
 class Cluster(Protocol):
@@ -31,14 +33,16 @@ class Cluster(Protocol):
     world: World
     protocol: ProtocolPlan
 
-    def connect(self, worker: Worker, shard: int) -> SimLink | None:
-        """A connection to a shard, or None when nobody listens there."""
+    workers: list[Worker]
 
-    def shares_memory(self, link: SimLink) -> bool:
-        """Whether the link is to use the shard's slots as shared memory."""
+    def connect(self, client: Process, shard: int) -> SimLink | None:
+        """A connection to a shard, or None when nobody listens there."""
 
     def finished(self, worker: Worker, work: Work, number: int) -> None:
         """A collective is complete."""
+
+    def ended(self, worker: Worker) -> None:
+        """The worker's machine has come to its end; `error` is set."""
 
     def gone(self, worker: Worker) -> None:
         """The worker has come to its end."""
@@ -48,21 +52,27 @@ class Worker(Process):
     """`pid` tells workers of the same rank apart. After `gone`, `error` says why, or None when all its work is done."""
 
     def __init__(
-        self, cluster: Cluster, job: JobPlan, rank: int, pid: int, latency_s: Callable[[], float], ranks: int
+        self, cluster: Cluster, job: JobPlan, rank: int, pid: int, latency_s: Callable[[], float], ahead_s: float
     ) -> None:
-        super().__init__(cluster.world, f"{job.name} rank {rank} pid {pid}", latency_s)
+        super().__init__(cluster.world, f"{job.name} rank {rank} pid {pid}", latency_s, ahead_s)
         self.cluster, self.job, self.rank, self.pid = cluster, job, rank, pid
         self.program: Sequence[Collective] = job.collectives
-        self.ranks = ranks  # what this rank believes the world size to be
+        self.ranks = job.ranks  # what this rank believes the world size, the settings, the list of shards to be
+        self.protocol = cluster.protocol
+        self.shard_order = list(range(self.protocol.shards))
+        self.nonsense: dict[str, Any] = {}  # what it says in its hello that nobody may
         self.links: list[SimLink] = []
         self.driver: Driver | None = None
         self.error: OmniReduceError | None = None
         self.ended_at: float | None = None
         self.clean = False  # confirmed by every shard
+        self.joined = False
+        self.found = ""  # what was wrong inside
         self.killed = False
         self.completed = 0  # collectives
         self._machine: WorkerMachine
         self._welcomes: set[SimLink] = set()
+        self._missing: dict[Link, Pending] = {}
         self._join_by = 0.0
         self._close_by: float | None = None
         self._under_way: dict[int, Work] = {}
@@ -84,8 +94,18 @@ class Worker(Process):
         """The machine's free send slots, for each shard."""
         return [sorted(stream._free) for stream in self._machine._streams]
 
+    @property
+    def peers(self) -> list[Worker]:
+        """All workers of the same job that run now."""
+        return [worker for worker in self.cluster.workers if worker.job.name == self.job.name and worker.running]
+
+    @property
+    def patience_s(self) -> float:
+        """How long this worker goes on at most when no more results come."""
+        return self.job.window * self.job.idle_s + self.protocol.timeout_s
+
     def start(self) -> None:
-        self._join_by = self.world.now() + self.cluster.protocol.join_timeout_s
+        self._join_by = self.now() + self.protocol.join_timeout_s
         self.wake()
 
     @property
@@ -101,46 +121,51 @@ class Worker(Process):
                 self._run(self.driver)
         except OmniReduceError as error:
             self._end(error)
+        if len(self.links) == len(self.shard_order) and any(link.readable and not link.over for link in self.links):
+            self.wake()
 
     # joining
 
     def _join(self) -> None:
-        """Connect to all shards, one after the other; then say hello to all; then wait for all."""
+        """Connect to all shards, one after the other, and say hello to each at once; then wait for all."""
         self.wake_at(self._join_by)
-        protocol = self.cluster.protocol
-        while len(self.links) < protocol.shards:
-            link = self.cluster.connect(self, len(self.links))
+        while len(self.links) < len(self.shard_order):
+            shard = self.shard_order[len(self.links)]
+            link = self.cluster.connect(self, shard)
             if link is None:
-                if self.world.now() >= self._join_by:
-                    raise TransportError(f"cannot reach aggregator shard{len(self.links)}:7400")
-                self.wake_at(self.world.now() + RETRY_S)
+                if self.now() >= self._join_by:
+                    raise TransportError(f"cannot reach aggregator shard{shard}:7400")
+                self.wake_at(self.now() + RETRY_S)
                 return
             self.links.append(link)
-            if len(self.links) == protocol.shards:
-                self._say_hello()
+            link.send_control(encode_control(self._hello(len(self.links) - 1)))
         for link in self.links:
             for event in link.poll():
-                if isinstance(read_answer(link, event), Welcome):
+                answer = read_answer(link, event)
+                if isinstance(answer, Welcome):
                     self._welcomes.add(link)
-        if len(self._welcomes) == protocol.shards:
+                elif isinstance(answer, Pending):
+                    self._missing[link] = answer
+        if len(self._welcomes) == len(self.links):
             self._start()
-        elif self.world.now() >= self._join_by:
-            raise RefusedError("ranks are missing")
+        elif self.now() >= self._join_by:
+            waiting: set[Link] = {link for link in self.links if link not in self._welcomes}
+            raise RefusedError(_who_is_missing(waiting, self._missing, self.job.name, self.protocol.join_timeout_s))
 
-    def _say_hello(self) -> None:
-        protocol = self.cluster.protocol
-        for shard, link in enumerate(self.links):
-            hello = Hello(
-                PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, shard, protocol.shards,
-                protocol.slots, SLOT_BYTES, f"host{self.rank}", self.pid, protocol.stripe_blocks, protocol.timeout_s,
-            )  # fmt: skip
-            link.send_control(encode_control(hello))
+    def _hello(self, shard: int) -> Hello:
+        protocol = self.protocol
+        hello = Hello(
+            PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, shard, protocol.shards,
+            protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
+            protocol.timeout_s, tcp_message_bytes=protocol.message_bytes,
+        )  # fmt: skip
+        return msgspec.structs.replace(hello, **self.nonsense)
 
     def _start(self) -> None:
-        protocol = self.cluster.protocol
-        shape = protocol.slots, SLOT_BYTES
+        protocol = self.protocol
+        shape = protocol.slots, protocol.slot_bytes
         for link in self.links:
-            if self.cluster.shares_memory(link):
+            if link.kind == "shm":
                 link.map_slots()
             else:
                 link.attach(private_slots(*shape), private_slots(*shape))
@@ -151,8 +176,12 @@ class Worker(Process):
             rank=self.rank,
             scan_span=protocol.scan_span,
             timeout_s=protocol.timeout_s,
+            message_bytes=[
+                protocol.message_bytes if link.kind == "tcp" else protocol.slot_bytes for link in self.links
+            ],
         )
-        self.driver = Driver(self._machine, self.links, self.world.now, on_finish=self._finished, on_end=self._on_end)
+        self.driver = Driver(self._machine, self.links, self.now, on_finish=self._finished, on_end=self._on_end)
+        self.joined = True
         self.log("joined")
 
     # running
@@ -162,11 +191,13 @@ class Worker(Process):
         self._submit(driver)
         if self._machine.ended is not None:
             self._leave()
-        elif self._machine.deadline is not None:
+            return
+        self.found = self.found or ", ".join(audit_worker(self._machine, self.links))
+        if self._machine.deadline is not None:
             self.wake_at(self._machine.deadline + 1e-6)
 
     def _submit(self, driver: Driver) -> None:
-        now = self.world.now()
+        now = self.now()
         while self._machine.ended is None and len(self._under_way) < self.job.window:
             if self._submitted == len(self.program):
                 if not self._under_way:
@@ -177,10 +208,12 @@ class Worker(Process):
                 return
             what = self.program[self._submitted]
             self._submitted += 1
-            work = Work(what, self.rank, self.cluster.protocol.shards, self.cluster.protocol.stripe_blocks)
+            work = Work(what, self.rank, self.ranks, self.protocol.shards, self.protocol.stripe_blocks)
             number = self._machine.submit(what.descriptor(), work.operand, now)
             self._under_way[number] = work
             self._think_until = now + self._random.uniform(0, self.job.think_s)
+            if self._submitted == len(self.program) // 2:
+                self._think_until += self.job.pause_s
             driver.advance()
 
     def _finished(self, number: int) -> None:
@@ -190,15 +223,16 @@ class Worker(Process):
     # leaving
 
     def _on_end(self, end: End) -> None:
-        self._close_by = self.world.now() + GOODBYE_S
+        self._close_by = self.now() + GOODBYE_S
         self.error = error_of(end.cause) if end.cause is not None else None
+        self.cluster.ended(self)
         self.log(f"ends: {self.error or 'done'}")
 
     def _leave(self) -> None:
         """Close as soon as the last words are out and, after a clean end, confirmed."""
         assert self._close_by is not None
         said = self._machine.said_goodbye if self.error is None else not any(link.wants_write for link in self.links)
-        if said or all(link.over for link in self.links) or self.world.now() >= self._close_by:
+        if said or all(link.over for link in self.links) or self.now() >= self._close_by:
             self.clean = self.error is None and self._machine.said_goodbye
             self._end(self.error)
         else:

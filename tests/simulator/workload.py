@@ -1,9 +1,10 @@
-"""Collectives whose results are exact in every order of addition, their data and their oracle."""
+"""Collectives, the data that every rank brings, and the oracle: any values at all, reduced in rank order by NumPy."""
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,12 @@ from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.wire import Descriptor
+from tests.oracle import is_number, reduce_in_rank_order
+from tests.samples import sparse_tensor
 
-FUNCTIONS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
-DTYPES = ("float32", "float32", "float64", "float16", "bfloat16", "int32", "uint8")
+KINDS = {"allreduce": 8, "rows": 3, "broadcast": 1, "allgather": 1, "barrier": 1}  # and how often each is drawn
+GUARD, GUARD_BYTE = 512, 0xA5  # bytes around every target, to see what is written outside
+JUNK_BYTE = 0x5A  # what a target holds that only takes a result
 
 
 @dataclass(frozen=True)
@@ -31,75 +35,120 @@ class Collective:
     density: float
     seed: int
     root: int = -1  # the only rank that contributes, -1 for all
+    awkward: float = 0.0  # the share of blocks with NaN, infinities, subnormals or the limits of integers
 
     def descriptor(self) -> Descriptor:
         kind: Any = self.kind
         op: Any = self.op
         return Descriptor(kind, f"x{self.seed}", op, self.dtype, self.elements, self.block_size)
 
+    def __str__(self) -> str:
+        where = "" if self.root < 0 else f" from rank {self.root}"
+        return f"{self.kind}{where} {self.op} {self.dtype}[{self.elements}], blocks of {self.block_size}"
+
 
 def draw_collective(rng: random.Random, ranks: int) -> Collective:
     """Mostly small tensors of many small blocks; sometimes blocks so large that few fit a slot."""
-    kind = rng.choices(["allreduce", "rows", "broadcast", "barrier"], [8, 2, 1, 1])[0]
-    dtype = rng.choice(DTYPES)
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    seed = rng.randrange(1 << 30)
     if kind == "barrier":
-        return Collective(kind, "sum", "uint8", 0, 8, 0.0, rng.randrange(1 << 30))
+        return Collective(kind, "sum", "uint8", 0, 8, 0.0, seed)
     large = rng.random() < 0.2
     block_size = rng.choice([1024, 2048]) if large else rng.choice([8, 16, 64])
     blocks = rng.choice([1, 5, 12, 20]) if large else rng.choice([0, 1, 2, 17, 40, 150])
     elements = blocks * block_size - (rng.randrange(block_size) if blocks and kind != "rows" else 0)
-    op = rng.choice(["sum", "sum", "min", "max", "prod"]) if kind == "allreduce" else "sum"
-    if op == "sum" and dtype in ("float32", "float64") and rng.random() < 0.3:
-        op = "mean"
-    density = rng.choice([0.0, 0.05, 0.3, 1.0])
-    root = rng.randrange(ranks) if kind == "broadcast" else -1
-    return Collective(kind, op, dtype, elements, block_size, density, rng.randrange(1 << 30), root)
+    if kind in ("broadcast", "allgather"):
+        root = rng.randrange(ranks) if kind == "broadcast" else -1
+        return Collective(kind, "sum", "uint8", elements, block_size, rng.choice([0.05, 1.0]), seed, root)
+    dtype = rng.choice(["float32", *ELEMENT_TYPES])
+    ops = ["sum", "sum", "min", "max", "prod", *(["mean"] if ELEMENT_TYPES[dtype].is_float else [])]
+    op = rng.choice(ops) if kind == "allreduce" else "sum"
+    density, awkward = rng.choice([0.0, 0.05, 0.3, 1.0]), rng.choice([0.0, 0.0, 0.2])
+    return Collective(kind, op, dtype, elements, block_size, density, seed, awkward=awkward)
 
 
-def contribution(what: Collective, rank: int) -> Array:
-    """What `rank` brings: small integers in the non-zero blocks, here and there a -0 elsewhere. (elements,)"""
+@functools.lru_cache(maxsize=256)
+def _contribution(what: Collective, rank: int, ranks: int) -> Array:
     dtype = ELEMENT_TYPES[what.dtype].dtype
-    data = np.zeros(what.elements, dtype)
-    if what.root in (-1, rank):
-        rng = np.random.default_rng([what.seed, rank])
-        low = 0 if what.dtype == "uint8" else -3
-        values = rng.integers(low, 4, what.elements)
-        blocks = np.repeat(rng.random(-(-what.elements // what.block_size)) < what.density, what.block_size)
-        data[:] = np.where(blocks[: what.elements], values, 0)
-        if what.elements and ELEMENT_TYPES[what.dtype].is_float and data[-1] == 0:
-            data[-1] = -0.0
+    if what.root not in (-1, rank):
+        return np.zeros(what.elements, dtype)
+    rng = np.random.default_rng([what.seed, rank])
+    data = sparse_tensor(rng, what.dtype, what.elements, what.block_size, what.density, what.awkward)
+    if what.kind == "allgather":  # a rank brings its own part
+        parts = np.array_split(np.arange(what.elements), ranks)
+        others = np.ones(what.elements, np.bool_)
+        others[parts[rank]] = False
+        data[others] = 0
     return data
+
+
+def contribution(what: Collective, rank: int, ranks: int) -> Array:
+    """What `rank` of `ranks` brings: numbers in some blocks, zeros and a few -0 in the others. (elements,)"""
+    return _contribution(what, rank, ranks).copy()
 
 
 @functools.lru_cache(maxsize=256)
 def expected(what: Collective, ranks: int) -> Array:
     """The oracle: all contributions combined in rank order by NumPy."""
-    parts = [contribution(what, rank) for rank in range(ranks)]
-    total = functools.reduce(FUNCTIONS[what.op], parts)
-    return total / np.asarray(ranks, total.dtype) if what.op == "mean" else total
+    return reduce_in_rank_order([_contribution(what, rank, ranks) for rank in range(ranks)], what.op)
+
+
+def wrong_elements(found: Array, oracle: Array) -> int:
+    """How many elements differ: NaN equals NaN, and -0 equals +0. -1 for another shape or dtype."""
+    if found.shape != oracle.shape or found.dtype != oracle.dtype:
+        return -1
+    with np.errstate(invalid="ignore"):
+        return int(np.count_nonzero((found != oracle) & (is_number(found) | is_number(oracle))))
 
 
 class Work:
-    """One rank's part in a collective: the operand that the machine works on, and a look at the result."""
+    """One rank's part in a collective: the operand that the machine works on, and a look at the result.
 
-    def __init__(self, what: Collective, rank: int, shards: int, stripe_blocks: int) -> None:
+    Half of the ranks let the result replace what they bring, the others have it put elsewhere.
+    """
+
+    def __init__(self, what: Collective, rank: int, ranks: int, shards: int, stripe_blocks: int) -> None:
         self.what = what
-        self._data = contribution(what, rank)
         self.layout = Layout(what.elements, what.block_size, shards, stripe_blocks)
+        self._brought = contribution(what, rank, ranks)
+        self._memory = np.full(self._brought.nbytes + 2 * GUARD, GUARD_BYTE, np.uint8)
+        self._target = self._memory[GUARD : GUARD + self._brought.nbytes].view(self._brought.dtype)
+        self._target.view(np.uint8)[:] = JUNK_BYTE
+        self._source: Array | None = None  # an array that is only read
         self.operand: Operand
         if what.kind == "rows":
-            rows = self._data.reshape(-1, what.block_size)
-            numbers = np.flatnonzero((rows != 0).any(axis=1))
+            rows = self._brought.reshape(-1, what.block_size)
+            with np.errstate(invalid="ignore"):  # signalling NaN
+                numbers = np.flatnonzero((rows != 0).any(axis=1))
             self.operand = RowSet(numbers, np.ascontiguousarray(rows[numbers]), self.layout, Pool())
         else:
-            mask = ELEMENT_TYPES[what.dtype].zero_mask
-            source = self._data if what.root in (-1, rank) else None
-            self.operand = DenseTensor(source, self._data, self.layout, mask)
+            self.operand = self._dense(rank)
+
+    def _dense(self, rank: int) -> Operand:
+        what, mask = self.what, ELEMENT_TYPES[self.what.dtype].zero_mask
+        if what.root not in (-1, rank) or what.kind == "barrier":
+            return DenseTensor(None, self._target, self.layout, mask)
+        if what.kind == "allreduce" and (what.seed + rank) % 2:
+            self._source = self._brought.copy()
+            return DenseTensor(self._source, self._target, self.layout, mask)
+        self._target[:] = self._brought
+        return DenseTensor(self._target, self._target, self.layout, mask)
 
     def result(self) -> Array:
         if not isinstance(self.operand, RowSet):
-            return self._data
+            return self._target
         numbers, values = self.operand.result
-        full = np.zeros((self.layout.blocks, self.what.block_size), self._data.dtype)
+        full = np.zeros((self.layout.blocks, self.what.block_size), self._brought.dtype)
         full[numbers] = values
         return full.reshape(-1)
+
+    def damage(self) -> str:
+        """What was written that had to stay as it was; empty if nothing was."""
+        outside: Sequence[Array] = (self._memory[:GUARD], self._memory[-GUARD:])
+        if any((each != GUARD_BYTE).any() for each in outside):
+            return "memory beside the target was written"
+        if self._source is not None and self._source.tobytes() != self._brought.tobytes():
+            return "an array that is only read was written"
+        if isinstance(self.operand, RowSet) and (np.diff(self.operand.result[0]) <= 0).any():
+            return "row numbers do not ascend"
+        return ""

@@ -1,21 +1,27 @@
-"""Virtual time: a clock, an event queue, and processes that take turns."""
+"""Virtual time: an event queue, processes that take turns, and a clock for each of them."""
 
 from __future__ import annotations
 
 import heapq
 import random
+import struct
+import zlib
 from collections import deque
 from collections.abc import Callable
 
+from omnireduce.transport.inproc import UNLIMITED
+
 TRACE_LINES = 200  # how many of the last happenings a report shows
+MAX_AHEAD_S = 1e5  # between the clocks of two hosts
 
 
 class World:
-    """The clock and everything that is going to happen. All randomness comes from `seed`, by name."""
+    """The true time and everything that is going to happen. All randomness comes from `seed`, by name."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.events = 0  # how many have happened
+        self.digest = 0  # of the times of all events: equal for equal runs
         self.trace: deque[str] = deque(maxlen=TRACE_LINES)
         self._now = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -54,31 +60,44 @@ class World:
             self._now, _, action = heapq.heappop(self._queue)
             action()
             self.events += 1
+            self.digest = zlib.crc32(struct.pack("d", self._now), self.digest)
             for extra in self._at_event.pop(self.events, ()):
                 extra()
         return True
 
 
 class Process:
-    """Something that takes turns when woken. `latency_s()` is how long it takes to be scheduled."""
+    """Something that takes turns when woken. `latency_s()` is how long it takes to be scheduled.
 
-    def __init__(self, world: World, name: str, latency_s: Callable[[], float]) -> None:
+    Its clock is `ahead_s` ahead of the true time: hosts have nothing in common but that their clocks never go back.
+    """
+
+    def __init__(self, world: World, name: str, latency_s: Callable[[], float], ahead_s: float = 0.0) -> None:
         self.world, self.name, self.latency_s = world, name, latency_s
         self.alive = True
         self.was_stalled = False
-        self._due: float | None = None
+        self.slow_turn_s = 0.0
+        self._ahead_s = ahead_s
+        self._due: float | None = None  # true time
         self._stalled_until = 0.0
+
+    def now(self) -> float:
+        """What this process' clock shows."""
+        return self.world.now() + self._ahead_s
 
     def turn(self) -> None:
         raise NotImplementedError
 
     def wake(self) -> None:
         """There is news: take a turn soon."""
-        self.wake_at(self.world.now() + self.latency_s())
+        self._wake_after(max(self.latency_s(), self.slow_turn_s))
 
     def wake_at(self, time: float) -> None:
-        """Take a turn at `time` at the latest."""
-        time = max(time, self._stalled_until)
+        """Take a turn when this process' clock shows `time`, at the latest."""
+        self._wake_after(time - self.now())
+
+    def _wake_after(self, seconds: float) -> None:
+        time = max(self.world.now() + seconds, self._stalled_until)
         if self.alive and (self._due is None or time < self._due):
             self._due = time
             self.world.at(time, self._take_turn)
@@ -88,12 +107,31 @@ class Process:
         self.was_stalled = True
         self._stalled_until = self.world.now() + seconds
         self._due = None
-        self.wake_at(self._stalled_until)
+        self._wake_after(seconds)
+
+    @property
+    def stalled(self) -> bool:
+        return self.world.now() < self._stalled_until
 
     def go_on(self) -> None:
         """End a stall."""
         self._stalled_until = 0.0
         self.wake()
+
+    def jump(self, seconds: float) -> None:
+        """Let the clock jump ahead, as after a virtual machine was stopped. What was to happen meanwhile is overdue."""
+        self.was_stalled = True
+        self._ahead_s += seconds
+        self.wake()
+
+    def read_slowly(self, turn_s: float) -> None:
+        """From now on, read one event of each connection at a time, every `turn_s` seconds."""
+        self.slow_turn_s = turn_s
+
+    @property
+    def most_events(self) -> int:
+        """How many events of a connection are read at once."""
+        return 1 if self.slow_turn_s else UNLIMITED
 
     def log(self, text: str) -> None:
         self.world.log(f"{self.name}: {text}")

@@ -1,0 +1,82 @@
+"""What must hold inside a shard and a worker after every turn, whatever happens around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.job import Job
+from omnireduce.runtime.server import ShardServer
+from omnireduce.transport.sim import SimLink
+
+MOST_WORDS = 64  # control messages that may wait for a peer: some a second while it joins, then ever fewer
+
+
+def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
+    """What is wrong with the server's books, its jobs and their links."""
+    membership = server._membership
+    if len(membership._gathering) + len(membership._running) > limits.max_jobs:
+        yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
+    if server._jobs.keys() != membership._running.keys():
+        yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
+    ranks = [(job, rank) for job, members in membership._running.values() for rank in members]
+    if len(set(ranks)) < len(ranks):
+        yield f"a rank is in two generations of its job: {sorted(ranks)}"
+    if any(not gathering.members for gathering in membership._gathering.values()):
+        yield "a job gathers of which nobody is there"
+    waiting = {key for gathering in membership._gathering.values() for key, _ in gathering.members.values()}
+    for connection in server._connections:
+        waits = connection.hello is not None and not connection.leaving and connection.job is None
+        if waits != (connection in waiting):
+            yield f"{connection.link.peer} waits for a job that does not wait for it, or the other way round"
+        if (connection.leaving or connection.hello is None) != (connection in server._timed):
+            yield f"the time limit of {connection.link.peer}"
+        if connection.job is not None and isinstance(connection.link, SimLink):
+            yield from _audit_output(connection.link)
+    for job in server._jobs.values():
+        yield from _audit_job(job, limits)
+
+
+def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
+    slots = job._arena.slots.nbytes + job._results.slots.nbytes
+    if slots > limits.max_job_bytes:
+        yield f"{job} has {slots} bytes of slots, of {limits.max_job_bytes}"
+    if job.machine.ended is not None:
+        yield f"{job} is still served after its end"
+        return
+    yield from (f"{job}: {wrong}" for wrong in _audit_machine(job.machine))
+    for rank, link in enumerate(job.links):
+        held = {row - rank * job.machine._slots for row, _ in job.machine._ranks[rank].inbox}
+        if job.machine._ranks[rank].open_row >= 0:
+            held.add(job.machine._ranks[rank].open_row - rank * job.machine._slots)
+        if not link.over and held != link._held:
+            yield f"{job}: of rank {rank} the machine holds slots {held}, the link {link._held}"
+
+
+def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
+    unread = [slot for slot, readers in enumerate(machine._readers) if readers]
+    filling = [machine._filling] if machine._filling >= 0 else []
+    if sorted(machine._free + unread + filling) != list(range(machine._slots)):
+        yield f"result slots: {machine._free} free, {unread} unread, {filling} being filled, of {machine._slots}"
+    if len(machine._formats) > 1 and machine._work_bytes() > machine._arena.nbytes:
+        yield f"{machine._work_bytes()} bytes of work space beside {machine._arena.nbytes} of slots"
+    if all(rank.left for rank in machine._ranks):
+        yield "all ranks have left, and it goes on"
+
+
+def audit_worker(machine: WorkerMachine, links: list[SimLink]) -> Iterator[str]:
+    """What is wrong with a worker's credits."""
+    for stream, link in zip(machine._streams, links, strict=True):
+        if not link.over and sorted([*stream._free, *link._under_way]) != list(range(len(link.send_slots))):
+            yield f"send slots: {stream._free} free, {link._under_way} under way, of {len(link.send_slots)}"
+        if not link.over and link._held:
+            yield f"receive slots {link._held} are kept"
+        yield from _audit_output(link)
+
+
+def _audit_output(link: SimLink) -> Iterator[str]:
+    """What waits for a peer is bounded by the credits of both sides, whatever it does not read."""
+    if len(link._output) > len(link.send_slots) + len(link.receive_slots) + MOST_WORDS:
+        yield f"{len(link._output)} events wait for {link.peer} to read"

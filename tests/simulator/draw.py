@@ -1,0 +1,106 @@
+"""What a seed stands for. Each seed switches whole kinds of fault on or off, so that rare mixtures come up often."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from .plan import KINDS, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .tamper import LIES, RULES
+from .workload import draw_collective
+
+OFTEN = {"tampering": 6, "lying shard": 6}  # there are many ways to break a rule
+
+
+def draw_plan(seed: int) -> Plan:
+    """The cluster, the workload and the faults of one seed."""
+    rng = random.Random(f"{seed}/plan")
+    jobs = tuple(_draw_job(rng, f"job{i}") for i in range(rng.choice([1, 1, 2, 3])))
+    network, protocol = _draw_network(rng), _draw_protocol(rng, len(jobs))
+    options: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    if rng.random() < 0.85:
+        options = tuple(kind for kind in KINDS if rng.random() < 0.25)
+        count = rng.choice([1, 1, 2, 4]) if options else 0
+        often = [OFTEN.get(kind, 1) for kind in options]
+        kinds = rng.choices(options, often, k=count) if options else []
+        faults = tuple(_draw_fault(rng, kind, jobs, protocol) for kind in kinds)
+        if rng.random() < 0.3:  # all at once
+            faults = tuple(replace(fault, at_event=faults[0].at_event + rng.randrange(5)) for fault in faults)
+    return Plan(seed, network, protocol, jobs, faults, options)
+
+
+def fault_at(plan: Plan, kind: str, event: int) -> Plan:
+    """The plan with one fault of `kind` instead of its own, at event `event`; whom it hits follows from the seed."""
+    fault = _draw_fault(random.Random(f"{plan.seed}/{kind}"), kind, plan.jobs, plan.protocol)
+    return replace(plan, options=(kind,), faults=(replace(fault, at_event=event),))
+
+
+def _draw_network(rng: random.Random) -> NetworkPlan:
+    return NetworkPlan(
+        delay_s=rng.choice([1e-5, 1e-3, 0.02]),
+        spike=rng.choice([0.0, 0.0, 0.05]),
+        latency_s=rng.choice([1e-6, 1e-4, 5e-3]),
+        slow=rng.choice([0.0, 0.0, 0.3]),
+        pipe_bytes=rng.choice([1 << 12, 1 << 16, 1 << 20]),
+        shared_memory=rng.choice([0.0, 0.5, 1.0]),
+        clocks_apart=rng.random() < 0.5,
+    )
+
+
+def _draw_protocol(rng: random.Random, jobs: int) -> ProtocolPlan:
+    return ProtocolPlan(
+        shards=rng.choice([1, 1, 2, 3]),
+        slots=rng.choice([2, 3, 4]),
+        stripe_blocks=rng.choice([1, 3, 16]),
+        scan_span=rng.choice([1, 4, 32, 8192]),
+        message_bytes=rng.choice([512, 1 << 12, 1 << 18, 1 << 18]),
+        aggregator_join_timeout_s=rng.choice([12.0, 25.0]),
+        max_jobs=rng.choice([3 * jobs, 3 * jobs, 3 * jobs, max(1, jobs - 1)]),
+    )
+
+
+def _draw_job(rng: random.Random, name: str) -> JobPlan:
+    ranks = rng.choice([1, 2, 2, 3, 4])
+    return JobPlan(
+        name,
+        ranks,
+        start_s=rng.choice([0.0, 0.01, 0.5]),
+        collectives=tuple(draw_collective(rng, ranks) for _ in range(rng.choice([0, 1, 3, 8]))),
+        window=rng.choice([1, 2, 8]),
+        think_s=rng.choice([0.0, 0.0, 0.01, 2.0]),
+        attempts=rng.choice([1, 2, 3]),
+        rounds=rng.choice([1, 1, 3]),
+        pause_s=rng.choice([0.0, 0.0, 0.0, 30.0]),  # longer than a collective may take
+    )
+
+
+def _draw_fault(rng: random.Random, kind: str, jobs: tuple[JobPlan, ...], protocol: ProtocolPlan) -> Fault:
+    job = rng.randrange(len(jobs))
+    collectives = max(1, len(jobs[job].collectives))
+    numbers: dict[str, tuple[float, ...]] = {
+        "host death": (0.0, 4.0),
+        "link loss": (0.0, 4.0),
+        "shard crash": (0.0, 0.5, 5.0, 12.0),
+        "drain": (0.0, 0.5, 10.0),
+        "worker stall": (0.1, 1.5, 6.0),
+        "shard stall": (0.1, 1.5, 6.0),
+        "freeze": (protocol.timeout_s + 1, protocol.timeout_s + 30),
+        "shard freeze": (protocol.timeout_s + 1, protocol.timeout_s + 30),
+        "late": (0.1, 3.0, protocol.join_timeout_s + 5),
+        "duplicate": (0.0, 0.01, 1.0),
+        "world size": (1, -1),
+        "misconfigured": (*range(12), *range(8, 12)),  # the last ones only disagree
+        "mismatch": tuple(range(collectives)),
+        "garbage": tuple(range(3)),
+        "tampering": tuple(range(len(RULES))),
+        "lying shard": tuple(range(len(LIES))),
+        "stranger": tuple(range(5)),
+        "slow reader": (0.005, 0.02),
+        "slow shard": (0.005, 0.02),
+        "clock jump": (0.5, 5.0, 30.0, 3600.0),
+        "shard clock jump": (0.5, 5.0, 30.0, 3600.0),
+    }
+    number = rng.choice(numbers.get(kind, (0.0,)))
+    shard = rng.randrange(protocol.shards)
+    return Fault(kind, job, rng.randrange(jobs[job].ranks), shard, int(10 ** rng.uniform(0.5, 3.0)), number)

@@ -1,0 +1,16 @@
+"""Deliberate bugs of the product, each of which the simulator has to catch. One file for each part of the product."""
+
+from __future__ import annotations
+
+from . import aggregator, kernels, membership, runtime, worker
+from .base import Mutation
+
+__all__ = ["BY_NAME", "MUTATIONS", "Mutation"]
+MUTATIONS: tuple[Mutation, ...] = (
+    *worker.MUTATIONS,
+    *aggregator.MUTATIONS,
+    *kernels.MUTATIONS,
+    *membership.MUTATIONS,
+    *runtime.MUTATIONS,
+)
+BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

@@ -1,0 +1,22 @@
+"""What a mutation is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A deliberate bug: in `module`, `new` stands in the place of `old`, which is there exactly once.
+
+    `breaks` says what is lost. A run of the seeds from 0 on must fail before seed `within`; with `fault`, of the seeds
+    with that fault at every event instead of their own.
+    """
+
+    name: str
+    module: str
+    breaks: str
+    old: str
+    new: str
+    within: int = 400
+    fault: str = ""

@@ -1,0 +1,84 @@
+"""Bugs of the kernels, compiled without the cache."""
+
+from __future__ import annotations
+
+from .base import Mutation
+
+_PACK = "omnireduce.kernels.pack"
+_REDUCE = "omnireduce.kernels.reduce"
+_MERGE = "omnireduce.kernels.merge"
+_SCATTER = "omnireduce.kernels.scatter"
+
+MUTATIONS = (
+    Mutation(
+        "a -0 stays in place",
+        _PACK,
+        "ranks differ in the sign of a zero",
+        "elif bits != 0 or not in_place:",
+        "elif not in_place:",
+    ),
+    Mutation(
+        "another target keeps its junk",
+        _PACK,
+        "zero blocks are not cleared out of place",
+        "elif bits != 0 or not in_place:",
+        "elif bits != 0:",
+    ),
+    Mutation(
+        "rows of other shards",
+        _PACK,
+        "every shard gets every row",
+        "if number // stripe % shards == shard:",
+        "if number // stripe % shards >= 0:",
+    ),
+    Mutation(
+        "mean of those that contributed",
+        _REDUCE,
+        "ranks whose block is zero do not count",
+        "            total[i] /= ranks\n",
+        "            total[i] /= present\n",
+    ),
+    Mutation(
+        "minimum of those that contributed",
+        _REDUCE,
+        "a block that is zero on a rank does not take part",
+        "    elif present < ranks and op == MIN:\n",
+        "    elif present < 0 and op == MIN:\n",
+    ),
+    Mutation(
+        "product of those that contributed",
+        _REDUCE,
+        "a block that is zero on a rank does not take part",
+        "        if op == PROD and present < ranks:\n",
+        "        if op == PROD and present < 0:\n",
+    ),
+    Mutation(
+        "sums in another order",
+        _REDUCE,
+        "sums depend on more than the ranks' values",
+        "        for r in range(ranks):\n            at = parts[k, r]\n            if at < 0:\n",
+        "        for r in range(ranks):\n            at = parts[k, ranks - 1 - r]\n            if at < 0:\n",
+    ),
+    Mutation(
+        "results are reduced again",
+        _REDUCE,
+        "a result is computed again from slots that went back",
+        "    ranks, size = parts.shape[1], out.shape[1]\n"
+        "    for k in range(first, parts.shape[0]):\n        total, present",
+        "    ranks, size = parts.shape[1], out.shape[1]\n    for k in range(parts.shape[0]):\n        total, present",
+    ),
+    Mutation(
+        "a lone contributor is the next rank",
+        _MERGE,
+        "a rank keeps a block to which another contributed",
+        "                mark = r + 1\n",
+        "                mark = r + 2\n",
+    ),
+    Mutation(
+        "indices may repeat",
+        _SCATTER,
+        "a block may come twice in a message",
+        "        if own[k] <= previous or own[k] >= high:\n",
+        "        if own[k] < previous or own[k] >= high:\n",
+    ),
+)

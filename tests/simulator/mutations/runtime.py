@@ -1,0 +1,152 @@
+"""Bugs of the links, the driver, the shard's server and the reading of its answers."""
+
+from __future__ import annotations
+
+from .base import Mutation
+
+_LINK = "omnireduce.transport.base"
+_DRIVER = "omnireduce.runtime.driver"
+_SERVER = "omnireduce.runtime.server"
+_JOB = "omnireduce.runtime.job"
+_RENDEZVOUS = "omnireduce.runtime.rendezvous"
+
+MUTATIONS = (
+    Mutation(
+        "a link takes any credit",
+        _LINK,
+        "a credit that nobody gave makes a slot free",
+        "            if event.slot not in self._under_way:\n",
+        "            if event.slot < 0:\n",
+    ),
+    Mutation(
+        "a link takes messages for any slot",
+        _LINK,
+        "a message without credit is taken",
+        "            if event.slot >= len(self.receive_slots) or event.slot in self._held:\n",
+        "            if event.slot in self._held:\n",
+    ),
+    Mutation(
+        "a link keeps slots that went back",
+        _LINK,
+        "the link takes the next message in a slot for one without credit",
+        "        self._held.remove(slot)\n",
+        "        assert slot in self._held\n",
+    ),
+    Mutation(
+        "events in the wrong order",
+        _DRIVER,
+        "what a peer sent first is dealt with last",
+        "            for event in events:\n",
+        "            for event in reversed(events):\n",
+    ),
+    Mutation(
+        "output is not flushed",
+        _DRIVER,
+        "results wait for the next thing that happens",
+        "        for link in self.links:\n            link.flush()\n",
+        "",
+    ),
+    Mutation(
+        "deadlines are not kept",
+        _DRIVER,
+        "nobody is warned and nothing times out",
+        "        if deadline is not None and now >= deadline:\n",
+        "        if deadline is not None and now >= deadline + 1e9:\n",
+    ),
+    Mutation(
+        "strangers may stay",
+        _SERVER,
+        "who says nothing keeps a connection",
+        "            if now >= self._time_limit(connection):\n",
+        "            if connection.leaving and now >= self._time_limit(connection):\n",
+    ),
+    Mutation(
+        "leavers may stay",
+        _SERVER,
+        "who does not hang up keeps a connection",
+        "            if now >= self._time_limit(connection):\n",
+        "            if not connection.leaving and now >= self._time_limit(connection):\n",
+    ),
+    Mutation(
+        "no moment for last words",
+        _SERVER,
+        "a slow reader does not learn why its job ended",
+        "            connection.leaving, connection.since = True, self._clock()\n",
+        "            self._drop(connection)\n            return\n",
+        within=4000,
+    ),
+    Mutation(
+        "the memory of a job is kept",
+        _SERVER,
+        "slots stay mapped after the last rank went",
+        "                connection.job.close()\n",
+        "                connection.job.generation += 0\n",
+    ),
+    Mutation(
+        "a job's file is kept open",
+        _JOB,
+        "a descriptor and its memory are lost with each job",
+        "        self._results.close()\n        if self._trace",
+        "        if self._trace",
+    ),
+    Mutation(
+        "full pipes stay full",
+        _SERVER,
+        "output that did not fit is not sent later",
+        "            connection.link.flush()\n            self._update_interest(connection)\n        events",
+        "            self._update_interest(connection)\n        events",
+    ),
+    Mutation(
+        "shards sleep through their deadlines",
+        _SERVER,
+        "a shard warns only when something else happens",
+        "if job in touched or (deadline is not None and deadline <= now):",
+        "if job in touched:",
+    ),
+    Mutation(
+        "what comes with the hello is lost",
+        _SERVER,
+        "a rank that dies at once is waited for",
+        "                return events[number + 1 :]\n",
+        "                return ()\n",
+        within=4000,
+    ),
+    Mutation(
+        "a newcomer that goes is kept",
+        _SERVER,
+        "a job begins with a rank that is gone",
+        "        self._drop(connection)\n        self._membership.gone(connection)\n",
+        "        self._drop(connection)\n",
+    ),
+    Mutation(
+        "a departed rank is unknown to the books",
+        _SERVER,
+        "a rank cannot join again while others still leave",
+        "            self._membership.departed(job.generation, connection.rank)\n",
+        "",
+    ),
+    Mutation(
+        "draining has no end",
+        _SERVER,
+        "a shard that is told to stop waits for a frozen rank",
+        "            self._drain(now >= self._drain_deadline)\n",
+        "            self._drain(False)\n",
+        within=4000,
+    ),
+    Mutation(
+        "every stop is orderly",
+        _SERVER,
+        "a rank waits for results that a stopped shard will not send",
+        "why, orderly=idle)",
+        "why, orderly=True)",
+        within=4000,
+    ),
+    Mutation(
+        "bad news while joining is nonsense",
+        _RENDEZVOUS,
+        "a rank that still joins does not learn who failed",
+        "    if isinstance(message, Aborted):\n        raise error_of(message.cause)\n",
+        "",
+        within=2000,
+    ),
+)

@@ -1,0 +1,54 @@
+"""Which error may come of which fault. A reason that stands in no row is a reason that nobody expects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError, TransportError
+
+BY_ITSELF = frozenset({"worker stall", "shard stall", "slow reader", "slow shard", "stranger"})  # ends no job
+TIME = "time"  # stalls, jumps and slow readers that together take longer than something may take
+CROWD = "crowd"  # not all jobs are allowed at once
+ANY = "any"  # whatever ends a job
+
+_ABSENT = ("late", "duplicate", "world size", "misconfigured", CROWD, TIME, ANY)
+
+ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
+    r"^aggregator .*: connection closed": ("shard crash", "garbage", "tampering", "lying shard", TIME),
+    r"^rank .*: connection closed": _ABSENT,
+    r"connection broken": ("host death", "link loss"),
+    r"shutting down": ("drain",),
+    r"had shut down when": ("early leave",),
+    r"shut down with": ("early leave",),
+    r"submitted different collectives": ("mismatch",),
+    r"submitted different collectives: .* as number": ("tampering",),  # ranks of which one seems to have skipped some
+    r"protocol error": ("garbage", "tampering", "lying shard"),
+}
+TIMED_OUT: Mapping[str, tuple[str, ...]] = {"not complete after": ("freeze", "shard freeze", TIME)}
+REFUSED: Mapping[str, tuple[str, ...]] = {
+    "is already in job": ("duplicate", ANY),
+    "differs from": ("world size", "misconfigured"),
+    "protocol version": ("misconfigured",),
+    "expected": ("misconfigured", "garbage"),
+    "does not exist": ("misconfigured",),
+    "aggregator.max_": ("misconfigured", CROWD, "stranger"),
+    "malformed control message": ("garbage",),
+    "the aggregator is shutting down": ("drain",),
+    "still waiting for": _ABSENT,
+    "no Hello within": ("freeze", TIME),
+}
+UNREACHABLE: Mapping[str, tuple[str, ...]] = {
+    "before this worker was admitted": ("shard crash", "drain", "link loss", "garbage", TIME),
+    "cannot reach": ("shard crash", "drain"),
+}
+
+
+def plausible(error: OmniReduceError, struck: Collection[str]) -> bool:
+    """Whether one of the faults that `struck` (kinds, TIME or CROWD) explains the kind of `error` and its reason."""
+    tables = {
+        CollectiveTimeoutError: TIMED_OUT, AbortedError: ABORTED, RefusedError: REFUSED, TransportError: UNREACHABLE,
+    }  # fmt: skip
+    causes = set(struck) | ({ANY} if set(struck) - BY_ITSELF else set())
+    rows = tables.get(type(error), {}).items()
+    return any(re.search(pattern, str(error)) and causes.intersection(kinds) for pattern, kinds in rows)

@@ -1,0 +1,54 @@
+"""Somebody who connects to a shard and is no worker, or one whose peers never come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omnireduce.config import Aggregator
+from omnireduce.transport.base import Credited, Received
+from omnireduce.wire import PROTOCOL_VERSION, Goodbye, Hello, encode_control
+
+from .world import Process
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+SILENT, NOISE, NO_HELLO, MESSAGE, LONELY = range(5)
+
+
+class Stranger(Process):
+    """Comes at once and never goes by itself: the shard has to hang up."""
+
+    def __init__(self, cluster: Cluster, shard: int, manner: int) -> None:
+        super().__init__(cluster.world, f"stranger at shard{shard}", lambda: 1e-4)
+        protocol = cluster.protocol
+        patience = {SILENT: Aggregator().hello_timeout_s, LONELY: protocol.aggregator_join_timeout_s}
+        self.leave_by = self.world.now() + patience.get(manner, 0.0)
+        link = cluster.connect(self, shard)
+        self.link = link
+        if link is None:
+            return
+        if manner == NOISE:
+            link.send_control(b"GET / HTTP/1.1")
+        elif manner == NO_HELLO:
+            link.send_control(encode_control(Goodbye()))
+        elif manner == MESSAGE:
+            link._output += [Received(0, 64), Credited(0)]
+            link.flush()
+        elif manner == LONELY:
+            hello = Hello(
+                PROTOCOL_VERSION, "lonely", 0, 2, shard, protocol.shards, protocol.slots, protocol.slot_bytes,
+                "host", 1, protocol.stripe_blocks, protocol.timeout_s,
+            )  # fmt: skip
+            link.send_control(encode_control(hello))
+        self.log(f"comes, manner {manner}")
+
+    @property
+    def there(self) -> bool:
+        """The shard still keeps the connection."""
+        return self.link is not None and not self.link.over
+
+    def turn(self) -> None:
+        if self.link is not None:
+            self.link.poll()
+            self.link.flush()

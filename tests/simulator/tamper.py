@@ -1,0 +1,163 @@
+"""Messages that break one rule of the protocol each, sent by a rank (`RULES`) or by a shard (`LIES`).
+
+Every one of them must end the job, with an error that blames the sender: no receiver can take one for an honest
+message.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.transport.base import Control, Credited, Event, Received
+from omnireduce.transport.sim import SimLink
+from omnireduce.wire import HEADER_BYTES, Header, Refused, encode_control, message_indices, read_header
+
+_HEADER = struct.Struct("<QqIII")
+FAR = 1 << 40  # a block number that no tensor here has
+NO_SLOT = 63  # more than any plan has
+
+# A rule changes a message that is about to leave, given what the same link sent before in the same collective; it
+# returns the new length, or None when this message is not one with which the rule could be broken.
+Rule = Callable[[Array, int, Header, Header | None], int | None]
+
+
+def _rewrite(slot: Array, header: Header) -> None:
+    _HEADER.pack_into(slot.data, 0, *header)
+
+
+def _frontier_too_far(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
+    _rewrite(slot, header._replace(frontier=FAR))
+    return nbytes
+
+
+def _frontier_back(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
+    _rewrite(slot, header._replace(frontier=-1))
+    return nbytes
+
+
+def _frontier_kept(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if before is None:
+        return None
+    _rewrite(slot, Header(header.collective, before.frontier, 0, header.block_bytes, 0))
+    return HEADER_BYTES
+
+
+def _index_past_frontier(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count == 0:
+        return None
+    message_indices(slot, header)[-1] = header.frontier
+    return nbytes
+
+
+def _index_of_before(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count == 0 or before is None or before.frontier < 1:
+        return None
+    message_indices(slot, header)[0] = before.frontier - 1
+    return nbytes
+
+
+def _index_negative(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count == 0:
+        return None
+    message_indices(slot, header)[0] = -1  # in a result these bits mean: the last block that there could ever be
+    return nbytes
+
+
+def _indices_unordered(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count < 2:
+        return None
+    indices = message_indices(slot, header)
+    indices[:2] = indices[1::-1].copy()
+    return nbytes
+
+
+def _index_twice(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count < 2:
+        return None
+    indices = message_indices(slot, header)
+    indices[1] = indices[0]
+    return nbytes
+
+
+def _other_collective(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
+    _rewrite(slot, header._replace(collective=header.collective + 1))
+    return nbytes
+
+
+def _other_block_size(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count:
+        return None  # its length would tell
+    _rewrite(slot, header._replace(block_bytes=header.block_bytes + 8))
+    return nbytes
+
+
+def _more_than_there_is(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
+    _rewrite(slot, header._replace(block_count=1 << 20))
+    return nbytes
+
+
+def _longer(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
+    return nbytes + 8
+
+
+def _shorter_than_a_header(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
+    return HEADER_BYTES // 2
+
+
+def _bad_descriptor(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.extra_bytes == 0:
+        return None
+    slot[nbytes - header.extra_bytes : nbytes] = 0xC1
+    return nbytes
+
+
+def _unexpected_extra(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    _rewrite(slot, header._replace(extra_bytes=8))
+    return nbytes + 8
+
+
+_BOTH: tuple[Rule, ...] = (
+    _frontier_too_far, _frontier_back, _index_past_frontier, _index_of_before, _index_negative, _indices_unordered,
+    _index_twice, _other_collective, _other_block_size, _more_than_there_is, _longer, _shorter_than_a_header,
+)  # fmt: skip
+_MESSAGES = (*_BOTH, _frontier_kept, _bad_descriptor)
+_RESULTS = (*_BOTH, _unexpected_extra)
+_STRAY: dict[str, Event] = {  # events that have no place there, each before an honest message
+    "stray message": Received(NO_SLOT, HEADER_BYTES),
+    "stray credit": Credited(NO_SLOT),
+    "stray control message": Control(encode_control(Refused("no"))),
+}
+TWICE = "the same message twice"
+RULES: tuple[Rule | str, ...] = (*_MESSAGES, *_STRAY, TWICE)
+UNHEARD = (*_STRAY, TWICE, _longer)  # a link may see these: then it is over, and nobody can be told by it
+LIES: tuple[Rule | str, ...] = (*_RESULTS, *_STRAY)
+
+
+def break_rule(link: SimLink, rule: Rule | str, broken: Callable[[], None]) -> None:
+    """Let `link` break `rule` with the first message that it fits; call `broken` when that leaves."""
+    honest, before = link._send, [Header(-1, 0, 0, 0, 0)]
+
+    def send(slot: int, nbytes: int) -> None:
+        try:
+            header = read_header(link.send_slots[slot], nbytes)
+        except ProtocolError:  # on its way to another rank this result was changed already
+            honest(slot, nbytes)
+            return
+        changed: int | None = nbytes
+        if callable(rule):
+            same = header.collective == before[0].collective
+            changed = rule(link.send_slots[slot], nbytes, header, before[0] if same else None)
+        elif rule != TWICE:
+            link._output.append(_STRAY[rule])
+        before[0] = header
+        honest(slot, nbytes if changed is None else changed)
+        if rule == TWICE:
+            link._output.append(Received(slot, nbytes))
+        if changed is not None:
+            link._send = honest  # type: ignore[method-assign]
+            broken()
+
+    link._send = send  # type: ignore[method-assign]

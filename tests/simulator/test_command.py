@@ -1,0 +1,61 @@
+"""`python -m tests.simulator` as people and CI call it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUG = "worker finishes out of order"
+
+
+def simulator(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.simulator", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_good_seeds_and_new_ones() -> None:
+    done = simulator("--seeds", "0:20", "--new", "4", "--jobs", "2", "--verbose")
+    assert done.returncode == 0, done.stdout
+    assert "24 seeds, 0 failed" in done.stdout
+    assert "runs/s" in done.stdout
+    assert "new seeds: " in done.stdout
+    assert done.stdout.count("options: ") == 24
+
+
+def test_a_failure_prints_the_command_that_replays_it() -> None:
+    done = simulator("--seeds", "0:50", "--failures", "1", "--jobs", "1", "--mutation", BUG)
+    assert done.returncode == 1, done.stdout
+    [command] = [line.partition("replay: ")[2] for line in done.stdout.splitlines() if "replay: " in line]
+    assert "options: " in done.stdout
+    words = shlex.split(command)
+    again = simulator(*words[3:])
+    assert again.returncode == 1, again.stdout
+    assert "wrong: " in again.stdout or "reason: " in again.stdout
+    assert simulator("--replay", words[words.index("--replay") + 1]).returncode == 0
+
+
+def test_one_fault_at_every_event() -> None:
+    done = simulator("--seeds", "25:26", "--fault", "link loss", "--jobs", "1")
+    assert done.returncode == 0, done.stdout
+    assert "link loss" in done.stdout
+    assert " runs)" in done.stdout
+    assert simulator("--replay", "25", "--fault", "link loss", "--event", "30").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--seeds", "5"), "expected FIRST:STOP"),
+        (("--fault", "late"), "expected one of crash"),
+        (("--mutation", "nobody knows it"), "expected one of worker loses a credit"),
+    ],
+)
+def test_wrong_options_say_what_is_expected(options: tuple[str, ...], message: str) -> None:
+    done = simulator(*options)
+    assert done.returncode == 2
+    assert message in done.stderr

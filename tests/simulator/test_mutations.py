@@ -1,0 +1,48 @@
+"""The simulator finds bugs. `make mutations` hunts all of them; here are a few that take seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from .mutate import BY_NAME, MUTATIONS, Mutation, MutationError, hunt, install, misfits, mutated
+
+FEW = (
+    "worker returns a credit before it reads",
+    "worker finishes out of order",
+    "the short last block is not stored",
+    "shard returns a slot that it still reads",
+    "watermark of those that have begun",
+    "a rank that went still counts",
+    "ranks in the order of their arrival",
+    "output is not flushed",
+    "the memory of a job is kept",
+)
+
+
+def test_every_mutation_fits_the_product() -> None:
+    assert list(misfits()) == []
+    assert len(BY_NAME) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_simulator_catches(name: str) -> None:
+    found = hunt(BY_NAME[name])
+    assert found.seed is not None, found
+    assert found.verdict
+
+
+def test_a_mutation_that_breaks_nothing_is_not_caught() -> None:
+    harmless = Mutation("harmless", "omnireduce.layout", "nothing", "        return self.elements // self.block_size",
+                        "        return self.elements // int(self.block_size)", within=3)  # fmt: skip
+    found = hunt(harmless)
+    assert found.seed is None, found
+
+
+def test_a_mutation_that_does_not_fit_says_so() -> None:
+    with pytest.raises(MutationError, match="has its snippet 0 times"):
+        mutated(Mutation("x", "omnireduce.layout", "nothing", "not there", ""), "source")
+
+
+def test_a_mutation_that_comes_too_late_says_so() -> None:
+    with pytest.raises(MutationError, match="is imported already"):
+        install(BY_NAME[FEW[0]])
