@@ -28,6 +28,7 @@ from omnireduce.errors import (
     UsageError,
 )
 from omnireduce.runtime.communicator import Communicator, Statistics
+from omnireduce.runtime.elastic import ElasticState, NewcomersError, run_elastic
 from omnireduce.runtime.engine import Handle
 from omnireduce.runtime.launcher import detect_launch, job_name
 
@@ -38,7 +39,9 @@ __all__ = [
     "Communicator",
     "Config",
     "ConfigError",
+    "ElasticState",
     "Handle",
+    "NewcomersError",
     "OmniReduceError",
     "RefusedError",
     "Statistics",
@@ -56,6 +59,8 @@ __all__ = [
     "local_rank",
     "rank",
     "reduce_scatter",
+    "reform",
+    "run_elastic",
     "shutdown",
     "size",
 ]
@@ -163,6 +168,11 @@ def reduce_scatter(x: Array, *, op: str = "sum", name: str = "") -> Array:
 def barrier() -> None:
     """See `Communicator.barrier`."""
     _communicator().barrier()
+
+
+def reform(*, smallest: int | None = None, largest: int | None = None) -> None:
+    """See `Communicator.reform`."""
+    _communicator().reform(smallest=smallest, largest=largest)
 
 
 def rank() -> int:

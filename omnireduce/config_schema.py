@@ -67,6 +67,24 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 30.0
 
 
+class Elastic(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Jobs that go on with other workers after a fault."""
+
+    enabled: Annotated[
+        bool, _meta("survivors may form the job anew, and workers that are started again may join it; on every worker")
+    ] = False
+    smallest: Annotated[int, _meta("fewest workers that go on", "workers", ge=1, le=2**20)] = 1
+    settle_s: Annotated[
+        float,
+        _meta(
+            "how long survivors wait for others since the last one came; more than a step of training",
+            "seconds",
+            ge=0,
+            le=3600,
+        ),
+    ] = 5.0
+
+
 class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How bytes travel between workers and aggregators."""
 
@@ -341,6 +359,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole configuration, immutable and hashable; `load_config` makes a checked one."""
 
     cluster: Cluster = Cluster()
+    elastic: Elastic = Elastic()
     transport: Transport = Transport()
     verbs: Verbs = Verbs()
     protocol: Protocol = Protocol()

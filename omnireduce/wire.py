@@ -26,7 +26,7 @@ from omnireduce.layout import Layout
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, Status, StatusRequest
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
@@ -237,6 +237,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
     verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
     tcp_message_bytes: _Positive = 1 << 18  # the longest message that suits this worker if it stays with TCP
+    smallest: int = 0  # with how many workers an elastic job may start; 0: with `world_size` only
+    settle_s: float = 0.0  # how long an elastic job waits for more of them
+    survivor: bool = False  # was in an earlier generation
+    formation: int = 0  # which generation of the first shard the worker asks the others to join, of an elastic job
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -247,15 +251,24 @@ class Pending(msgspec.Struct, frozen=True, tag=True):
     note: _Text = ""
 
 
+class Seat(msgspec.Struct, frozen=True):
+    """Rank `rank` of `world_size`."""
+
+    rank: _U32
+    world_size: _U32
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start.
 
-    `verbs` answers the worker's; without it blocks go over this connection, and `note` says why.
+    `verbs` answers the worker's; without it blocks go over this connection, and `note` says why. `seat` is the worker's
+    place in an elastic job.
     """
 
     generation: _Positive
     verbs: Endpoint | None = None
     note: _Text = ""
+    seat: Seat | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -270,6 +283,12 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     what: _Text
     who: _Text
     seconds: float
+
+
+class Newcomers(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to workers: so many others wait to join this job when it is formed anew."""
+
+    count: _U32
 
 
 class Aborted(msgspec.Struct, frozen=True, tag=True):
@@ -304,6 +323,7 @@ ControlMessage = (
     | Welcome
     | Refused
     | Waiting
+    | Newcomers
     | Aborted
     | Leave
     | Goodbye

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,8 @@ settings.register_profile(
     max_examples=20 if os.environ.get("NUMBA_DISABLE_JIT") == "1" else 60,  # plain Python kernels are slow
 )
 settings.load_profile("tests")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it in the background; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop(SECRET_VARIABLE, None)  # what a developer has set does not count
 
 

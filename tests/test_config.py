@@ -208,7 +208,7 @@ def test_message_says_what_was_given_and_is_allowed(override: str, expected: str
         ("[protocol]\nblocksize = 8", "(did you mean block_size?)"),
         (
             "[protcol]\nblock_size = 8",
-            "protcol: unknown section, expected one of cluster, transport, verbs, protocol, ",
+            "protcol: unknown section, expected one of cluster, elastic, transport, verbs, ",
         ),
         ("[protcol]\nblock_size = 8", "(did you mean protocol?)"),
         ("block_size = 8", "block_size: unknown section, "),

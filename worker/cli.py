@@ -94,6 +94,11 @@ def bench(
     metavar="DIR",
     help="Save each worker's gradient of the last step as DIR/gradient-RANK.npy, for bench --input and density.",
 )
+@click.option(
+    "--elastic",
+    is_flag=True,
+    help="Go on when workers die, and take in those that are started again; sets elastic.enabled. Without MPI.",
+)
 def train(
     config_file: str | None,
     overrides: tuple[str, ...],
@@ -102,18 +107,25 @@ def train(
     json_path: str | None,
     against: str,
     folder: str | None,
+    elastic: bool,
 ) -> None:
     """Train word embeddings on the source files of Python's standard library, and verify the result.
 
     The exit status is 1 if the ranks' weights differ from each other or from a training in one process.
     """
-    config = _load(config_file, overrides)
+    if elastic and folder is not None:
+        raise click.UsageError("--elastic has no --save-gradients: which worker has which rank may change")
+    config = _load(config_file, (*overrides, "elastic.enabled=true") if elastic else overrides)
     import omnireduce as omni
     from omnireduce.bench.mpi import finalize
-    from worker.train import run_train
+    from worker.train import load_local_corpus, run_elastic_train, run_train
 
+    corpus = load_local_corpus(config) if elastic else None  # before others wait for this worker
     with omni.connect(config, rank=rank, size=size) as comm:
-        status = run_train(comm, config, json_path=json_path, against_mpi=against == "mpi", gradients_folder=folder)
+        if corpus is not None:
+            status = run_elastic_train(comm, config, corpus, json_path=json_path)
+        else:
+            status = run_train(comm, config, json_path=json_path, against_mpi=against == "mpi", gradients_folder=folder)
     finalize()
     sys.exit(status)
 

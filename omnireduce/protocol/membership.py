@@ -3,17 +3,21 @@
 States of a job name: nobody → gathering (some ranks said hello) → running (all are here; one generation) → nobody. A
 new generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join
 twice.
+
+Of an elastic job the first shard decides who is in it and what their ranks are. The workers tell the other shards, with
+the generation that the first one gave it, the formation: those who come with different formations never meet.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.status import LISTED, JobStatus
+from omnireduce.protocol.gathering import Gathering, member_name
+from omnireduce.status import JobStatus
 from omnireduce.wire import SHOWN, Hello, Pending, Refused, other_version
 
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
@@ -21,6 +25,7 @@ HOST_CHARACTERS = 255
 MAX_SLOTS = 64
 MAX_STRIPE_BLOCKS = 1 << 20
 MIN_TIMEOUT_S = 0.1
+MAX_SETTLE_S = 3600
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
 
@@ -53,27 +58,21 @@ class Admit(NamedTuple):
     hellos: list[Hello]
 
 
-MembershipEffect = Answer | Admit
+class Announce(NamedTuple):
+    """Tell the ranks of running `generation` that `workers` others wait to join their job."""
+
+    generation: int
+    workers: int
 
 
-@dataclass(slots=True)
-class _Gathering:
-    spec: Hello
-    since: float
-    told_at: float  # when all members were told last who is missing
-    is_news: bool = False  # that has changed since
-    members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
-    refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
+MembershipEffect = Answer | Admit | Announce
 
 
-def worker_name(rank: int, host: str, pid: int) -> str:
-    """How errors call a worker."""
-    return f"rank {rank} (host {host}, pid {pid})"
-
-
-def member_name(hello: Hello) -> str:
-    """How errors call the worker that said this."""
-    return worker_name(hello.rank, hello.host, hello.pid)
+class _Running(NamedTuple):
+    job: str
+    ranks: dict[int, Hello]  # those that have not left
+    elastic: bool
+    formation: int
 
 
 class Membership:
@@ -81,8 +80,8 @@ class Membership:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._gathering: dict[str, _Gathering] = {}
-        self._running: dict[int, tuple[str, dict[int, Hello]]] = {}
+        self._gathering: dict[tuple[str, int], Gathering] = {}  # by job and formation
+        self._running: dict[int, _Running] = {}
         self._held: dict[int, Hello] = {}  # by generation, what its size and memory follow from, until it is released
         self._next_generation = 1
         self.draining = False
@@ -90,88 +89,69 @@ class Membership:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        ends = [each.since + self._limits.join_timeout_s for each in self._gathering.values()]
-        ends += [each.told_at + NEWS_S for each in self._gathering.values() if each.is_news]
+        waiting = self._gathering.values()
+        ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
+        ends += [each.told_at + NEWS_S for each in waiting if each.is_news]
+        ends += [at for at in (each.settles_at() for each in waiting) if at is not None]
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float) -> Iterator[MembershipEffect]:
         """A worker asks to join."""
-        wrong = self._objection(hello)
+        wrong, place = self._objection(hello), (hello.job, hello.formation)
         if wrong:
             yield Answer(key, Refused(wrong))
-            if hello.job in self._gathering and not _malformed(hello):
-                waiting = self._gathering[hello.job]
+            if place in self._gathering and not _malformed(hello):
+                waiting = self._gathering[place]
                 waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
                 waiting.is_news = True
             return
-        gathering = self._gathering.setdefault(hello.job, _Gathering(hello, now, now))
-        gathering.members[hello.rank] = key, hello
-        if gathering.refused is not None and gathering.refused[0] == hello.rank:
-            gathering.refused = None
-        if len(gathering.members) < hello.world_size:
-            yield Answer(key, _pending(gathering))
-            gathering.is_news = len(gathering.members) > 1
-            return
-        del self._gathering[hello.job]
-        ranked = [gathering.members[rank] for rank in range(hello.world_size)]
-        generation, self._next_generation = self._next_generation, self._next_generation + 1
-        self._running[generation] = hello.job, {each.rank: each for _, each in ranked}
-        self._held[generation] = hello
-        yield Admit(generation, hello.job, [key for key, _ in ranked], [each for _, each in ranked])
+        held = hello.smallest > 0 and self._generation_of(hello.job) is not None
+        gathering = self._gathering.setdefault(place, Gathering(hello, now, now, now, held))
+        gathering.add(key, hello, now)
+        if gathering.complete(now):
+            yield self._admit(place)
+        else:
+            yield Answer(key, gathering.pending())
 
-    def gone(self, key: Hashable) -> None:
+    def gone(self, key: Hashable, now: float) -> None:
         """A connection that was not yet admitted is over."""
-        for job, gathering in list(self._gathering.items()):
-            ranks = [rank for rank, (member, _) in gathering.members.items() if member == key]
-            for rank in ranks:
-                del gathering.members[rank]
+        for place, gathering in list(self._gathering.items()):
+            gathering.remove(key, now)
             if not gathering.members:
-                del self._gathering[job]
-            elif ranks:
-                gathering.is_news = True
+                del self._gathering[place]
 
     def departed(self, generation: int, rank: int) -> None:
         """A rank of a running generation has left."""
         if generation in self._running:
-            self._running[generation][1].pop(rank, None)
+            self._running[generation].ranks.pop(rank, None)
 
-    def finished(self, generation: int) -> None:
+    def finished(self, generation: int, now: float) -> None:
         """A running generation is over; its ranks may still be leaving."""
-        self._running.pop(generation, None)
+        over = self._running.pop(generation, None)
+        if over is not None and self._generation_of(over.job) is None and (over.job, 0) in self._gathering:
+            self._gathering[over.job, 0].release(now)
 
     def released(self, generation: int) -> None:
         """A generation that is over has given back its memory and its connections."""
         self._held.pop(generation, None)
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
-        """Time has passed: refuse jobs that gather for too long, tell the others who is missing."""
-        for job, gathering in list(self._gathering.items()):
-            if now - gathering.since >= self._limits.join_timeout_s:
-                del self._gathering[job]
-                missing = _missing(gathering)
-                ranks = ", ".join(map(str, missing[:LISTED])) + (" …" if len(missing) > LISTED else "")
-                reason = f"job '{job}' was still waiting for rank {ranks} after {self._limits.join_timeout_s:g} s"
-                reason += f" ({_note(gathering)})" if gathering.refused else ""
+        """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
+        limit_s = self._limits.join_timeout_s
+        for place, gathering in list(self._gathering.items()):
+            if gathering.complete(now):
+                yield self._admit(place)
+            elif not gathering.held and now - gathering.since >= limit_s:
+                del self._gathering[place]
+                reason = gathering.too_late(limit_s)
                 for key, _ in gathering.members.values():
                     yield Answer(key, Refused(reason))
             elif gathering.is_news and now - gathering.told_at >= NEWS_S:
-                gathering.told_at, gathering.is_news = now, False
-                for key, _ in gathering.members.values():
-                    yield Answer(key, _pending(gathering))
+                yield from self._tell_news(gathering, now)
 
     def gathering(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
-        return [
-            JobStatus(
-                name=job,
-                generation=0,
-                world_size=each.spec.world_size,
-                joined=len(each.members),
-                missing=_missing(each)[:LISTED],
-                age_s=now - each.since,
-            )
-            for job, each in self._gathering.items()
-        ]
+        return [each.status(now) for each in self._gathering.values()]
 
     def drain(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""
@@ -180,6 +160,34 @@ class Membership:
             for key, _ in gathering.members.values():
                 yield Answer(key, Refused("the aggregator is shutting down"))
         self._gathering.clear()
+
+    def _admit(self, place: tuple[str, int]) -> Admit:
+        """Start a job with those who are here; who is left over waits for the next generation."""
+        gathering = self._gathering[place]
+        ranked = gathering.take()
+        generation, self._next_generation = self._next_generation, self._next_generation + 1
+        hellos = [hello for _, hello in ranked]
+        self._running[generation] = _Running(
+            gathering.spec.job, {each.rank: each for each in hellos}, gathering.spec.smallest > 0, place[1]
+        )
+        self._held[generation] = hellos[0]
+        gathering.held = gathering.is_news = True
+        if not gathering.members:
+            del self._gathering[place]
+        return Admit(generation, gathering.spec.job, [key for key, _ in ranked], hellos)
+
+    def _tell_news(self, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
+        gathering.told_at, gathering.is_news = now, False
+        for key, _ in gathering.members.values():
+            yield Answer(key, gathering.pending())
+        generation = self._generation_of(gathering.spec.job)
+        if gathering.held and generation is not None:
+            yield Announce(generation, len(gathering.members))
+
+    def _generation_of(self, job: str) -> int | None:
+        """The newest generation of a job that runs on this shard as the first one."""
+        found = [number for number, each in self._running.items() if each.job == job and not each.formation]
+        return max(found, default=None)
 
     def _objection(self, hello: Hello) -> str:
         """Why `hello` cannot join; empty when it can."""
@@ -202,13 +210,15 @@ class Membership:
                 f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {limits.max_job_bytes}: "
                 "raise it on the aggregator, or lower protocol.slots or protocol.slot_bytes"
             )
-        return "" if hello.job in self._gathering else self._no_room(hello, limits)
+        return "" if (hello.job, hello.formation) in self._gathering else self._no_room(hello, limits)
 
     def _no_room(self, hello: Hello, limits: Limits) -> str:
         """Why there is no room for one more job; those that gather count as if they ran."""
         if len(self._gathering) + len(self._running) >= limits.max_jobs:
             return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
-        others = [*(each.spec for each in self._gathering.values()), *self._held.values()]
+        leaving = hello.job if hello.smallest or hello.formation else ""  # it takes the place of its last generation
+        others = [each.spec for each in self._gathering.values()]
+        others += [each for each in self._held.values() if each.job != leaving]
         ranks, held = sum(each.world_size for each in others), sum(map(_slot_bytes, others))
         if ranks + hello.world_size > limits.max_ranks:
             wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
@@ -219,15 +229,18 @@ class Membership:
         return ""
 
     def _conflict(self, hello: Hello) -> str:
-        for job, ranks in self._running.values():
-            if job == hello.job and hello.rank in ranks:
-                return f"{member_name(ranks[hello.rank])} is already in job '{job}'; choose another cluster.job"
-        gathering = self._gathering.get(hello.job)
+        for running in self._running.values():
+            if running.job != hello.job or running.formation != hello.formation or hello.smallest:
+                continue
+            if running.elastic:
+                return f"job '{hello.job}' runs, and is elastic: {_ADVICE['smallest']}"
+            if hello.rank in running.ranks:
+                return _taken(running.ranks[hello.rank])
+        gathering = self._gathering.get((hello.job, hello.formation))
         if gathering is None:
             return ""
         if hello.rank in gathering.members:
-            other = gathering.members[hello.rank][1]
-            return f"{member_name(other)} is already in job '{hello.job}'; choose another cluster.job"
+            return _taken(gathering.members[hello.rank][1])
         for name in _ADVICE:
             ours, theirs = getattr(gathering.spec, name), getattr(hello, name)
             if ours != theirs:
@@ -238,6 +251,8 @@ class Membership:
 
 _SAME_LIST = "list cluster.aggregators in the same order on every worker"
 _ADVICE = {  # for ranks that disagree, by the field of their hello
+    "smallest": "give every worker the same elastic.enabled and elastic.smallest",
+    "settle_s": "give every worker the same elastic.settle_s",
     "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
     "shards": _SAME_LIST,
     "shard": _SAME_LIST,
@@ -245,17 +260,8 @@ _ADVICE = {  # for ranks that disagree, by the field of their hello
 }
 
 
-def _pending(gathering: _Gathering) -> Pending:
-    missing = _missing(gathering)
-    return Pending(missing[:LISTED], len(missing), _note(gathering))
-
-
-def _note(gathering: _Gathering) -> str:
-    return "" if gathering.refused is None else gathering.refused[1]
-
-
-def _missing(gathering: _Gathering) -> list[int]:
-    return [rank for rank in range(gathering.spec.world_size) if rank not in gathering.members]
+def _taken(other: Hello) -> str:
+    return f"{member_name(other)} is already in job '{other.job}'; choose another cluster.job"
 
 
 def _slot_bytes(hello: Hello) -> int:
@@ -268,7 +274,7 @@ def _malformed(hello: Hello) -> str:
         return f"job {hello.job[:SHOWN]!r}; expected {JOB_ALLOWED}"
     if len(hello.host) > HOST_CHARACTERS or not hello.host.isprintable():
         return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
-    if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
+    if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not hello.smallest):
         return f"rank {hello.rank} of {hello.world_size} does not exist"
     if hello.shards < 1 or not 0 <= hello.shard < hello.shards:
         return f"shard {hello.shard} of {hello.shards} does not exist"
@@ -281,4 +287,14 @@ def _malformed(hello: Hello) -> str:
         return f"stripes of {hello.stripe_blocks} blocks; expected 1 to {MAX_STRIPE_BLOCKS}"
     if not hello.timeout_s >= MIN_TIMEOUT_S:
         return f"a time-out of {hello.timeout_s:g} s; expected at least {MIN_TIMEOUT_S:g}"
+    return _malformed_elastic(hello)
+
+
+def _malformed_elastic(hello: Hello) -> str:
+    if not 0 <= hello.smallest <= hello.world_size:
+        return f"an elastic job of {hello.smallest} to {hello.world_size} workers"
+    if hello.formation < 0 or (hello.smallest and (hello.shard or hello.formation)):
+        return f"an elastic hello on shard {hello.shard} for formation {hello.formation}; expected 0 and 0"
+    if not 0 <= hello.settle_s <= MAX_SETTLE_S:
+        return f"a job that settles after {hello.settle_s:g} s; expected 0 to {MAX_SETTLE_S}"
     return ""

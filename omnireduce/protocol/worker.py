@@ -21,6 +21,7 @@ from omnireduce.wire import (
     Descriptor,
     Goodbye,
     Leave,
+    Newcomers,
     Waiting,
     block_rows,
     encode_descriptor,
@@ -173,6 +174,7 @@ class WorkerMachine:
         self._warned_at_s = 0.0
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
+        self.newcomers = 0  # workers that wait to join the job, as a shard said last
         self.ended: End | None = None
 
     def fits(self, block_bytes: int) -> bool:
@@ -280,6 +282,8 @@ class WorkerMachine:
             if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
                 self._warned_at_s = message.seconds
                 yield Warn(f"{shown(message.what)}: waiting for {shown(message.who)} since {message.seconds:.1f} s")
+        elif isinstance(message, Newcomers):
+            self.newcomers = message.count
         else:
             unexpected = f"protocol error: unexpected {type(message).__name__}"
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))

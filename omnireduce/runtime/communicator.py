@@ -7,34 +7,40 @@ import logging
 import os
 import re
 import socket
+import time
 import weakref
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
 from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.dtypes import Array, element_type
-from omnireduce.errors import UsageError
-from omnireduce.kernels.reduce import OPS
-from omnireduce.kernels.scatter import add_rows
+from omnireduce.errors import AbortedError, TransportError, UsageError
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
-from omnireduce.logs import BoundLog
-from omnireduce.protocol.membership import worker_name
+from omnireduce.logs import BoundLog, tagged
+from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.arguments import (
+    check_array,
+    check_name,
+    check_op,
+    combine_duplicates,
+    dtype_text,
+    flat_view,
+)
 from omnireduce.runtime.engine import Engine, Handle
 from omnireduce.runtime.launcher import whole
-from omnireduce.runtime.rendezvous import join
+from omnireduce.runtime.rendezvous import RETRY_S, Joined, Wish, join
 from omnireduce.runtime.trace import check_trace
 from omnireduce.runtime.traced import trace_worker
-from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, NAME_CHARACTERS, Descriptor
+from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, Descriptor
 
 BYTES = np.dtype(np.uint8)
 
@@ -58,7 +64,11 @@ class Communicator:
     threads.
 
     Attributes, not to be changed: `rank`, `size` and `local_rank` of this worker, `config`, `transport` ("shm", "tcp",
-    "verbs", or several joined by "+") and `shards`, the number of aggregators.
+    "verbs", or several joined by "+"), `shards`, the number of aggregators, and `generation`, which tells this
+    membership from those before and after it under the same name.
+
+    With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
+    until the others do so.
 
     Raises ConfigError; UsageError for a `job` or `rank` that cannot be; TransportError when an aggregator cannot be
     reached; RefusedError when it does not admit this worker, or ranks are missing after `cluster.join_timeout_s`;
@@ -70,16 +80,67 @@ class Communicator:
         rank, size, local_rank = whole(rank, "rank"), whole(size, "size"), whole(local_rank, "local_rank")
         if not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
-        self.rank, self.size, self.local_rank, self.config = rank, size, local_rank, config
+        self.local_rank, self.config = local_rank, config
         name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
         check_trace(config.trace)
         warm_up_worker()
-        self._links = join(config, name, rank, size)
+        self._job, self._first_rank, self._largest = name, rank, size
+        self._pool = Pool()
+        if config.elastic.enabled:
+            self._join_elastic(config.elastic.smallest, size, survivor=False)
+        else:
+            self._enter(join(config, name, Wish(rank, size), self._deadline()))
+
+    def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
+        """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
+
+        For after an AbortedError, or when `newcomers` is not 0. `rank`, `size`, `generation` and `statistics` are new
+        afterwards, also of which rank is which process; the order of ranks stays that in which they were launched. The
+        job starts again with `largest` workers (None: as many as were launched), or with `smallest` or more
+        (None: `elastic.smallest`) when no other has come for `elastic.settle_s`. All workers give the same numbers.
+
+        Returns when this worker is in such a job. Raises what construction raises, RefusedError when fewer than
+        `smallest` have come after `cluster.join_timeout_s`; it may then be called again. Collectives under way in other
+        threads raise.
+        """
+        smallest = self.config.elastic.smallest if smallest is None else whole(smallest, "smallest")
+        largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")
+        if not 1 <= smallest <= largest:
+            raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest")
+        self.shutdown()
+        self._join_elastic(smallest, largest, survivor=True)
+
+    @property
+    def newcomers(self) -> int:
+        """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
+        return self._machine.newcomers
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.config.cluster.join_timeout_s
+
+    def _join_elastic(self, smallest: int, largest: int, *, survivor: bool) -> None:
+        """Join again and again, as long as others fail meanwhile."""
+        wish = Wish(self._first_rank, largest, smallest, self.config.elastic.settle_s, survivor)
+        deadline = self._deadline()
+        while True:
+            try:
+                return self._enter(join(self.config, self._job, wish, deadline))
+            except (AbortedError, TransportError) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                log = BoundLog(logging.getLogger("omnireduce"), job=self._job, rank=self._first_rank)
+                log.warning("joining once more: %s", error, extra=tagged("joining_again"))
+                time.sleep(RETRY_S)
+
+    def _enter(self, joined: Joined) -> None:
+        """Become a rank of a generation of the job."""
+        config, rank, size = self.config, joined.rank, joined.size
+        self.rank, self.size, self.generation, self._links = rank, size, joined.generation, joined.links
         make_engine: Callable[..., Engine] = Engine
         if config.trace.folder:
-            self._links, make_engine = trace_worker(config.trace, name, rank, size, self._links)
+            self._links, make_engine = trace_worker(config.trace, self._job, rank, size, self._links)
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
         self._machine = WorkerMachine(
@@ -94,8 +155,8 @@ class Communicator:
                 for link in self._links
             ],
         )
-        self._pool = Pool()
-        log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
+        self._machine.newcomers = joined.newcomers
+        log = BoundLog(logging.getLogger("omnireduce"), job=self._job, rank=rank)
         self._engine = make_engine(self._machine, self._links, config.transport.spin_us / 1e6, log)
         _open_communicators.add(self)
 
@@ -163,9 +224,9 @@ class Communicator:
         root = whole(root, "root")
         if not 0 <= root < self.size:
             raise UsageError(f"root {root}: expected 0 to {self.size - 1}")
-        flat = _flat(x, "x", writable=True)
+        flat = flat_view(x, "x", writable=True)
         source = flat if self.rank == root else None
-        self._move_bytes("broadcast", source, flat, name, x.dtype, f"of {_shown(x.dtype)} from rank {root}")
+        self._move_bytes("broadcast", source, flat, name, x.dtype, f"of {dtype_text(x.dtype)} from rank {root}")
         return x
 
     def allgather(self, x: Array, *, name: str = "") -> Array:
@@ -173,11 +234,11 @@ class Communicator:
 
         `x`: a C-contiguous array, of the same dtype and size on all ranks. Raises what `allreduce` raises.
         """
-        flat = _flat(x, "x", writable=False)
+        flat = flat_view(x, "x", writable=False)
         result = np.zeros((self.size, *x.shape), x.dtype)
         result[self.rank] = x
-        target = _flat(result, "result", writable=True)
-        self._move_bytes("allgather", target, target, name, x.dtype, f"of {_shown(x.dtype)}[{flat.size}] per rank")
+        target = flat_view(result, "result", writable=True)
+        self._move_bytes("allgather", target, target, name, x.dtype, f"of {dtype_text(x.dtype)}[{flat.size}] per rank")
         return result
 
     def reduce_scatter(self, x: Array, *, op: str = "sum", name: str = "") -> Array:
@@ -186,7 +247,7 @@ class Communicator:
         Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
         raises.
         """
-        if _array(x, "x").ndim == 0:
+        if check_array(x, "x").ndim == 0:
             raise UsageError("reduce_scatter needs an array of at least one dimension")
         result = self.allreduce(x, out=np.empty_like(x), op=op, name=name)
         return np.array_split(result, self.size)[self.rank].copy()
@@ -208,8 +269,8 @@ class Communicator:
 
         Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
         """
-        _array(indices, "indices")
-        element = element_type(_array(values, "values").dtype)
+        check_array(indices, "indices")
+        element = element_type(check_array(values, "values").dtype)
         if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
             raise UsageError(
                 f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}"
@@ -222,31 +283,28 @@ class Communicator:
             raise UsageError(f"n_rows {n_rows}: expected 0 to {most} for rows of {length} elements")
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
             raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
-        numbers, rows = _combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
+        numbers, rows = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
         operand = RowSet(numbers, rows, self._layout(n_rows * length, length), self._pool)
-        descriptor = Descriptor("rows", _name(name), "sum", element.name, n_rows * length, length)
+        descriptor = Descriptor("rows", check_name(name), "sum", element.name, n_rows * length, length)
         return self._engine.submit(descriptor, operand, lambda: operand.result).wait()
 
     def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> Handle[Array]:
-        element = element_type(_array(x, "x").dtype)
-        if op not in OPS:
-            raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
-        if op == "mean" and not element.is_float:
-            raise UsageError(f"the mean of {element.name} is not an {element.name}; convert to a float type first")
+        element = element_type(check_array(x, "x").dtype)
+        checked_op = check_op(op, element)
         block_size = self.config.protocol.block_size if block_size is None else whole(block_size, "block_size")
         if block_size < 8 or block_size % 8:
             raise UsageError(f"block_size {block_size}: expected a multiple of 8 elements")
-        source = _flat(x, "x", writable=out is None, instead="pass out=")
+        source = flat_view(x, "x", writable=out is None, instead="pass out=")
         target = source
         if out is not None:
-            if _array(out, "out").shape != x.shape or out.dtype != x.dtype:
+            if check_array(out, "out").shape != x.shape or out.dtype != x.dtype:
                 raise UsageError(
                     f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same"
                 )
-            target = _flat(out, "out", writable=True)
+            target = flat_view(out, "out", writable=True)
             if np.may_share_memory(source, target):
                 raise UsageError("out overlaps x; leave out away to work in place")
-        descriptor = Descriptor("allreduce", _name(name), _op(op), element.name, source.size, block_size)
+        descriptor = Descriptor("allreduce", check_name(name), checked_op, element.name, source.size, block_size)
         operand = DenseTensor(source, target, self._layout(source.size, block_size), element.zero_mask)
         reads = () if target is source else (source,)
         return self._submit(descriptor, operand, x if out is None else out, reads=reads, writes=(target,))
@@ -258,7 +316,7 @@ class Communicator:
         in_place = source is target
         target = target.view(BYTES)
         size = max(8, min(self.config.protocol.block_size * dtype.itemsize, 1 << 15) // 8 * 8)  # fits any slot
-        descriptor = Descriptor(cast(Any, kind), _name(name), "sum", BYTES.name, target.size, size, note)
+        descriptor = Descriptor(cast(Any, kind), check_name(name), "sum", BYTES.name, target.size, size, note)
         operand = DenseTensor(
             target if in_place else source, target, self._layout(target.size, size), element_type(BYTES).zero_mask
         )
@@ -277,56 +335,6 @@ class Communicator:
 
     def _layout(self, elements: int, block_size: int) -> Layout:
         return Layout(elements, block_size, self.shards, self.config.protocol.stripe_blocks)
-
-
-def _array(x: Array, what: str) -> Array:
-    """`x` itself. Raises UsageError when it is no array."""
-    if not isinstance(x, np.ndarray):
-        raise UsageError(f"{what} is a {type(x).__name__}; expected a numpy.ndarray")
-    return x
-
-
-def _flat(x: Array, what: str, *, writable: bool, instead: str = "pass a copy") -> Array:
-    """`x` as a flat view. Raises UsageError when that would need a copy, or when the array cannot take the result."""
-    if not _array(x, what).flags.c_contiguous:
-        raise UsageError(f"{what} is not C-contiguous; pass numpy.ascontiguousarray({what}) or work on its base array")
-    if writable and not x.flags.writeable:
-        raise UsageError(f"{what} is read-only and cannot take the result; {instead}")
-    if x.dtype.hasobject:
-        raise UsageError(f"{what} holds Python objects, which cannot be sent")
-    return np.asarray(x).reshape(-1)
-
-
-def _shown(dtype: np.dtype[Any]) -> str:
-    """A dtype for a descriptor, which has little room: structured ones with many fields show a checksum."""
-    text = str(dtype)
-    return text if len(text) <= 60 and text.isascii() else f"{dtype.str} {zlib.crc32(text.encode()):08x}"
-
-
-def _name(name: str) -> str:
-    if len(name) > NAME_CHARACTERS:
-        raise UsageError(f"a name of {len(name)} characters; expected at most {NAME_CHARACTERS}")
-    if not name.isprintable():
-        raise UsageError(f"the name {name!r} has characters that cannot be shown")
-    return name
-
-
-def _op(op: str) -> Literal["sum", "mean", "min", "max", "prod"]:
-    return cast(Literal["sum", "mean", "min", "max", "prod"], op)
-
-
-def _combine_duplicates(numbers: Array, rows: Array, half: bool) -> tuple[Array, Array]:
-    """Sort rows by number and add equal ones, in the order given; 16-bit floats are added in float32."""
-    if numbers.size == 0 or np.all(numbers[1:] > numbers[:-1]):
-        return numbers, rows
-    order = np.argsort(numbers, kind="stable")
-    ordered = numbers[order]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1], [True])))
-    unique = ordered[starts[:-1]]
-    values = rows.astype(np.float32) if half else rows
-    out = np.empty((len(unique), rows.shape[1]), values.dtype)
-    add_rows(values, order, starts, out)
-    return unique, out.astype(rows.dtype, copy=False)
 
 
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
 
+from msgspec.structs import replace
+
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
@@ -14,7 +16,7 @@ from omnireduce.layout import Stripes
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.membership import member_name
+from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.traced import ShardTraces
@@ -23,7 +25,7 @@ from omnireduce.transport.base import Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire import Endpoint, Hello, Welcome, encode_control
+from omnireduce.wire import Endpoint, Hello, Seat, Welcome, encode_control
 
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
 
@@ -87,23 +89,24 @@ class Job:
 
     def _welcome(self, rank: int, hello: Hello, verbs: Verbs | None) -> Link:
         """Tell the rank that all are here; return the link with its slots, over RDMA if both ends can."""
-        link, note = self.links[rank], ""
+        link, welcome = self.links[rank], Welcome(self.generation)
+        if hello.smallest:
+            welcome = replace(welcome, seat=Seat(rank, hello.world_size))
         send_slots = self._results.slots
         receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
         if hello.verbs is not None and isinstance(link, TcpLink):
             try:
-                return _welcome_by_verbs(link, self.generation, hello.verbs, verbs, send_slots, receive_slots)
+                return _welcome_by_verbs(link, welcome, hello.verbs, verbs, send_slots, receive_slots)
             except TransportError as error:
                 self.log.info(
                     "%s: rank %d by tcp, not verbs: %s", self, rank, error, extra=tagged("no_verbs", rank=rank)
                 )
-                note = str(error)
+                welcome = replace(welcome, note=str(error))
         link.attach(send_slots, receive_slots)
-        welcome = encode_control(Welcome(self.generation, note=note))
         if isinstance(link, ShmLink):
-            link.send_control_with_memory(welcome, self._arena.fd, self._results.fd)
+            link.send_control_with_memory(encode_control(welcome), self._arena.fd, self._results.fd)
         else:
-            link.send_control(welcome)
+            link.send_control(encode_control(welcome))
         return link
 
     def _warn(self, text: str) -> None:
@@ -160,7 +163,7 @@ class Job:
 
 def _welcome_by_verbs(
     control: TcpLink,
-    generation: int,
+    welcome: Welcome,
     offered: Endpoint,
     settings: Verbs | None,
     send_slots: Array,
@@ -173,5 +176,5 @@ def _welcome_by_verbs(
     from omnireduce.transport.verbs.link import VerbsLink
 
     endpoint, queue = answer(control, settings, offered, send_slots, receive_slots)
-    control.send_control(encode_control(Welcome(generation, verbs=endpoint)))
+    control.send_control(encode_control(replace(welcome, verbs=endpoint)))
     return VerbsLink(control, queue, send_slots, receive_slots)

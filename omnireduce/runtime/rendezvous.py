@@ -9,7 +9,8 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import RefusedError, TransportError
@@ -28,6 +29,7 @@ from omnireduce.wire import (
     PROTOCOL_VERSION,
     Aborted,
     Hello,
+    Newcomers,
     Pending,
     Waiting,
     Welcome,
@@ -42,39 +44,133 @@ RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet
 QUIET_S = 2.0  # how long to wait for an aggregator before saying so
 
 
-def join(config: Config, job: str, rank: int, size: int) -> list[Link]:
-    """Join `job` on every configured aggregator; return one attached link per shard, in order.
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a worker asks for: to be `rank` of `size`; or, where `smallest` is not 0, a place in an elastic job of
+    `smallest` to `size` workers, in the order of their ranks."""
+
+    rank: int
+    size: int
+    smallest: int = 0
+    settle_s: float = 0.0
+    survivor: bool = False
+
+
+class Joined(NamedTuple):
+    """What a worker got: one attached link per shard, in order, and its place in this generation of the job."""
+
+    links: list[Link]
+    rank: int
+    size: int
+    generation: int  # of the first shard
+    newcomers: int  # who waited by then for the next one
+
+
+def join(config: Config, job: str, wish: Wish, deadline: float) -> Joined:
+    """Join `job` on every configured aggregator until `deadline`, of the monotonic clock.
+
+    Of an elastic job the first aggregator decides the ranks; with these the worker goes to the others.
 
     Raises ConfigError when the secret or a certificate cannot be used, TransportError when an aggregator cannot be
-    reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing after
-    `cluster.join_timeout_s`, AbortedError when another rank failed meanwhile.
+    reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing at the
+    deadline, AbortedError when another rank failed meanwhile.
     """
-    secret, tls = load_secret(config.security), worker_context(config.security)
-    log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=rank)
-    deadline = time.monotonic() + config.cluster.join_timeout_s
-    addresses = config.cluster.aggregators
-    links: list[Link] = []
-    offers: list[Offer | None] = []
+    log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=wish.rank)
+    visit = _Visit(config, job, deadline, log)
     try:
-        for shard, address in enumerate(addresses):
-            link = _connect(address, config, tls, deadline, log)
-            links.append(link)  # one by one, so that a failure closes those that were made
-            if secret is not None:
-                prove([link], secret, deadline)
-            offers.append(_offer(link, config, log))
-            # At once: an aggregator drops who says nothing, and the next one may take long to come up.
-            link.send_control(encode_control(_hello(config, job, rank, size, shard, offers[shard])))
-        welcomes = _await_welcome(links, job, deadline, config, log)
-        for shard, offer in enumerate(offers):
-            links[shard] = _attach(links[shard], welcomes[links[shard]], offer, config, rank, log)
+        if wish.smallest:
+            visit.announce(wish, 1)
+            first = visit.await_welcomes()[0]
+            if first.seat is None or first.seat.rank >= first.seat.world_size:
+                raise TransportError(f"aggregator {visit.links[0].peer} gave no place in an elastic job")
+            wish = Wish(first.seat.rank, first.seat.world_size)
+            visit.announce(wish, len(config.cluster.aggregators), formation=first.generation)
+        else:
+            visit.announce(wish, len(config.cluster.aggregators))
+        welcomes = visit.await_welcomes()
+        visit.attach(welcomes, wish.rank)
     except BaseException:
-        for link in links:
+        visit.close()
+        raise
+    return Joined(visit.links, wish.rank, wish.size, welcomes[0].generation, visit.newcomers)
+
+
+class _Visit:
+    """One attempt to join: the connections that were made so far, one per shard, and what the aggregators answered."""
+
+    def __init__(self, config: Config, job: str, deadline: float, log: BoundLog) -> None:
+        self._config, self._job, self._deadline, self._log = config, job, deadline, log
+        self._secret, self._tls = load_secret(config.security), worker_context(config.security)
+        self.links: list[Link] = []
+        self._offers: list[Offer | None] = []
+        self._welcomes: dict[Link, Welcome] = {}
+        self.newcomers, self._noted = 0, ""
+
+    def announce(self, wish: Wish, shards: int, *, formation: int = 0) -> None:
+        """Connect to the first `shards` aggregators, but those that were told already, and say hello."""
+        config = self._config
+        for shard in range(len(self.links), shards):
+            link = _connect(config.cluster.aggregators[shard], config, self._tls, self._deadline, self._log)
+            self.links.append(link)  # one by one, so that a failure closes those that were made
+            if self._secret is not None:
+                prove([link], self._secret, self._deadline)
+            offer = _offer(link, config, self._log)
+            self._offers.append(offer)
+            # At once: an aggregator drops who says nothing, and the next one may take long to come up.
+            link.send_control(encode_control(_hello(config, self._job, wish, shard, offer, formation)))
+
+    def await_welcomes(self) -> list[Welcome]:
+        """Wait until every aggregator that was told has said Welcome.
+
+        Raises RefusedError, TransportError or AbortedError.
+        """
+        waiting = {link for link in self.links if link not in self._welcomes}
+        missing: dict[Link, Pending] = {}
+        complain_at = time.monotonic() + QUIET_S
+        with selectors.DefaultSelector() as selector:
+            for link in self.links:
+                selector.register(link, selectors.EVENT_READ, link)
+            while waiting:
+                now = time.monotonic()
+                if now >= self._deadline:
+                    limit_s = self._config.cluster.join_timeout_s
+                    raise RefusedError(_who_is_missing(waiting, missing, self._job, limit_s))
+                if now >= complain_at:
+                    what = _what_is_missing(waiting, missing, self._job)
+                    self._log.warning("waiting for %s", what, extra=tagged("waiting_for_ranks"))
+                    complain_at = self._deadline
+                for key, _ in selector.select(min(self._deadline, complain_at) - now):
+                    asked: Link = key.data
+                    for event in asked.poll():
+                        answer = read_answer(asked, event)
+                        if isinstance(answer, Pending):
+                            self._warn(asked, answer.note)
+                            missing[asked] = answer
+                        elif isinstance(answer, Welcome):
+                            waiting.discard(asked)
+                            self._welcomes[asked] = answer
+                        elif isinstance(answer, Newcomers):
+                            self.newcomers = answer.count
+        return [self._welcomes[link] for link in self.links]
+
+    def _warn(self, asked: Link, note: str) -> None:
+        if note and note != self._noted:
+            self._noted = note
+            self._log.warning(
+                "aggregator %s: %s", asked.peer, shown(note), extra=tagged("rank_refused", aggregator=asked.peer)
+            )
+
+    def attach(self, welcomes: Sequence[Welcome], rank: int) -> None:
+        """Give every link its slots. Raises TransportError."""
+        for shard, (welcome, offer) in enumerate(zip(welcomes, self._offers, strict=True)):
+            self.links[shard] = _attach(self.links[shard], welcome, offer, self._config, rank, self._log)
+
+    def close(self) -> None:
+        for link in self.links:
             link.close()
-        for offer in offers:
+        for offer in self._offers:
             if offer is not None:
                 offer.close()
-        raise
-    return links
 
 
 def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:
@@ -94,12 +190,12 @@ def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:
         return None
 
 
-def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Offer | None) -> Hello:
+def _hello(config: Config, job: str, wish: Wish, shard: int, offer: Offer | None, formation: int) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
         job=job,
-        rank=rank,
-        world_size=size,
+        rank=wish.rank,
+        world_size=wish.size,
         shard=shard,
         shards=len(config.cluster.aggregators),
         slots=config.protocol.slots,
@@ -110,6 +206,10 @@ def _hello(config: Config, job: str, rank: int, size: int, shard: int, offer: Of
         timeout_s=config.cluster.timeout_s,
         verbs=None if offer is None else offer.endpoint,
         tcp_message_bytes=config.protocol.tcp_message_bytes,
+        smallest=wish.smallest,
+        settle_s=wish.settle_s,
+        survivor=wish.survivor,
+        formation=formation,
     )
 
 
@@ -157,42 +257,7 @@ def connect_once(
     return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)
 
 
-def _await_welcome(
-    links: Sequence[Link], job: str, deadline: float, config: Config, log: BoundLog
-) -> dict[Link, Welcome]:
-    """Wait until every aggregator has said Welcome. Raises RefusedError, TransportError or AbortedError."""
-    missing: dict[Link, Pending] = {}
-    welcomes: dict[Link, Welcome] = {}
-    waiting = set(links)
-    complain_at, noted = time.monotonic() + QUIET_S, ""
-    with selectors.DefaultSelector() as selector:
-        for link in links:
-            selector.register(link, selectors.EVENT_READ, link)
-        while waiting:
-            now = time.monotonic()
-            if now >= deadline:
-                raise RefusedError(_who_is_missing(waiting, missing, job, config.cluster.join_timeout_s))
-            if now >= complain_at:
-                what = _what_is_missing(waiting, missing, job)
-                log.warning("waiting for %s", what, extra=tagged("waiting_for_ranks"))
-                complain_at = deadline
-            for key, _ in selector.select(min(deadline, complain_at) - now):
-                asked: Link = key.data
-                for event in asked.poll():
-                    answer = read_answer(asked, event)
-                    if isinstance(answer, Pending):
-                        if answer.note and answer.note != noted:
-                            noted = answer.note
-                            said = tagged("rank_refused", aggregator=asked.peer)
-                            log.warning("aggregator %s: %s", asked.peer, shown(noted), extra=said)
-                        missing[asked] = answer
-                    elif isinstance(answer, Welcome):
-                        waiting.discard(asked)
-                        welcomes[asked] = answer
-    return welcomes
-
-
-def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
+def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting | Newcomers:
     """Read one answer of an aggregator to a Hello. Raises RefusedError, TransportError or AbortedError.
 
     One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the first
@@ -201,7 +266,7 @@ def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting:
     message = read_message(link, event)
     if isinstance(message, Aborted):
         raise error_of(message.cause)
-    if not isinstance(message, Pending | Welcome | Waiting):
+    if not isinstance(message, Pending | Welcome | Waiting | Newcomers):
         raise TransportError(f"aggregator {link.peer} answered the hello with {type(message).__name__}")
     return message
 

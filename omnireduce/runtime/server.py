@@ -19,7 +19,7 @@ from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.membership import Admit, Limits, Membership, MembershipEffect
+from omnireduce.protocol.membership import Admit, Announce, Limits, Membership, MembershipEffect
 from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
@@ -33,6 +33,7 @@ from omnireduce.wire import (
     Cause,
     Hello,
     Leave,
+    Newcomers,
     Refused,
     decode_control,
     encode_control,
@@ -228,7 +229,7 @@ class ShardServer:
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
         except ProtocolError as error:
             self._refuse(connection, str(error))
-            self._membership.gone(connection)
+            self._membership.gone(connection, self._clock())
             return False
         connection.hello = message
         log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
@@ -253,6 +254,10 @@ class ShardServer:
             if isinstance(effect, Admit):
                 self._start(effect)
                 continue
+            if isinstance(effect, Announce):
+                for link in self._jobs[effect.generation].links:
+                    link.send_control(encode_control(Newcomers(effect.workers)))
+                continue
             connection = effect.key
             assert isinstance(connection, Connection)
             if isinstance(effect.message, Refused):
@@ -268,7 +273,7 @@ class ShardServer:
 
     def _forget(self, connection: Connection) -> None:
         self._drop(connection)
-        self._membership.gone(connection)
+        self._membership.gone(connection, self._clock())
 
     # jobs
 
@@ -283,7 +288,7 @@ class ShardServer:
                 failed = tagged("internal_error", job=admit.job)
                 log.exception("internal error at the start of a job; please report it", extra=failed)
                 reason = "internal error; the log of the aggregator has the details"
-            self._membership.finished(admit.generation)
+            self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)
             for connection in connections:
                 self._refuse(connection, reason)
@@ -313,7 +318,7 @@ class ShardServer:
             job.log.warning("%s ended: %s: %s", job, culprit, reason, extra=ended)
         else:
             job.log.info("%s ended: all ranks left", job, extra=tagged("job_ended"))
-        self._membership.finished(job.generation)
+        self._membership.finished(job.generation, self._clock())
         if self._jobs.pop(job.generation, None) is not None:
             self._report.job_ended(job, end)
         for connection in list(self._of_job.get(job.generation, ())):

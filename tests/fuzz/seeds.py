@@ -23,9 +23,11 @@ from omnireduce.wire import (
     Greeting,
     Hello,
     Leave,
+    Newcomers,
     Pending,
     Proof,
     Refused,
+    Seat,
     Waiting,
     Welcome,
     encode_control,
@@ -42,6 +44,7 @@ ROWS = Descriptor("rows", "", "sum", "float32", 50 * 12, 12)
 HALVES = Descriptor("allreduce", "", "mean", "bfloat16", 100, 8)
 ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
+ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survivor=True)
 GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
 CAUSE = Cause("rank 1 (host h, pid 7)", "died", timeout=True)
 
@@ -51,8 +54,11 @@ MESSAGES: dict[str, ControlMessage] = {
     "proof": Proof(bytes(32)),
     "hello": HELLO,
     "hello-verbs": msgspec.structs.replace(HELLO, verbs=ENDPOINT),
+    "hello-elastic": ELASTIC,
     "pending": Pending([1, 2], 2, "rank 1 was refused"),
     "welcome": Welcome(3, ENDPOINT, "note"),
+    "welcome-seat": Welcome(3, seat=Seat(1, 2)),
+    "newcomers": Newcomers(2),
     "refused": Refused("because"),
     "waiting": Waiting("collective 3", "rank 1", 2.5),
     "aborted": Aborted(CAUSE),
@@ -123,6 +129,8 @@ SEEDS: dict[str, dict[str, bytes]] = {
     "stranger": {
         "valid-session": SESSION + control(Leave()),
         "valid-abort": SESSION + control(Leave(CAUSE)),
+        "valid-elastic": control(ELASTIC) + SESSION[len(control(HELLO)) :] + control(Leave()),
+        "valid-formation": control(msgspec.structs.replace(HELLO, shard=1, shards=2, world_size=2, formation=7)),
         "valid-waits": control(msgspec.structs.replace(HELLO, world_size=2)),
         "valid-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))
         + data(0, block_message([4, 13], 38, extra=FIRST)),

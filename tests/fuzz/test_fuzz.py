@@ -42,6 +42,8 @@ EXPECTED = {
     "stranger": {
         "valid-session": "Goodbye",
         "valid-abort": "Aborted",
+        "valid-elastic": "Goodbye",
+        "valid-formation": "Pending",
         "valid-waits": "Pending",
         "valid-shard-1-of-2": "Welcome",
         "another-version": "Refused",

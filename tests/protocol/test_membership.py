@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from omnireduce.protocol.membership import Admit, Answer, Limits, Membership, MembershipEffect, member_name
+from omnireduce.protocol.gathering import member_name
+from omnireduce.protocol.membership import Admit, Answer, Limits, Membership, MembershipEffect
 from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
@@ -90,7 +91,7 @@ def test_those_who_wait_hear_of_newcomers_at_most_once_a_second() -> None:
     assert list(membership.expire(11.0)) == [Answer(("job", rank), news) for rank in range(30)]
     assert membership.deadline == 40.0
     assert list(membership.expire(20.0)) == []
-    membership.gone(("job", 29))
+    membership.gone(("job", 29), 0.0)
     assert membership.deadline == 12.0
     assert next(membership.expire(20.0)) == Answer(("job", 0), Pending([29, 30, 31], 3))
 
@@ -196,7 +197,7 @@ def test_no_more_jobs_than_allowed() -> None:
     join(membership, 0, job="c")
     assert "3 jobs are here already" in refusal(join(membership, 0, job="d"))
     assert isinstance(join(membership, 1, job="c")[0], Admit)  # it was counted already
-    membership.finished(running.generation)
+    membership.finished(running.generation, 0.0)
     assert join(membership, 0, job="d") == [Answer(("d", 0), Pending([1], 1))]
 
 
@@ -208,7 +209,7 @@ def test_no_more_ranks_than_allowed() -> None:
     reason = "4 ranks of other jobs and 2 of this one are more than aggregator.max_ranks, 5: raise it, or wait"
     assert refusal(join(membership, 0, job="c")) == reason
     assert isinstance(join(membership, 1, job="b")[0], Admit)  # it was counted already
-    membership.finished(running.generation)
+    membership.finished(running.generation, 0.0)
     assert refusal(join(membership, 0, job="c")) == reason
     membership.released(running.generation)
     assert join(membership, 0, job="c") == [Answer(("c", 0), Pending([1], 1))]
@@ -222,10 +223,10 @@ def test_no_more_memory_than_allowed() -> None:
     join(membership, 0, job="b")
     reason = f"{2 * each} bytes of slots of other jobs and {each} of this one are more than aggregator.max_bytes"
     assert reason in refusal(join(membership, 0, job="c"))
-    membership.gone(("b", 0))
+    membership.gone(("b", 0), 0.0)
     assert isinstance(join(membership, 0, job="c")[0], Answer)
     assert reason in refusal(join(membership, 0, job="d"))
-    membership.finished(running.generation)
+    membership.finished(running.generation, 0.0)
     assert reason in refusal(join(membership, 0, job="d"))
     membership.released(running.generation)
     assert isinstance(join(membership, 0, job="d")[0].message, Pending)
@@ -234,7 +235,7 @@ def test_no_more_memory_than_allowed() -> None:
 def test_a_rank_that_goes_while_the_job_gathers_may_come_again() -> None:
     membership = Membership(LIMITS)
     join(membership, 0, 1, world_size=3)
-    membership.gone(("job", 0))
+    membership.gone(("job", 0), 0.0)
     assert list(membership.expire(1.0)) == [Answer(("job", 1), Pending([0, 2], 2))]
     join(membership, 0, world_size=3)
     assert isinstance(join(membership, 2, world_size=3)[0], Admit)
@@ -243,7 +244,7 @@ def test_a_rank_that_goes_while_the_job_gathers_may_come_again() -> None:
 def test_the_last_one_to_go_takes_the_job_along() -> None:
     membership = Membership(LIMITS)
     join(membership, 0)
-    membership.gone(("job", 0))
+    membership.gone(("job", 0), 0.0)
     assert membership.deadline is None
     join(membership, 0, 1, world_size=3)  # another size: nothing was left of the first one
 
@@ -251,9 +252,9 @@ def test_the_last_one_to_go_takes_the_job_along() -> None:
 def test_going_unknown_is_nothing() -> None:
     membership = Membership(LIMITS)
     join(membership, 0)
-    membership.gone("stranger")
+    membership.gone("stranger", 0.0)
     membership.departed(99, 0)
-    membership.finished(99)
+    membership.finished(99, 0.0)
     assert isinstance(join(membership, 1)[0], Admit)
 
 
@@ -266,9 +267,9 @@ def test_a_new_generation_gathers_while_the_old_one_leaves() -> None:
     membership.departed(old.generation, 0)
     (new,) = join(membership, 0)
     assert new.generation == old.generation + 1
-    membership.finished(old.generation)
+    membership.finished(old.generation, 0.0)
     assert "already in job" in refusal(join(membership, 0))
-    membership.finished(new.generation)
+    membership.finished(new.generation, 0.0)
     assert isinstance(join(membership, 0)[0], Answer)
 
 
@@ -299,7 +300,7 @@ def test_draining_refuses_those_who_wait_and_those_who_come() -> None:
     assert refusal(list(membership.drain())) == "the aggregator is shutting down"
     assert membership.deadline is None
     assert "shutting down" in refusal(join(membership, 1))
-    membership.finished(running.generation)
+    membership.finished(running.generation, 0.0)
     assert list(membership.drain()) == []
 
 
@@ -382,7 +383,7 @@ class Life(RuleBasedStateMachine):
         if self.waiting:
             key = data.draw(st.sampled_from(sorted(self.waiting)))  # type: ignore[type-var]
             del self.waiting[key]
-            self.membership.gone(key)
+            self.membership.gone(key, 0.0)
 
     @rule(generation=generations, rank=st.integers(0, 2))
     def departs(self, generation: int, rank: int) -> None:
@@ -391,7 +392,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(target=over, generation=consumes(generations))
     def finishes(self, generation: int) -> int:
-        self.membership.finished(generation)
+        self.membership.finished(generation, 0.0)
         self.running.pop(generation, None)
         return generation
 

@@ -19,7 +19,8 @@ _EPSILON = 1e-7  # keeps the first division of an untouched element defined
 
 
 class SkipGram:
-    """`weights` (2 * words, dim): the input vectors of all words, then their output vectors."""
+    """`weights` (2 * words, dim): the input vectors of all words, then their output vectors. `squares`, of the same
+    shape: the sums of their squared gradients."""
 
     def __init__(self, words: int, dim: int, *, seed: int, learning_rate: float, dtype: DTypeLike = np.float32) -> None:
         rng = np.random.default_rng(seed)
@@ -27,7 +28,7 @@ class SkipGram:
         self.learning_rate = learning_rate
         self.weights = np.zeros((2 * words, dim), dtype)
         self.weights[:words] = (rng.random((words, dim)) - 0.5) / dim  # and zero output vectors, as word2vec starts
-        self._squares = np.zeros_like(self.weights)
+        self.squares = np.zeros_like(self.weights)
 
     def gradient(self, pairs: Pairs) -> tuple[Array, Array]:
         """Return the gradient of the mean loss of `pairs`: ascending rows (n,) of `weights`, values (n, dim)."""
@@ -49,8 +50,8 @@ class SkipGram:
     def update(self, rows: Array, gradient: Array) -> None:
         """One Adagrad step on `rows`; a zero gradient, of either sign, changes nothing."""
         gradient = gradient + gradient.dtype.type(0)  # -0 becomes +0
-        squares = self._squares[rows] + gradient * gradient
-        self._squares[rows] = squares
+        squares = self.squares[rows] + gradient * gradient
+        self.squares[rows] = squares
         step = np.sqrt(squares, out=squares)
         step += _EPSILON
         np.divide(gradient, step, out=step)

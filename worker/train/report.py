@@ -138,7 +138,15 @@ def _times(timing: Timing) -> tuple[str, str, str]:
 
 def _weights(result: Result) -> str:
     """One sentence on who ended with the same weights."""
-    verdict = result.verdict
+    sentence = say_verdict(result.verdict)
+    if result.mpi and result.mpi.weights_difference is not None:
+        difference = result.mpi.weights_difference
+        sentence += f", {f'within {difference:.3g} of' if difference else 'equal to'} the run over MPI"
+    return sentence
+
+
+def say_verdict(verdict: Verdict) -> str:
+    """A sentence on whose weights are the same."""
     ranks = "bit-identical on all workers" if verdict.ranks_identical else "DIFFERENT between workers"
     reference = (
         "equal to a one-process run's"
@@ -146,11 +154,7 @@ def _weights(result: Result) -> str:
         else f"NOT those of a one-process run (by up to {verdict.reference_difference:.3g}; hosts with"
         " different processors or versions of NumPy round differently)"
     )
-    sentence = f"weights: {ranks}, {reference}"
-    if result.mpi and result.mpi.weights_difference is not None:
-        difference = result.mpi.weights_difference
-        sentence += f", {f'within {difference:.3g} of' if difference else 'equal to'} the run over MPI"
-    return sentence
+    return f"weights: {ranks}, {reference}"
 
 
 def _count(number: int, thing: str) -> str:

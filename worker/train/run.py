@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -63,7 +63,7 @@ def run_train(
     loss_after = mean_loss(ours.model, held_out)
     timing = _timing(comm, ours)
     mpi = _baseline(comm, ours, over_mpi, missing) if against_mpi else None
-    verdict = _verify(comm, config, corpus, ours, plain)
+    verdict = verify(comm, config, corpus, ours, [comm.size] * config.train.steps, plain)
     if comm.rank == 0:
         result = Result(
             transport=comm.transport,
@@ -91,13 +91,22 @@ def load_shared_corpus(comm: Communicator, config: Config, root: Path | None = N
 
     Raises UsageError on every rank if a rank has another one or other values in [train].
     """
-    train = config.train
-    values = hashlib.sha256(msgspec.json.encode((train, config.protocol.block_size))).digest()
-    _expect_same(comm, values, "values in [train] or protocol.block_size")
-    files = source_files(train.max_files, root)
-    corpus = load_corpus(files, vocabulary=train.vocabulary, window=train.window, seed=train.seed)
+    _expect_same(comm, configuration_digest(config), "values in [train] or protocol.block_size")
+    corpus = load_local_corpus(config, root)
     _expect_same(comm, corpus.digest(), "source files in its Python's standard library")
     return corpus
+
+
+def configuration_digest(config: Config) -> bytes:
+    """SHA-256 of what must be the same on all ranks."""
+    return hashlib.sha256(msgspec.json.encode((config.train, config.protocol.block_size))).digest()
+
+
+def load_local_corpus(config: Config, root: Path | None = None) -> Corpus:
+    """Load the corpus below `root` (default: the standard library). Raises ConfigError when there is too little."""
+    train = config.train
+    files = source_files(train.max_files, root)
+    return load_corpus(files, vocabulary=train.vocabulary, window=train.window, seed=train.seed)
 
 
 def exchange_over(comm: Communicator, block_size: int) -> Exchange:
@@ -183,16 +192,25 @@ def _baseline(comm: Communicator, ours: Trainer, over_mpi: Trainer | None, missi
     return Baseline(timing=_timing(comm, over_mpi), weights_difference=float(difference))
 
 
-def _verify(comm: Communicator, config: Config, corpus: Corpus, trainer: Trainer, plain: PlainProgress) -> Verdict:
+def verify(
+    comm: Communicator,
+    config: Config,
+    corpus: Corpus,
+    trainer: Trainer,
+    workers: Sequence[int],
+    plain: PlainProgress,
+) -> Verdict:
     """Compare all ranks' weights bit by bit, and on rank 0 with those of a run of all shards in one process.
 
-    The other ranks follow with a barrier per step, so that no collective waits for longer than a step.
+    `workers` says how many took part in each step. The other ranks follow with a barrier per step, so that no
+    collective waits for longer than a step.
     """
     ranks_identical = not _ranks_unlike_first(comm, trainer.weights_digest()).size
     outcome = np.zeros(2)
     if comm.rank == 0:
         reference = Trainer(corpus, config, ranks=range(comm.size), size=comm.size, exchange=no_exchange)
         for number in _progress(comm, config, "train: checking against one process, step", plain):
+            reference.take_part(range(workers[number]), workers[number])
             reference.step(number)
             comm.barrier()
         outcome[0] = reference.weights_digest() == trainer.weights_digest()

@@ -51,11 +51,17 @@ class Trainer:
     def __init__(self, corpus: Corpus, config: Config, *, ranks: Sequence[int], size: int, exchange: Exchange) -> None:
         train = config.train
         self._batch, self._seed = train.batch, train.seed
-        self._ranks, self._size, self._exchange = ranks, size, exchange
+        self._exchange = exchange
         self._sampler = Sampler(corpus.train, corpus.counts, window=train.window, negatives=train.negatives)
         self.model = SkipGram(len(corpus.words), train.dim, seed=train.seed, learning_rate=train.learning_rate)
         self.gradient = BlockedRows(2 * len(corpus.words), train.dim, block_size(config))
         self.records: list[StepRecord] = []
+        self.take_part(ranks, size)
+
+    def take_part(self, ranks: Sequence[int], size: int) -> None:
+        """From now on train on the shards of `ranks` out of `size`; a step that failed is forgotten."""
+        self._ranks, self._size = ranks, size
+        self.gradient.rows[...] = 0
 
     def step(self, number: int, inspect: Callable[[Array], None] | None = None) -> None:
         """Draw the shards' batches of step `number`, exchange the gradient, update the model, append to `records`.

@@ -5,14 +5,15 @@ from __future__ import annotations
 from .base import Mutation
 
 _MEMBERSHIP = "omnireduce.protocol.membership"
+_GATHERING = "omnireduce.protocol.gathering"
 
 MUTATIONS = (
     Mutation(
         "a rank joins a running job twice",
         _MEMBERSHIP,
         "a second process takes part as a rank that is there",
-        "            if job == hello.job and hello.rank in ranks:\n",
-        "            if job == hello.job and hello.rank < 0:\n",
+        "            if hello.rank in running.ranks:\n",
+        "            if hello.rank < 0:\n",
     ),
     Mutation(
         "a rank joins a gathering job twice",
@@ -63,37 +64,37 @@ MUTATIONS = (
         "gathering takes for ever",
         _MEMBERSHIP,
         "those whose peers never come are kept",
-        "            if now - gathering.since >= self._limits.join_timeout_s:\n",
-        "            if now - gathering.since >= self._limits.join_timeout_s + 1e9:\n",
+        "not gathering.held and now - gathering.since >= limit_s:\n",
+        "not gathering.held and now - gathering.since >= limit_s + 1e9:\n",
     ),
     Mutation(
         "a rank that went still counts",
-        _MEMBERSHIP,
+        _GATHERING,
         "a job begins with a rank that is gone",
-        "                del gathering.members[rank]\n",
-        "                gathering.is_news = True\n",
+        "            del self.members[rank]\n",
+        "            self.is_news = True\n",
     ),
     Mutation(
         "a job of nobody is kept",
         _MEMBERSHIP,
         "what the first rank said binds those who come after it went",
-        "            if not gathering.members:\n                del self._gathering[job]\n",
-        "            if not gathering.members:\n                pass\n",
+        "            if not gathering.members:\n                del self._gathering[place]\n\n",
+        "            if not gathering.members:\n                pass\n\n",
         within=2000,
     ),
     Mutation(
         "who left is still there",
         _MEMBERSHIP,
         "a rank cannot join again while others still leave",
-        "            self._running[generation][1].pop(rank, None)\n",
-        "            self._running[generation][1].get(rank)\n",
+        "            self._running[generation].ranks.pop(rank, None)\n",
+        "            self._running[generation].ranks.get(rank)\n",
     ),
     Mutation(
         "a job that ended is still there",
         _MEMBERSHIP,
         "its ranks can never join again",
-        "        self._running.pop(generation, None)\n",
-        "        self._running.get(generation)\n",
+        "over = self._running.pop(generation, None)\n",
+        "over = self._running.get(generation)\n",
     ),
     Mutation(
         "too many jobs",
@@ -119,10 +120,10 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks in the order of their arrival",
-        _MEMBERSHIP,
+        _GATHERING,
         "a rank is taken for another",
-        "[gathering.members[rank] for rank in range(hello.world_size)]",
-        "list(gathering.members.values())",
+        "for rank in sorted(order[: self.spec.world_size])]",
+        "for rank in list(self.members)[: self.spec.world_size]]",
     ),
     Mutation(
         "a draining shard admits",

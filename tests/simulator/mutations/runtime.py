@@ -115,7 +115,7 @@ MUTATIONS = (
         "a newcomer that goes is kept",
         _SERVER,
         "a job begins with a rank that is gone",
-        "        self._drop(connection)\n        self._membership.gone(connection)\n",
+        "        self._drop(connection)\n        self._membership.gone(connection, self._clock())\n",
         "        self._drop(connection)\n",
     ),
     Mutation(

@@ -1,0 +1,110 @@
+"""The ranks of one job that wait for the others, on one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from omnireduce.status import LISTED, JobStatus
+from omnireduce.wire import Hello, Pending
+
+
+def worker_name(rank: int, host: str, pid: int) -> str:
+    """How errors call a worker."""
+    return f"rank {rank} (host {host}, pid {pid})"
+
+
+def member_name(hello: Hello) -> str:
+    """How errors call the worker that said this."""
+    return worker_name(hello.rank, hello.host, hello.pid)
+
+
+@dataclass(slots=True)
+class Gathering:
+    """Those of one job who said hello, by the rank that they gave; `spec` is the hello of the first.
+
+    An elastic job (`spec.smallest` > 0) of which the last generation still runs is held back: nobody leaves a job that
+    is well. With a survivor of an earlier generation among them it starts with `spec.smallest` workers or more when
+    nothing has changed for `spec.settle_s`; otherwise when `spec.world_size` are here, as every job.
+    """
+
+    spec: Hello
+    since: float
+    told_at: float  # when all members were told last who is missing
+    changed_at: float
+    held: bool = False
+    is_news: bool = False  # who is missing has changed since
+    members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
+    refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
+
+    def add(self, key: Hashable, hello: Hello, now: float) -> None:
+        self.members[hello.rank] = key, hello
+        self.changed_at = now
+        self.is_news = self.held or len(self.members) > 1
+        if self.refused is not None and self.refused[0] == hello.rank:
+            self.refused = None
+
+    def remove(self, key: Hashable, now: float) -> None:
+        """A connection is over, whoever's it was."""
+        ranks = [rank for rank, (member, _) in self.members.items() if member == key]
+        for rank in ranks:
+            del self.members[rank]
+        if ranks:
+            self.changed_at, self.is_news = now, True
+
+    def release(self, now: float) -> None:
+        """The last generation is over: time counts from now on."""
+        self.held, self.since, self.changed_at = False, now, now
+
+    def settles_at(self) -> float | None:
+        """When the job starts with fewer workers than it could have; None: not at all."""
+        enough = 0 < self.spec.smallest <= len(self.members)
+        if self.held or not enough or not any(hello.survivor for _, hello in self.members.values()):
+            return None
+        return self.changed_at + self.spec.settle_s
+
+    def complete(self, now: float) -> bool:
+        """Whether the job starts with those who are here."""
+        settles_at = self.settles_at()
+        is_full = len(self.members) >= self.spec.world_size and not self.held
+        return is_full or (settles_at is not None and now >= settles_at)
+
+    def take(self) -> list[tuple[Hashable, Hello]]:
+        """Take out those with whom the job starts, in rank order, with the ranks that they get: where there are too
+        many, survivors first."""
+        order = sorted(self.members, key=lambda rank: (not self.members[rank][1].survivor, rank))
+        taken = [self.members.pop(rank) for rank in sorted(order[: self.spec.world_size])]
+        return [
+            (key, msgspec.structs.replace(hello, rank=rank, world_size=len(taken)))
+            for rank, (key, hello) in enumerate(taken)
+        ]
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.spec.world_size) if rank not in self.members]
+
+    def pending(self) -> Pending:
+        missing = self.missing()
+        return Pending(missing[:LISTED], len(missing), self.note)
+
+    @property
+    def note(self) -> str:
+        return "" if self.refused is None else self.refused[1]
+
+    def too_late(self, limit_s: float) -> str:
+        """What to say to those who have waited for the others for longer than this."""
+        missing = self.missing()
+        ranks = ", ".join(map(str, missing[:LISTED])) + (" …" if len(missing) > LISTED else "")
+        reason = f"job '{self.spec.job}' was still waiting for rank {ranks} after {limit_s:g} s"
+        return reason + (f" ({self.note})" if self.note else "")
+
+    def status(self, now: float) -> JobStatus:
+        return JobStatus(
+            name=self.spec.job,
+            generation=0,
+            world_size=self.spec.world_size,
+            joined=len(self.members),
+            missing=self.missing()[:LISTED],
+            age_s=now - self.since,
+        )
