@@ -16,7 +16,7 @@ KEPT = 4  # arrays that a pool remembers
 
 class Pool:
     """Lends arrays of bytes, and lends them again once nobody refers to them: to touch fresh memory for the first time
-    costs more than all copies of a row."""
+    costs more than all copies of a row. For one thread at a time."""
 
     def __init__(self) -> None:
         self._lent: list[Array] = []

@@ -238,7 +238,8 @@ class Communicator:
         result = np.zeros((self.size, *x.shape), x.dtype)
         result[self.rank] = x
         target = flat_view(result, "result", writable=True)
-        self._move_bytes("allgather", target, target, name, x.dtype, f"of {dtype_text(x.dtype)}[{flat.size}] per rank")
+        note = f"of {dtype_text(x.dtype)}[{flat.size}] per rank"
+        self._move_bytes("allgather", target, target, name, x.dtype, note, reads=(flat,))
         return result
 
     def reduce_scatter(self, x: Array, *, op: str = "sum", name: str = "") -> Array:
@@ -284,9 +285,10 @@ class Communicator:
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
             raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
         numbers, rows = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
-        operand = RowSet(numbers, rows, self._layout(n_rows * length, length), self._pool)
+        with self._engine.exclusively():  # the pool is the machine's, too
+            operand = RowSet(numbers, rows, self._layout(n_rows * length, length), self._pool)
         descriptor = Descriptor("rows", check_name(name), "sum", element.name, n_rows * length, length)
-        return self._engine.submit(descriptor, operand, lambda: operand.result).wait()
+        return self._engine.submit(descriptor, operand, lambda: operand.result, reads=(indices, values)).wait()
 
     def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> Handle[Array]:
         element = element_type(check_array(x, "x").dtype)
@@ -310,7 +312,15 @@ class Communicator:
         return self._submit(descriptor, operand, x if out is None else out, reads=reads, writes=(target,))
 
     def _move_bytes(
-        self, kind: str, source: Array | None, target: Array, name: str, dtype: np.dtype[Any], note: str
+        self,
+        kind: str,
+        source: Array | None,
+        target: Array,
+        name: str,
+        dtype: np.dtype[Any],
+        note: str,
+        *,
+        reads: tuple[Array, ...] = (),
     ) -> None:
         """Copy between ranks as a sum of bytes to which all but one rank contribute zeros."""
         in_place = source is target
@@ -320,7 +330,7 @@ class Communicator:
         operand = DenseTensor(
             target if in_place else source, target, self._layout(target.size, size), element_type(BYTES).zero_mask
         )
-        self._submit(descriptor, operand, target, writes=(target,)).wait()
+        self._submit(descriptor, operand, target, reads=reads, writes=(target,)).wait()
 
     def _submit(
         self,

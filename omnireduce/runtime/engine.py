@@ -96,6 +96,10 @@ class Engine:
         self._waiters = 0
         self._background: threading.Thread | None = None
 
+    def exclusively(self) -> threading.RLock:
+        """To be entered by a thread that uses what the machine uses; nobody drives meanwhile."""
+        return self._lock
+
     # collectives
 
     def submit(
@@ -177,7 +181,7 @@ class Engine:
         self._machine.ended = End(Cause("this process", "was forked from the one that joined; connect in it anew"))
         self._fail_all(self._machine.ended)
         for link in self._links:
-            link.close()
+            link.abandon()
         os.close(self._wake)
         self._wake = -1
 

@@ -152,7 +152,7 @@ class Job:
     def close(self) -> None:
         """Close the links, give the memory back and write the trace, if there is one."""
         for link in self.links:
-            link.close()
+            link.drop()
         self._arena.close()
         self._results.close()
         if self._trace is not None:

@@ -354,7 +354,7 @@ class ShardServer:
         self._connections.discard(connection)
         self._timed.discard(connection)
         self._selector.unregister(connection.link)
-        connection.link.close()
+        connection.link.drop()  # who had to read our last words has had the time
         if connection.job is not None:
             members = self._of_job[connection.job.generation]
             members.remove(connection)

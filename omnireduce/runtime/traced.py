@@ -49,6 +49,12 @@ class TracedLink(Link):
     def close(self) -> None:
         self._link.close()
 
+    def drop(self) -> None:
+        self._link.drop()
+
+    def abandon(self) -> None:
+        self._link.abandon()
+
     # output
 
     def send(self, slot: int, nbytes: int) -> None:

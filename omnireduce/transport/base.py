@@ -143,6 +143,14 @@ class Link(ABC):
     def fileno(self) -> int:
         """A descriptor that is readable when `poll` has something to say; -1 when there is none."""
 
+    def drop(self) -> None:
+        """Close at once; what was sent last may be lost."""
+        self.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's link without a word to the peer."""
+        self.close()
+
     @abstractmethod
     def close(self) -> None:
         """Release everything. The peer sees the link as lost. May be called twice."""

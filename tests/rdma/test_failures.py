@@ -6,6 +6,8 @@ Processes that die are in tests/cluster, over verbs as well.
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import re
 import select
 import subprocess
@@ -150,6 +152,23 @@ def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
             assert removal.poll() is None
         assert removal.wait(WAIT_S) == 0
         assert_serves(daemon, "transport.kind=tcp")
+
+
+def test_a_forked_child_takes_nothing_from_its_parent(daemon: Daemon) -> None:
+    """The device takes what a child destroys for its parent's; nor may the child read what came for the parent."""
+
+    def work(comm: Communicator) -> float:
+        comm.barrier()
+        if comm.rank == 0:
+            child = os.fork()
+            if child == 0:
+                comm.shutdown()
+                gc.collect()
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return sum(float(comm.allreduce(np.ones(100_000, np.float32))[99]) for _ in range(3))
+
+    assert run_job(configured(daemon.addresses, VERBS), 2, work) == [6.0, 6.0]
 
 
 def test_a_receiver_whose_queue_is_full() -> None:

@@ -164,6 +164,8 @@ def test_an_array_in_flight_cannot_be_used_again(local: Config) -> None:
         lambda comm, x, out: comm.allreduce(out),
         lambda comm, x, out: comm.allreduce(out[:10], out=np.zeros(10, np.float32)),
         lambda comm, x, out: comm.allreduce(np.ones(1000, np.float32), out=out),
+        lambda comm, x, out: comm.allgather(out),
+        lambda comm, x, out: comm.allreduce_rows(np.array([1]), out[:8].reshape(1, 8), 4),
         lambda comm, x, out: comm.broadcast(x, root=1),
         lambda comm, x, out: comm.broadcast(out, root=1),
     ]

@@ -100,7 +100,7 @@ def run_task(task: Task, before_run: Callable[[], None] = lambda: None) -> Outco
         before_run()
         cluster = Cluster(single.plan())
         found = run_cluster(cluster)
-        if task.fault and not cluster.struck and single.event > FIRST_EVENTS:
+        if task.fault and not found and not cluster.struck and single.event > FIRST_EVENTS:
             break  # the fault came when all was over
         outcome.runs += 1
         outcome.struck.update(cluster.struck)

@@ -178,6 +178,7 @@ class Cluster:
     def gone(self, worker: Worker) -> None:
         """Called by a worker at its end; a rank that failed may try again."""
         self.verdicts.judge_slots(worker)
+        self.verdicts.judge_kept(worker)
         if not worker.joined:
             self.blame(worker.job.name, worker.culprit)  # its peers may have been admitted
         job = next(i for i, each in enumerate(self.plan.jobs) if each.name == worker.job.name)

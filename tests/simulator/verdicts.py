@@ -100,6 +100,12 @@ class Verdicts:
             if any(ends) or free != list(range(len(link.send_slots))):
                 self.add(f"slots: {worker.name}: {ends} in use and {free} free at a clean end")
 
+    def judge_kept(self, worker: Worker) -> None:
+        """A result is the caller's as long as he refers to it."""
+        for number, values, before in worker.kept:
+            if values.tobytes() != before:
+                self.add(f"wrong: {worker.name}: the rows of collective {number} have changed since")
+
     def judge_time_out(self, worker: Worker) -> None:
         """Who blames nobody must not wait for a shard that stands still."""
         if isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:

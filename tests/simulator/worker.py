@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.effects import End
+from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.engine import GOODBYE_S, error_of
@@ -76,6 +78,8 @@ class Worker(Process):
         self._join_by = 0.0
         self._close_by: float | None = None
         self._under_way: dict[int, Work] = {}
+        self._pool = Pool()
+        self.kept: list[tuple[int, Array, bytes]] = []  # rows that were a result, and what they were then
         self._submitted = 0
         self._think_until = 0.0
         self._random = self.world.random(self.name)
@@ -208,7 +212,7 @@ class Worker(Process):
                 return
             what = self.program[self._submitted]
             self._submitted += 1
-            work = Work(what, self.rank, self.ranks, self.protocol.shards, self.protocol.stripe_blocks)
+            work = Work(what, self.rank, self.ranks, self.protocol.shards, self.protocol.stripe_blocks, self._pool)
             number = self._machine.submit(what.descriptor(), work.operand, now)
             self._under_way[number] = work
             self._think_until = now + self._random.uniform(0, self.job.think_s)
@@ -218,7 +222,11 @@ class Worker(Process):
 
     def _finished(self, number: int) -> None:
         self.completed += 1
-        self.cluster.finished(self, self._under_way.pop(number), number)
+        work = self._under_way.pop(number)
+        self.cluster.finished(self, work, number)
+        if isinstance(work.operand, RowSet):
+            values = work.operand.result[1]
+            self.kept.append((number, values, values.tobytes()))
 
     # leaving
 

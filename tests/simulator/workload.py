@@ -107,7 +107,7 @@ class Work:
     Half of the ranks let the result replace what they bring, the others have it put elsewhere.
     """
 
-    def __init__(self, what: Collective, rank: int, ranks: int, shards: int, stripe_blocks: int) -> None:
+    def __init__(self, what: Collective, rank: int, ranks: int, shards: int, stripe_blocks: int, pool: Pool) -> None:
         self.what = what
         self.layout = Layout(what.elements, what.block_size, shards, stripe_blocks)
         self._brought = contribution(what, rank, ranks)
@@ -120,7 +120,7 @@ class Work:
             rows = self._brought.reshape(-1, what.block_size)
             with np.errstate(invalid="ignore"):  # signalling NaN
                 numbers = np.flatnonzero((rows != 0).any(axis=1))
-            self.operand = RowSet(numbers, np.ascontiguousarray(rows[numbers]), self.layout, Pool())
+            self.operand = RowSet(numbers, np.ascontiguousarray(rows[numbers]), self.layout, pool)
         else:
             self.operand = self._dense(rank)
 

@@ -55,6 +55,8 @@ class Connection(Protocol):
     def drain(self) -> Iterable[Write | Failure]: ...
     def close(self) -> None: ...
 
+    def abandon(self) -> None: ...
+
 
 class VerbsLink(Link):
     """A link over `queue`, which is connected, and `control`, whose other end is a VerbsLink as well."""
@@ -200,12 +202,16 @@ class VerbsLink(Link):
             known = len(self._writes)
             self._take_writes()  # the last ones may have come since the control connection was read
             if len(self._writes) == known:
-                events.extend(Control(letter.body) for letter in self._letters if isinstance(letter, Control))
+                self._report_letters(events)
                 self._end(events, last)
             return True
         if self._failure is not None:
+            self._report_letters(events)
             self._end(events, self._failure)
         return False
+
+    def _report_letters(self, events: list[Event]) -> None:
+        events.extend(Control(letter.body) for letter in self._letters if isinstance(letter, Control))
 
     def _report_write(self, write: Write, events: list[Event]) -> None:
         kind, slot = write.immediate >> KIND_SHIFT, write.immediate >> SLOT_SHIFT & SLOT_MASK
@@ -224,12 +230,22 @@ class VerbsLink(Link):
 
     def close(self) -> None:
         if self._lost is None:
-            self._lost = Lost("closed by this side")
             self._say_farewell()
+        self.drop()
+
+    def drop(self) -> None:
+        self._lost = self._lost or Lost("closed by this side")
         if not self._epoll.closed:
             self._epoll.close()
             self._control.close()
             self._queue.close()
+
+    def abandon(self) -> None:
+        self._lost = Lost("left to the parent process")
+        if not self._epoll.closed:
+            self._epoll.close()
+            self._control.close()
+            self._queue.abandon()
 
     def _say_farewell(self) -> None:
         """Wait a moment until the peer has what was written: closing the queue would take it back."""

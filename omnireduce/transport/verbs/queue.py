@@ -73,13 +73,13 @@ class Queue:
         own, port = self._owned.enter_context, self.choice.port
         known = _event_descriptors()
         self._context = context = own(Context(name=port.device))
-        (self._alarms,) = _event_descriptors() - known
+        self._alarms = _the_new_one(known)
         self._channel = own(CompChannel(context))
-        (completed,) = _event_descriptors() - known - {self._alarms}
+        self._completed = _the_new_one(known | {self._alarms})
         self._news = own(select.epoll())
         self.descriptor = self._news.fileno()
         self._news.register(self._alarms, select.EPOLLIN)
-        self._news.register(completed, select.EPOLLIN)
+        self._news.register(self._completed, select.EPOLLIN)
         domain = own(PD(context))
         self._completions = own(CQ(context, 4 * self._depth, None, self._channel, 0))
         self._completions.req_notify()
@@ -229,13 +229,27 @@ class Queue:
                 if completion.opcode == enums.IBV_WC_RECV_RDMA_WITH_IMM:
                     self._queue.post_recv(self._receive)
                     yield Write(completion.imm_data, completion.byte_len)
-                else:
+                elif completion.opcode == enums.IBV_WC_RDMA_WRITE:
                     self.unacknowledged -= 1
+                else:
+                    yield self._failed(f"the peer did what is no write (opcode {completion.opcode})")
+                    return
 
     def close(self) -> None:
         """Release everything. May be called twice."""
         with opening, suppress(PyverbsError):  # of a device that is gone, nothing is left to release
             self._owned.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what belongs to the parent, which the device cannot tell from the child."""
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in (self._context.cmd_fd, self._alarms, self._completed):
+            os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+        _abandoned.append(self._owned.pop_all())
+
+
+_abandoned: list[ExitStack] = []  # to destroy these objects would be an error on each
 
 
 def _gid(text: str) -> GID:
@@ -256,6 +270,17 @@ def _event_descriptors() -> set[int]:
         except OSError:  # closed meanwhile
             continue
     return found
+
+
+def _the_new_one(known: set[int]) -> int:
+    """The descriptor of verbs events that was opened since. Raises TransportError."""
+    found = _event_descriptors() - known
+    if len(found) != 1:
+        raise TransportError(
+            f"{len(found)} RDMA event channels were opened at once, expected 1: does another library use RDMA in this "
+            "process? Join before it starts, or choose transport.kind = 'tcp'"
+        )
+    return found.pop()
 
 
 def _explained(error: PyverbsError, nbytes: int) -> str:

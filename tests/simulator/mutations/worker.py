@@ -178,6 +178,13 @@ MUTATIONS = (
         "            unchanged[:] = unchanged\n",
     ),
     Mutation(
+        "rows are lent while in use",
+        _ROWS,
+        "memory of a result is lent to the next collective",
+        "_references(self._lent, at) == _UNUSED]",
+        "_references(self._lent, at) >= _UNUSED]",
+    ),
+    Mutation(
         "rows stay in the order of their shards",
         _ROWS,
         "row numbers of several shards are not sorted",
