@@ -97,8 +97,8 @@ class Contest:
         return Measured(case, told[0]["density"], told[0]["union_density"], results)
 
     def _round(self, entrant: Entrant, case: Case, number: int, result: Result) -> None:
-        """One round of one entrant. The service's every result is checked, of the others the first."""
-        checked = entrant.label == OURS or (number == 0 and entrant.label not in (SCAN, BOUND))
+        """One round of one entrant. The service's every result is checked, of the others those of the warm-up."""
+        checked = entrant.label == OURS or (number < WARM_UP and entrant.label not in (SCAN, BOUND))
         servers_s = entrant.servers_s()
         answers = entrant.group.tell(do="round", kind=case.kind, method=entrant.method, number=number, check=checked)
         result.wrong += sum(each["wrong"] for each in answers)

@@ -44,6 +44,15 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert all(row["rounds"] == 3 and row["wrong"] == 0 and row["ms"] > 0 for row in rows)
 
 
+@needs_mpi
+def test_an_all_gather_of_what_is_not_zero_sums_correctly_from_buffers_that_it_keeps() -> None:
+    """The results of both rounds of warm-up are checked; the case in between needs other sizes."""
+    rows = [Case("shm", 2, size, 0.5, kind="rows", rounds=1) for size in ("1 MiB", "64 KiB", "1 MiB")]
+    assert [entrants(found) for found in sweep(rows, ["mpich"])] == [{OURS, "AGsparse"}] * 3
+    elements = [Case("shm", 2, size, 0.01, rounds=1) for size in ("1 MiB", "64 KiB", "1 MiB")]
+    assert [entrants(found) for found in sweep(elements, ["mpich"])] == [{OURS, "AGsparse", *MPICH}] * 3
+
+
 def entrants(found: Outcome) -> set[str]:
     assert all(row["wrong"] == 0 for row in found.rows)
     return {row["entrant"] for row in found.rows} - {SCAN}
