@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,22 @@ class Measured:
         return min(rivals, key=lambda each: each.median, default=None)
 
 
+def order(entrants: Sequence[Entrant], number: int) -> list[Entrant]:
+    """The entrants as they take their turns in a round, so that none always follows the same other one, or none.
+
+    Those of one group are apart where they can be. Every second round goes backwards; every two begin one further.
+    """
+    left, apart = list(entrants), list[Entrant]()
+    while left:
+        counts = Counter(each.group for each in left)
+        others = [each for each in left if not apart or each.group is not apart[-1].group]
+        apart.append(max(others or left, key=lambda each: counts[each.group]))
+        left.remove(apart[-1])
+    start = number // 2 % len(apart) if apart else 0
+    turned = apart[start:] + apart[:start]
+    return turned[::-1] if number % 2 else turned
+
+
 class Contest:
     """All competitors for one place."""
 
@@ -92,7 +109,7 @@ class Contest:
             told = group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
         results = {each.label: Result(each.label, each.rival) for each in entrants}
         for number in range(WARM_UP + case.rounds):
-            for entrant in entrants:
+            for entrant in order(entrants, number):
                 self._round(entrant, case, number, results[entrant.label])
         return Measured(case, told[0]["density"], told[0]["union_density"], results)
 

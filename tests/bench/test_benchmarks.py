@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ from click.testing import Result as Finished
 
 from benchmarks.__main__ import main
 from benchmarks.cases import Case, all_cases, target_cases
-from benchmarks.contest import BOUND, OURS, SCAN, Measured, Result
+from benchmarks.contest import BOUND, OURS, SCAN, Entrant, Measured, Result, order
 from benchmarks.memory import Memory
 from benchmarks.report import Results, memory_outcome, outcome
+from benchmarks.shaped import Setting
 from benchmarks.targets import verdicts
 
 LABELS = {
@@ -84,6 +86,20 @@ def test_memory_has_limits() -> None:
         (65, "MiB", 64, False),
         (6, "s", 5, False),
     ]
+
+
+def test_entrants_take_turns_in_being_first_and_follow_different_ones() -> None:
+    groups: list[Any] = ["service", "service", "service", "mpich", "mpich", "mpich", "openmpi", "openmpi", "gloo"]
+    entrants = [Entrant(str(number), group, "", "dense") for number, group in enumerate(groups)]
+    rounds = [order(entrants, number) for number in range(2 * len(entrants))]
+    assert all(sorted(each.label for each in turns) == [each.label for each in entrants] for turns in rounds)
+    assert {turns[0].label for turns in rounds} == {each.label for each in entrants}
+    for turns in rounds:
+        assert all(one.group != next_.group for one, next_ in itertools.pairwise(turns))
+    pairs = [pair for turns in rounds for pair in itertools.pairwise(turns)]
+    for entrant in entrants:
+        assert len({one.label for one, next_ in pairs if next_ is entrant}) == 2
+    assert order(entrants[:3], 1) == entrants[2::-1]
 
 
 def test_a_case_without_a_target_has_no_verdict() -> None:
@@ -170,6 +186,14 @@ def test_shaped_links_are_left_out_loudly_where_they_cannot_be(tmp_path: Path, m
     done = command("shaped", "--optional", "--results", tmp_path)
     assert (done.exit_code, "### NOT MEASURED: shaped links: " in done.output) == (0, True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("layout", "load"), [("dedicated", 0.5), ("colocated", 0.75 * (0.25 + 0.5))])
+def test_what_a_link_lets_pass_at_once_is_no_part_of_its_bound(layout: str, load: float) -> None:
+    found = replace(measured(Case("tcp", 4, "100 MiB", 0.25)), union_density=0.5)
+    assert Setting(layout, 4, "1gbit").bound_ms(found, 1e6) == (load * 104_857_600 - 262_144) / 1e3
+    tiny = measured(Case("tcp", 4, "64 KiB", 0.25))
+    assert Setting(layout, 4, "1gbit").bound_ms(tiny, 1e6) == 0
 
 
 def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
