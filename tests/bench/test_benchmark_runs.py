@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,10 @@ from local_cluster import children
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 from benchmarks.contest import BOUND, OURS, SCAN
-from benchmarks.group import PeerError, daemon, echo_servers
+from benchmarks.group import PeerError, Servers, daemon, echo_servers
 from benchmarks.loopback import MESSAGE_BYTES, Carrier
 from benchmarks.memory import measure
+from benchmarks.peak_memory import memory_mib
 from benchmarks.report import Outcome
 from benchmarks.sweep import sweep
 from omnireduce.dtypes import Array
@@ -88,6 +90,16 @@ def test_an_aggregator_that_does_not_start_is_an_error() -> None:
     expected = r"the aggregator did not get ready: .*transport\.kind"
     with pytest.raises(PeerError, match=expected), daemon(1, "transport.kind=pigeon"):
         pass
+
+
+def test_a_server_that_is_gone_fails_as_a_competitor_does() -> None:
+    with subprocess.Popen(["true"]) as process:
+        servers = Servers("the aggregator", [], [os.getpid(), process.pid], 0.0)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(PeerError, match="the aggregator failed: one of its processes is gone"):
+            servers.read(lambda pid: memory_mib("VmHWM", pid))  # nobody has waited for it yet
+    with pytest.raises(PeerError, match="the aggregator failed: one of its processes is gone"):
+        servers.cpu_seconds()
 
 
 def test_skewed_data_and_the_bytes_of_each_shard() -> None:
