@@ -11,7 +11,7 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 
 from benchmarks.cases import SIZES, Case, all_cases, target_cases
-from benchmarks.contest import PEERS
+from benchmarks.contest import PEERS, labels
 from benchmarks.group import PeerError
 from benchmarks.profiling import profile_case
 from benchmarks.report import Outcome, Results, show_case, show_verdicts
@@ -28,8 +28,9 @@ from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
 from omnireduce.errors import OmniReduceError
 
+ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
 RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
-RESUME = click.option("--resume", is_flag=True, help="Leave out the cases that the files have rows of.")
+RESUME = click.option("--resume", is_flag=True, help="Leave out the cases that the files have all rows of.")
 ROUNDS = click.option("--rounds", type=click.IntRange(1), help="Timed rounds of each case, instead of its own.")
 
 
@@ -40,7 +41,7 @@ def main() -> None:
 
 @main.command()
 @click.option("--quick", is_flag=True, help="Only the cases that have a target.")
-@click.option("--only", default="", help="Only the cases whose name contains this text.")
+@ONLY
 @click.option("--peers", default=",".join(PEERS), show_default=True, help="Whom to compare with.")
 @ROUNDS
 @RESUME
@@ -48,16 +49,22 @@ def main() -> None:
 def run(quick: bool, only: str, peers: str, rounds: int | None, resume: bool, results: Path) -> None:
     """Measure on this host, print a table for each case, and write rows.json and summary.json."""
     cases = [case for case in (target_cases() if quick else all_cases()) if only in case.name]
+    chosen = _known(peers)
+    if not cases:
+        raise click.UsageError(f"no case's name contains {only!r}")
+    expected = {replace(case, rounds=rounds or case.rounds): labels(case, chosen) for case in cases}
+    found, left = _opened(results, "rows.json", expected, resume, rounds=rounds, peers=chosen)
+    try:
+        _measure(found, left, sweep(left, chosen))
+    except PeerError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _known(peers: str) -> list[str]:
     chosen = [name for name in peers.split(",") if name]
     if unknown := set(chosen) - set(PEERS):
         raise click.UsageError(f"--peers: got {', '.join(sorted(unknown))}, expected some of {', '.join(PEERS)}")
-    if not cases:
-        raise click.UsageError(f"no case's name contains {only!r}")
-    found, cases = _opened(results, "rows.json", cases, resume)
-    try:
-        _measure(found, cases, sweep([replace(case, rounds=rounds or case.rounds) for case in cases], chosen))
-    except PeerError as error:
-        raise click.ClickException(str(error)) from error
+    return chosen
 
 
 @main.command()
@@ -65,6 +72,7 @@ def run(quick: bool, only: str, peers: str, rounds: int | None, resume: bool, re
 @click.option("--layout", type=click.Choice(LAYOUTS), multiple=True, default=LAYOUTS, show_default=True)
 @click.option("--ranks", type=click.IntRange(2), multiple=True, default=(2, 4), show_default=True)
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Configuration of the workers.")
+@ONLY
 @click.option("--optional", is_flag=True, help="Where there can be no such hosts say so, and succeed.")
 @ROUNDS
 @RESUME
@@ -74,6 +82,7 @@ def shaped(
     layout: tuple[str, ...],
     ranks: tuple[int, ...],
     sets: tuple[str, ...],
+    only: str,
     optional: bool,
     rounds: int | None,
     resume: bool,
@@ -81,26 +90,44 @@ def shaped(
 ) -> None:
     """Measure on hosts with shaped links (network namespaces; needs root), and write testbed.json and summary.json."""
     settings = [Setting(*each, rate) for each in itertools.product(layout, ranks)]
-    every = [case for each in settings for case in each.cases(rounds)]
-    found, cases = _opened(results, "testbed.json", every, resume)
-    chosen = {each: [case for case in each.cases(rounds) if case in cases] for each in settings}
+    cases = {each: [case for case in each.cases(rounds) if only in case.name] for each in settings}
+    expected = {case: labels(case, each.peers) for each in settings for case in cases[each]}
+    if not expected:
+        if not optional:
+            raise click.UsageError(f"no case's name contains {only!r}")
+        return click.echo(f"no case between shaped links has a name that contains {only!r}")
+    found, left = _opened(results, "testbed.json", expected, resume, rounds=rounds, sets=sets)
+    chosen = {each: [case for case in cases[each] if case in left] for each in settings}
     try:
-        _measure(found, cases, run_settings(chosen, sets))
+        _measure(found, left, run_settings(chosen, sets))
     except TestbedError as error:
         if not optional:
             raise click.ClickException(str(error)) from error
         sys.stderr.write(f"\n###\n### NOT MEASURED: shaped links: {error}\n###\n")
 
 
-def _opened(folder: Path, rows: str, cases: Sequence[Case], resume: bool) -> tuple[Results, list[Case]]:
-    """The results so far without these cases, and the cases; or the results, and the cases that are missing."""
+def _opened(
+    folder: Path,
+    rows: str,
+    expected: Mapping[Case, set[str]],
+    resume: bool,
+    *,
+    rounds: int | None,
+    peers: Sequence[str] = PEERS,
+    sets: Sequence[str] = (),
+) -> tuple[Results, list[Case]]:
+    """The results so far, without these cases, and the cases; or those that lack rows of entrants expected of them."""
+    options = [f"--rounds {rounds}"] if rounds else []
+    if set(peers) != set(PEERS):
+        options.append(f"--peers {','.join(sorted(peers))}")
+    options += [f"--set {each}" for each in sorted(sets)]
     try:
-        found = Results(folder, rows)
+        found = Results(folder, rows, " ".join(options))
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    if not resume:
-        found.forget(cases)
-    return found, [case for case in cases if case.name not in found.measured]
+    left = [case for case, entrants in expected.items() if not (resume and found.has(case, entrants))]
+    found.forget(left)
+    return found, left
 
 
 def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome]) -> None:
@@ -111,11 +138,14 @@ def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome])
         show_case(console, each)
     show_verdicts(console, found.verdicts)
     console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {found.folder}")
-    missing = [case.name for case in cases if case.name not in found.measured]
+    missing = [case.name for case in cases if not found.has(case)]
     if missing:
         raise click.ClickException(f"not measured: {'; '.join(missing)}. Try again with --resume")
     if found.wrong:
         raise click.ClickException(f"{found.wrong} elements were wrong")
+    if found.undecided and "--peers" not in found.options:  # else it was the user who left someone out
+        lines = "; ".join(f"{each.case} ({each.peer})" for each in found.undecided)
+        raise click.ClickException(f"targets without a verdict: {lines}. Try again with --resume")
 
 
 @main.command()

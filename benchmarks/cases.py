@@ -27,7 +27,8 @@ class Case:
     """One exchange of `elements` of float32 among `ranks`.
 
     `kind`: a `dense` tensor; `rows` of a sparse matrix; `skew`, a tensor whose first blocks are the likely ones, over
-    four shards; or `memory`, what processes take for tensors of several densities.
+    four shards; or `memory`, what processes take for tensors of several densities. `links`: which hosts
+    the ranks are on, and the rate of their links, where that is not this host.
     """
 
     transport: str
@@ -37,6 +38,7 @@ class Case:
     overlap: str = "random"
     kind: str = "dense"
     rounds: int = 15
+    links: str = ""
 
     @property
     def elements(self) -> int:
@@ -52,7 +54,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        where = f"{self.transport}, {self.ranks} ranks, {self.size}"
+        where = f"{self.links or self.transport}, {self.ranks} ranks, {self.size}"
         if self.kind == "memory":
             return f"{where}, memory"
         whats = {"rows": "rows", "skew": f"Zipf over {self.place.shards} shards"}

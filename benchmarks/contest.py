@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,28 +18,57 @@ from benchmarks.group import Group, PeerError, Servers, daemon, echo_servers, gl
 WARM_UP = 2  # rounds
 SEED = 1
 OURS, SCAN, BOUND = "omnireduce", "scan only", "plain sockets"
-PEERS = ("mpich", "openmpi", "gloo")
 AGSPARSE_DENSITY = 0.01  # above it a round of the all-gather of elements takes seconds
 
 
 @dataclass(frozen=True)
-class Entrant:
-    """One way to do the exchange: a method of a group, for some cases. `rival`: what others use for dense tensors.
-
-    `servers_s` tells the processor time so far of what its ranks connect to.
-    """
+class Method:
+    """One way to do the exchange, for some cases. `rival`: what others use for dense tensors."""
 
     label: str
-    group: Group
-    method: str
+    name: str
     kind: str
     rival: bool = False
     densities: tuple[float, float] = (0.0, 1.0)  # least and most
-    servers_s: Callable[[], float] = lambda: 0.0
 
     def fits(self, case: Case) -> bool:
         least, most = self.densities
         return self.kind == case.kind and least <= case.density <= most
+
+
+def _mpi(name: str) -> tuple[Method, ...]:
+    return tuple(Method(f"{name} {how}", how, "dense", rival=True) for how in ("out of place", "in place"))
+
+
+OWN = tuple(Method(OURS, "allreduce", kind) for kind in ("dense", "rows", "skew"))
+AGSPARSE = (
+    Method("AGsparse", "agsparse", "dense", densities=(0.0, AGSPARSE_DENSITY)),
+    Method("AGsparse", "agsparse", "rows"),
+)
+METHODS = {  # of each competitor
+    "mpich": (*_mpi("mpich"), *AGSPARSE),
+    "openmpi": _mpi("openmpi"),
+    "gloo": (Method("gloo", "allreduce", "dense", rival=True), Method("gloo sparse", "sparse", "rows")),
+}
+PEERS = tuple(METHODS)
+
+
+def labels(case: Case, peers: Sequence[str]) -> set[str]:
+    """Who has to have a row of the case when all these competitors run."""
+    return {OURS} | {each.label for peer in peers for each in METHODS[peer] if each.fits(case)}
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A method and the group that does it. `servers_s`: the processor time so far of what its ranks connect to."""
+
+    method: Method
+    group: Group
+    servers_s: Callable[[], float] = lambda: 0.0
+
+    @property
+    def label(self) -> str:
+        return self.method.label
 
 
 @dataclass
@@ -73,9 +103,29 @@ class Measured:
     results: dict[str, Result]
 
     def best_rival(self) -> Result | None:
-        """The fastest of the others that move everything."""
+        """The fastest of the others that move everything, if there are any."""
         rivals = [each for each in self.results.values() if each.rival]
         return min(rivals, key=lambda each: each.median, default=None)
+
+    def absent(self, *peers: str) -> list[str]:
+        """Those of these competitors that should have a row of this case and have none."""
+        return [peer for peer in peers if not labels(self.case, [peer]) <= self.results.keys()]
+
+
+def order(entrants: Sequence[Entrant], number: int) -> list[Entrant]:
+    """The entrants as they take their turns in a round, so that none always follows the same other one, or none.
+
+    Those of one group are apart where they can be. Every second round goes backwards; every two begin one further.
+    """
+    left, apart = list(entrants), list[Entrant]()
+    while left:
+        counts = Counter(each.group for each in left)
+        others = [each for each in left if not apart or each.group is not apart[-1].group]
+        apart.append(max(others or left, key=lambda each: counts[each.group]))
+        left.remove(apart[-1])
+    start = number // 2 % len(apart) if apart else 0
+    turned = apart[start:] + apart[:start]
+    return turned[::-1] if number % 2 else turned
 
 
 class Contest:
@@ -86,21 +136,23 @@ class Contest:
 
     def run(self, case: Case) -> Measured:
         """Measure one case. Raises PeerError when a competitor fails."""
-        entrants = [each for each in self._entrants if each.fits(case)]
+        entrants = [each for each in self._entrants if each.method.fits(case)]
         data: dict[str, Any] = {"overlap": case.overlap, "distribution": case.distribution, "density": case.density}
         for group in dict.fromkeys(each.group for each in entrants):
             told = group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
-        results = {each.label: Result(each.label, each.rival) for each in entrants}
+        results = {each.label: Result(each.label, each.method.rival) for each in entrants}
         for number in range(WARM_UP + case.rounds):
-            for entrant in entrants:
+            for entrant in order(entrants, number):
                 self._round(entrant, case, number, results[entrant.label])
         return Measured(case, told[0]["density"], told[0]["union_density"], results)
 
     def _round(self, entrant: Entrant, case: Case, number: int, result: Result) -> None:
-        """One round of one entrant. The service's every result is checked, of the others the first."""
-        checked = entrant.label == OURS or (number == 0 and entrant.label not in (SCAN, BOUND))
+        """One round of one entrant. The service's every result is checked, of the others those of the warm-up."""
+        checked = entrant.label == OURS or (number < WARM_UP and entrant.label not in (SCAN, BOUND))
         servers_s = entrant.servers_s()
-        answers = entrant.group.tell(do="round", kind=case.kind, method=entrant.method, number=number, check=checked)
+        answers = entrant.group.tell(
+            do="round", kind=case.kind, method=entrant.method.name, number=number, check=checked
+        )
         result.wrong += sum(each["wrong"] for each in answers)
         if number < WARM_UP:
             return
@@ -110,17 +162,6 @@ class Contest:
         result.up, result.down = (round(float(each)) for each in wire_bytes[:, :2].mean(axis=0))
         result.shard_bytes = wire_bytes[:, 2:].sum(axis=0).tolist()
         result.peak_mib = max(result.peak_mib, *(each["peak_mib"] for each in answers))
-
-
-def _other_entrants(group: Group) -> list[Entrant]:
-    if group.name == "gloo":
-        dense = Entrant("gloo", group, "allreduce", "dense", rival=True)
-        return [dense, Entrant("gloo sparse", group, "sparse", "rows")]
-    found = [Entrant(f"{group.name} {how}", group, how, "dense", rival=True) for how in ("out of place", "in place")]
-    if group.name == "mpich":
-        found.append(Entrant("AGsparse", group, "agsparse", "dense", densities=(0.0, AGSPARSE_DENSITY)))
-        found.append(Entrant("AGsparse", group, "agsparse", "rows"))
-    return found
 
 
 @contextlib.contextmanager
@@ -138,19 +179,20 @@ def contest(place: Place, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
         entrants = _own_entrants(stack.enter_context(service), shards, echoes)
         for name in peers:
             try:
-                entrants += _other_entrants(stack.enter_context(_peer_group(name, place, folder)))
+                group = stack.enter_context(_peer_group(name, place, folder))
             except (PeerError, RuntimeError, OSError) as error:
                 sys.stderr.write(f"bench: left out: {error}\n")
+            else:
+                entrants += [Entrant(method, group) for method in METHODS[name]]
         yield Contest(entrants)
 
 
 def _own_entrants(group: Group, shards: Servers, echoes: Servers) -> list[Entrant]:
-    kinds = ("dense", "rows", "skew")
-    found = [Entrant(OURS, group, "allreduce", kind, servers_s=shards.cpu_seconds) for kind in kinds]
-    found.append(Entrant(SCAN, group, "scan", "dense"))
+    found = [Entrant(method, group, shards.cpu_seconds) for method in OWN]
+    found.append(Entrant(Method(SCAN, "scan", "dense"), group))
     if echoes.addresses:
-        everything = (1.0, 1.0)
-        found.append(Entrant(BOUND, group, "carry", "dense", densities=everything, servers_s=echoes.cpu_seconds))
+        bound = Method(BOUND, "carry", "dense", densities=(1.0, 1.0))
+        found.append(Entrant(bound, group, echoes.cpu_seconds))
     return found
 
 

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.environments import ROOT, python_of
 
@@ -27,6 +27,7 @@ ORDER_S = 120.0  # the longest that one round may take
 THREADS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 # its default, UCX, takes shared memory between local ranks whatever MPICH is told
 MPICH_OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+T = TypeVar("T")
 Prefixes = Sequence[Sequence[str]]
 
 
@@ -185,13 +186,21 @@ def service_group(
 class Servers:
     """What ranks connect to, such as the shards of a daemon: addresses and processes. They took `ready_s` to start."""
 
+    name: str
     addresses: list[str]
     pids: list[int]
     ready_s: float
 
     def cpu_seconds(self) -> float:
-        """Processor time of all of them so far; each has one thread."""
-        return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in self.pids) / 1e9
+        """Processor time of all of them so far; each has one thread. Raises PeerError when one is gone."""
+        return sum(self.read(lambda pid: int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]))) / 1e9
+
+    def read(self, what: Callable[[int], T]) -> list[T]:
+        """What there is to read of every process. Raises PeerError when one is gone."""
+        try:
+            return [what(pid) for pid in self.pids]
+        except (FileNotFoundError, ProcessLookupError):
+            raise PeerError(self.name, "failed: one of its processes is gone") from None
 
 
 @contextlib.contextmanager
@@ -205,11 +214,11 @@ def daemon(
     """Run an aggregator daemon; yield its shards. Raises PeerError when it does not get ready within `start_s`."""
     command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
-    started = time.perf_counter()
-    with _server("the aggregator", command, start_s) as (pid, addresses):
+    name, started = "the aggregator", time.perf_counter()
+    with _server(name, command, start_s) as (pid, addresses):
         ready_s = time.perf_counter() - started
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        yield Servers(addresses, [int(each) for each in pids], ready_s)
+        yield Servers(name, addresses, [int(each) for each in pids], ready_s)
 
 
 @contextlib.contextmanager
@@ -220,7 +229,7 @@ def echo_servers(count: int) -> Iterator[Servers]:
         command = [sys.executable, "-m", "benchmarks.loopback"]
         running = [stack.enter_context(_server("an echo server", command)) for _ in range(count)]
         addresses = [address for _, found in running for address in found]
-        yield Servers(addresses, [pid for pid, _ in running], time.perf_counter() - started)
+        yield Servers("an echo server", addresses, [pid for pid, _ in running], time.perf_counter() - started)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def measure(case: Case) -> Memory:
         program = ("benchmarks.peak_memory",)
         with service_group(place.ranks, folder, running.addresses, *options, program=program) as group:
             answers = group.tell(do="measure", elements=case.elements)
-        resident = max(memory_mib("VmHWM", pid) for pid in running.pids)
+        resident = max(running.read(lambda pid: memory_mib("VmHWM", pid)))
     with importer() as pid:
         imports = memory_mib("RssAnon", pid)
     slots = (place.ranks + 1) * SLOTS

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.agsparse import AGsparse
 from benchmarks.loopback import Carrier
 from omnireduce.dtypes import Array
 
@@ -74,7 +75,7 @@ class Service(Peer):
 
 
 class Mpi(Peer):
-    """mpi4py on the MPI of this environment; AGsparse is an all-gather of the non-zero elements, or rows."""
+    """mpi4py on the MPI of this environment, and AGsparse on it: see `benchmarks.agsparse`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from mpi4py import MPI
@@ -83,8 +84,9 @@ class Mpi(Peer):
         self._world: Any = MPI.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         self._result = np.zeros(0, np.float32)
-        self.dense = {"out of place": self._out_of_place, "in place": self._in_place, "agsparse": self._gather_elements}
-        self.rows = {"agsparse": self._gather_rows}
+        gather = AGsparse(self._world)
+        self.dense = {"out of place": self._out_of_place, "in place": self._in_place, "agsparse": gather.elements}
+        self.rows = {"agsparse": gather.rows}
 
     def barrier(self) -> None:
         self._world.Barrier()
@@ -98,37 +100,6 @@ class Mpi(Peer):
             self._result = np.ones_like(tensor)
         self._world.Allreduce(tensor, self._result)
         return self._result
-
-    def _gather(self, part: Array, counts: Array) -> Array:
-        width = part[0].size if part.ndim > 1 else 1
-        every = np.empty((int(counts.sum()), *part.shape[1:]), part.dtype)
-        self._world.Allgatherv(part, (every, counts * width))
-        return every
-
-    def _counts(self, own: int) -> Array:
-        counts = np.empty(self.size, np.int64)
-        self._world.Allgather(np.array([own]), counts)
-        return counts
-
-    def _gather_elements(self, tensor: Array) -> Array:
-        places = np.flatnonzero(tensor).astype(np.int32)
-        counts = self._counts(places.size)
-        every, values = self._gather(places, counts), self._gather(tensor[places], counts)
-        result = np.zeros_like(tensor)
-        ends = np.cumsum(counts)
-        for end, count in zip(ends, counts, strict=True):  # of each rank: every place at most once
-            result[every[end - count : end]] += values[end - count : end]
-        return result
-
-    def _gather_rows(self, numbers: Array, values: Array, n_rows: int) -> tuple[Array, Array]:
-        counts = self._counts(numbers.size)
-        every, parts = self._gather(numbers, counts), self._gather(values, counts)
-        union, places = np.unique(every, return_inverse=True)
-        result = np.zeros((union.size, values.shape[1]), values.dtype)
-        ends = np.cumsum(counts)
-        for end, count in zip(ends, counts, strict=True):
-            result[places[end - count : end]] += parts[end - count : end]
-        return union, result
 
 
 class Gloo(Peer):
@@ -164,4 +135,4 @@ class Gloo(Peer):
         return total.indices()[0].numpy(), total.values().numpy()
 
 
-PEERS: dict[str, Callable[[dict[str, Any]], Peer]] = {"service": Service, "mpi": Mpi, "gloo": Gloo}
+FACTORIES: dict[str, Callable[[dict[str, Any]], Peer]] = {"service": Service, "mpi": Mpi, "gloo": Gloo}

@@ -144,9 +144,12 @@ def _time_over_ranks(rows: list[Row], transport: str) -> Figure:
 
 
 def _share_of_bound(rows: list[Row]) -> Figure:
-    rates = ", ".join(sorted({row["rate"] for row in rows}))
-    figure, axes = _over_density(f"100 MiB between hosts, links of {rates}", "share of the links' bound")
-    ours = [row | {"line": f"{row['layout']}, {row['ranks']} ranks"} for row in rows if row["entrant"] == OURS]
+    figure, axes = _over_density("100 MiB between hosts with shaped links", "share of the links' bound")
+    ours = [
+        row | {"line": f"{row['layout']}, {row['ranks']} ranks, {row['rate']}"}
+        for row in rows
+        if row["entrant"] == OURS
+    ]
     for label, points in _curves(ours, "line", "density", "share").items():
         axes.plot(*zip(*points, strict=True), "o-", label=label)
     axes.axhline(1, color="grey", linewidth=1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
-from benchmarks.peers import PEERS, Peer
+from benchmarks.peers import FACTORIES, Peer
 from omnireduce.bench.data import Dataset
 from omnireduce.dtypes import Array
 
@@ -77,7 +77,7 @@ def main() -> None:
     name, path, options = sys.argv[1:]
 
     def start() -> tuple[int, dict[str, Order]]:
-        peer = PEERS[name](json.loads(options))
+        peer = FACTORIES[name](json.loads(options))
         rank = Rank(peer)
         return peer.rank, {"case": rank.case, "round": rank.round}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,52 +131,78 @@ def show_verdicts(console: Console, lines: Sequence[Verdict]) -> None:
         table.add_column(name, justify="left" if name in ("case", "peer", "") else "right")
     for each in lines:
         verdict = "met" if each.met else "[bold red]MISSED"
-        values = (f"{each.value:.4g} {each.unit}", each.peer, f"{each.peer_value:.4g} {each.unit}")
-        table.add_row(each.case, *values, f"{each.ratio:.2f}", each.target, verdict)
+        ours, theirs, ratio = f"{each.value:.4g} {each.unit}", "", ""
+        if each.peer_value is None or each.ratio is None:
+            verdict = "[bold red]NO VERDICT"
+        else:
+            theirs, ratio = f"{each.peer_value:.4g} {each.unit}", f"{each.ratio:.2f}"
+        table.add_row(each.case, ours, each.peer, theirs, ratio, each.target, verdict)
     console.print(table)
 
 
 class Results:
     """The files of a folder: `rows`, one for each command, and the summary, which they share.
 
-    They are complete after every case, and nobody sees half of one. Raises ValueError for files that no run wrote.
+    They are complete after every case, and nobody sees half of one. `options` are those that change how cases are
+    measured: a folder has the results of one kind of run. Raises ValueError for files of another kind, and for those
+    that no run wrote.
     """
 
-    def __init__(self, folder: Path, rows: str = "rows.json") -> None:
-        self.folder, self._file = folder, rows
+    def __init__(self, folder: Path, rows: str = "rows.json", options: str = "") -> None:
+        self.folder, self._file, self.options = folder, rows, options
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows: list[Row] = self._read(rows)
         try:
+            self.rows = self._read(rows)
             self.verdicts = [Verdict(**each) for each in self._read(SUMMARY)]
-            self.measured = {str(row["case"]) for row in self.rows}
-        except (TypeError, KeyError):
+            self._entrants = defaultdict[str, set[str]](set)
+            for row in self.rows:
+                self._entrants[row["case"]].add(row["entrant"])
+        except (TypeError, KeyError, AttributeError):
             raise ValueError(f"{folder} has files of another version: remove {rows} and {SUMMARY}") from None
+
+    def has(self, case: Case, entrants: Iterable[str] = (OURS,)) -> bool:
+        """Whether there are rows of the case, of all these entrants."""
+        return set(entrants) <= self._entrants[case.name]
 
     def forget(self, cases: Sequence[Case]) -> None:
         """Drop what is known of these cases."""
         names = {case.name for case in cases}
-        self.measured -= names
+        for name in names:
+            self._entrants.pop(name, None)
         self.rows = [row for row in self.rows if row["case"] not in names]
         self.verdicts = [each for each in self.verdicts if each.case.partition(":")[0] not in names]
 
     def add(self, found: Outcome) -> None:
         """Put the outcome of a case in the place of what was known of it, and write the files."""
         self.forget([found.case])
-        self.measured.add(found.case.name)
+        self._entrants[found.case.name] = {row["entrant"] for row in found.rows}
         self.rows += found.rows
         self.verdicts += found.verdicts
         self._write(self._file, self.rows)
         self._write(SUMMARY, [asdict(each) for each in self.verdicts])
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str) -> list[Row]:
+        """The entries of a file, without the options."""
         path = self.folder / name
         try:
-            return json.loads(path.read_text()) if path.exists() else []
+            found: list[Row] = json.loads(path.read_text()) if path.exists() else []
         except ValueError as error:
             raise ValueError(f"{path}: not what a run wrote ({error}): remove it") from None
+        if other := {each.pop("options", "") for each in found} - {self.options}:
+            theirs, ours = (each or "the defaults" for each in (other.pop(), self.options))
+            raise ValueError(
+                f"{path} has results of {theirs}, and this is a run of {ours}: choose another folder with --results"
+            )
+        return found
 
-    def _write(self, name: str, content: object) -> None:
-        write_json(json.dumps(content).encode(), self.folder / name)
+    def _write(self, name: str, content: list[Row]) -> None:
+        marked = [each | {"options": self.options} for each in content] if self.options else content
+        write_json(json.dumps(marked).encode(), self.folder / name)
+
+    @property
+    def undecided(self) -> list[Verdict]:
+        """The targets of cases in these rows that a competitor was absent for."""
+        return [each for each in self.verdicts if each.met is None and each.case in self._entrants]
 
     @property
     def wrong(self) -> int:

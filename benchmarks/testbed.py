@@ -31,10 +31,11 @@ COMMAND_S = 20.0  # ip and tc answer within milliseconds
 PEER_S = 10.0  # a Python process starts, and connects to another host
 CHUNK_BYTES = 1 << 20
 # A GSO packet has up to 64 KiB and must fit into the burst, or tbf cuts it into frames. Four of them let a link catch
-# up when its timer fires late; they pass unshaped after a pause, 0.25 % of a transfer of 100 MB. A frame waits for up
-# to 50 ms: several senders to one host then share its link without many losses, each of which may cost TCP a 200 ms
-# time-out.
-SHAPING = ("burst", "262144", "latency", "50ms")
+# up when its timer fires late; they pass unshaped after a pause, a quarter of a transfer of 1 MB, so that a bound must
+# leave them out. A frame waits for up to 50 ms: several senders to one host then share its link without many losses,
+# each of which may cost TCP a 200 ms time-out.
+BURST_BYTES = 1 << 18
+SHAPING = ("burst", str(BURST_BYTES), "latency", "50ms")
 # Whatever the machine's own choice, so that results compare: every kernel has Reno and allows it here, it keeps so
 # short a path full, and on a busy machine it held the rate better than BBR.
 CONGESTION = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,10 @@ from local_cluster import children
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 from benchmarks.contest import BOUND, OURS, SCAN
-from benchmarks.group import PeerError, daemon, echo_servers
+from benchmarks.group import PeerError, Servers, daemon, echo_servers
 from benchmarks.loopback import MESSAGE_BYTES, Carrier
 from benchmarks.memory import measure
+from benchmarks.peak_memory import memory_mib
 from benchmarks.report import Outcome
 from benchmarks.sweep import sweep
 from omnireduce.dtypes import Array
@@ -42,6 +44,15 @@ def test_a_small_run(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["entrant"] for row in rows} == {OURS, SCAN, *MPICH}
     assert all(row["rounds"] == 3 and row["wrong"] == 0 and row["ms"] > 0 for row in rows)
+
+
+@needs_mpi
+def test_an_all_gather_of_what_is_not_zero_sums_correctly_from_buffers_that_it_keeps() -> None:
+    """The results of both rounds of warm-up are checked; the case in between needs other sizes."""
+    rows = [Case("shm", 2, size, 0.5, kind="rows", rounds=1) for size in ("1 MiB", "64 KiB", "1 MiB")]
+    assert [entrants(found) for found in sweep(rows, ["mpich"])] == [{OURS, "AGsparse"}] * 3
+    elements = [Case("shm", 2, size, 0.01, rounds=1) for size in ("1 MiB", "64 KiB", "1 MiB")]
+    assert [entrants(found) for found in sweep(elements, ["mpich"])] == [{OURS, "AGsparse", *MPICH}] * 3
 
 
 def entrants(found: Outcome) -> set[str]:
@@ -79,6 +90,16 @@ def test_an_aggregator_that_does_not_start_is_an_error() -> None:
     expected = r"the aggregator did not get ready: .*transport\.kind"
     with pytest.raises(PeerError, match=expected), daemon(1, "transport.kind=pigeon"):
         pass
+
+
+def test_a_server_that_is_gone_fails_as_a_competitor_does() -> None:
+    with subprocess.Popen(["true"]) as process:
+        servers = Servers("the aggregator", [], [os.getpid(), process.pid], 0.0)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(PeerError, match="the aggregator failed: one of its processes is gone"):
+            servers.read(lambda pid: memory_mib("VmHWM", pid))  # nobody has waited for it yet
+    with pytest.raises(PeerError, match="the aggregator failed: one of its processes is gone"):
+        servers.cpu_seconds()
 
 
 def test_skewed_data_and_the_bytes_of_each_shard() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -12,12 +14,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from click.testing import Result as Finished
+from rich.console import Console
 
 from benchmarks.__main__ import main
 from benchmarks.cases import Case, all_cases, target_cases
-from benchmarks.contest import BOUND, OURS, SCAN, Measured, Result
+from benchmarks.contest import BOUND, OURS, PEERS, SCAN, Entrant, Measured, Method, Result, labels, order
 from benchmarks.memory import Memory
-from benchmarks.report import Results, memory_outcome, outcome
+from benchmarks.report import Results, memory_outcome, outcome, show_verdicts
+from benchmarks.shaped import Setting
 from benchmarks.targets import verdicts
 
 LABELS = {
@@ -38,17 +42,25 @@ def measured(case: Case, shards: Sequence[int] = (), **ms: float) -> Measured:
     return Measured(case, case.density, case.density, results)
 
 
+def complete(case: Case, **ms: float) -> Measured:
+    """With all dense peers: those without a time are slow."""
+    found = measured(case, **ms)
+    for label in labels(case, PEERS) - found.results.keys():
+        found.results[label] = Result(label, label != "AGsparse", [999.0] * 3, [0.1] * 3)
+    return found
+
+
 def command(*words: object) -> Finished:
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def test_the_best_dense_peer_is_what_counts() -> None:
-    lines = verdicts(measured(Case("shm", 2, "100 MiB", 0.1), ours=10.0, scan=1.0, mpich=50.0, gloo=49.0))
+    lines = verdicts(complete(Case("shm", 2, "100 MiB", 0.1), ours=10.0, scan=1.0, mpich=50.0, gloo=49.0))
     assert [(each.peer, each.ratio, each.met) for each in lines] == [("gloo", 4.9, False)]
 
 
 def test_the_scan_is_a_bound() -> None:
-    lines = verdicts(measured(Case("shm", 2, "100 MiB", 0.01), ours=6.0, scan=4.0, mpich=60.0, gloo=99.0))
+    lines = verdicts(complete(Case("shm", 2, "100 MiB", 0.01), ours=6.0, scan=4.0, mpich=60.0, gloo=99.0))
     assert [(each.peer, each.ratio, each.met) for each in lines] == [("mpich in place", 10.0, True), (SCAN, 1.5, True)]
 
 
@@ -64,9 +76,17 @@ def test_small_tensors_have_a_limit_as_well() -> None:
     assert [(each.peer, each.met) for each in lines] == [("gloo", True), ("limit", False)]
 
 
-def test_rows_are_compared_with_those_that_ran() -> None:
+def test_a_target_has_no_verdict_where_a_competitor_is_absent() -> None:
     lines = verdicts(measured(Case("shm", 4, "100 MiB", 0.01, kind="rows"), ours=1.0, agsparse=3.9))
-    assert [(each.peer, each.met) for each in lines] == [("AGsparse", False)]
+    assert [(each.peer, each.met) for each in lines] == [("without gloo", None), ("AGsparse", False)]
+    (line,) = verdicts(measured(Case("shm", 2, "100 MiB", 0.1), ours=1.0, mpich=50.0, gloo=49.0))
+    assert (line.peer, line.ratio, line.met) == ("without mpich, openmpi", None, None)
+    without = complete(Case("shm", 2, "100 MiB", 0.1), ours=1.0)
+    del without.results["gloo"]
+    (line,) = verdicts(without)
+    assert (line.peer, line.met) == ("without gloo", None)
+    show_verdicts(console := Console(record=True, width=140, file=io.StringIO()), [line])
+    assert "NO VERDICT" in console.export_text()
 
 
 @pytest.mark.parametrize(("busiest", "met"), [(115, True), (116, False)])
@@ -84,6 +104,20 @@ def test_memory_has_limits() -> None:
         (65, "MiB", 64, False),
         (6, "s", 5, False),
     ]
+
+
+def test_entrants_take_turns_in_being_first_and_follow_different_ones() -> None:
+    groups: list[Any] = ["service", "service", "service", "mpich", "mpich", "mpich", "openmpi", "openmpi", "gloo"]
+    entrants = [Entrant(Method(str(number), "", "dense"), group) for number, group in enumerate(groups)]
+    rounds = [order(entrants, number) for number in range(2 * len(entrants))]
+    assert all(sorted(each.label for each in turns) == [each.label for each in entrants] for turns in rounds)
+    assert {turns[0].label for turns in rounds} == {each.label for each in entrants}
+    for turns in rounds:
+        assert all(one.group != next_.group for one, next_ in itertools.pairwise(turns))
+    pairs = [pair for turns in rounds for pair in itertools.pairwise(turns)]
+    for entrant in entrants:
+        assert len({one.label for one, next_ in pairs if next_ is entrant}) == 2
+    assert order(entrants[:3], 1) == entrants[2::-1]
 
 
 def test_a_case_without_a_target_has_no_verdict() -> None:
@@ -125,7 +159,8 @@ def test_a_case_that_is_measured_again_replaces_its_own_entries(tmp_path: Path) 
     assert (after.rows, after.verdicts) == (before.rows, before.verdicts)
     after.add(outcome(measured(small, ours=0.1)))
     assert [(row["case"], row["ms"]) for row in after.rows] == [(ONE.name, 1), (ONE.name, 2), (small.name, 0.1)]
-    assert [(each["case"], each["value"]) for each in summary(tmp_path)] == [(ONE.name, 1), (f"{small.name}: p50", 0.1)]
+    expected = [(ONE.name, 1), (small.name, 0.1), (f"{small.name}: p50", 0.1)]
+    assert [(each["case"], each["value"]) for each in summary(tmp_path)] == expected
 
 
 def test_two_commands_share_one_summary(tmp_path: Path) -> None:
@@ -145,12 +180,47 @@ def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     assert (done.exit_code, "rows.json: not what a run wrote" in done.output) == (1, True)
 
 
-def test_resuming_leaves_out_what_is_there(tmp_path: Path) -> None:
-    Results(tmp_path).add(outcome(measured(replace(ONE, rounds=3), ours=1.0, mpich=2.0)))
-    done = command("run", "--quick", "--only", ONE.name, "--resume", "--results", tmp_path)
+RESUMED = ("run", "--quick", "--only", ONE.name, "--resume", "--results")
+
+
+def test_resuming_leaves_out_what_is_complete(tmp_path: Path) -> None:
+    Results(tmp_path).add(outcome(complete(ONE, ours=1.0, mpich=2.0)))
+    done = command(*RESUMED, tmp_path)
     assert done.exit_code == 0, done.output
     (line,) = summary(tmp_path)
     assert (line["case"], line["ratio"]) == (ONE.name, 2)
+
+
+def test_resuming_measures_again_what_lacks_a_competitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it stays away, the exit status says that a target has no verdict."""
+    without = outcome(measured(ONE, ours=1.0, mpich=2.0, gloo=1.5))
+    Results(tmp_path).add(without)
+    asked: list[Case] = []
+    monkeypatch.setattr("benchmarks.__main__.sweep", lambda cases, peers: asked.extend(cases) or [without])
+    done = command(*RESUMED, tmp_path)
+    assert [case.name for case in asked] == [ONE.name]
+    assert (done.exit_code, "targets without a verdict: " in done.output) == (1, True)
+    assert f"{ONE.name} (without mpich, openmpi)" in done.output
+    assert summary(tmp_path)[0]["met"] is None
+
+
+@pytest.mark.parametrize("options", [("--rounds", 3), ("--peers", "mpich"), ("--set", "protocol.slots=2")])
+def test_a_run_with_other_options_leaves_the_results_alone(tmp_path: Path, options: tuple[object, ...]) -> None:
+    Results(tmp_path).add(outcome(complete(ONE, ours=1.0)))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    word = "shaped" if options[0] == "--set" else "run"
+    done = command(word, *options, "--results", tmp_path)
+    assert done.exit_code == 1
+    assert f"results of the defaults, and this is a run of {options[0]} {options[1]}: choose another" in done.output
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_other_way_round_as_well(tmp_path: Path) -> None:
+    other = Results(tmp_path, options="--rounds 3")
+    other.add(outcome(complete(ONE, ours=1.0)))
+    assert Results(tmp_path, options="--rounds 3").rows == other.rows
+    done = command(*RESUMED, tmp_path)
+    assert (done.exit_code, "results of --rounds 3, and this is a run of the defaults" in done.output) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +237,19 @@ def test_shaped_links_are_left_out_loudly_where_they_cannot_be(tmp_path: Path, m
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     done = command("shaped", "--results", tmp_path)
     assert (done.exit_code, "run this as root" in done.output) == (1, True)
+    done = command("shaped", "--only", "tcp", "--optional", "--results", tmp_path)
+    assert (done.exit_code, "no case between shaped links has a name that contains 'tcp'" in done.output) == (0, True)
     done = command("shaped", "--optional", "--results", tmp_path)
     assert (done.exit_code, "### NOT MEASURED: shaped links: " in done.output) == (0, True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("layout", "load"), [("dedicated", 0.5), ("colocated", 0.75 * (0.25 + 0.5))])
+def test_what_a_link_lets_pass_at_once_is_no_part_of_its_bound(layout: str, load: float) -> None:
+    found = replace(measured(Case("tcp", 4, "100 MiB", 0.25)), union_density=0.5)
+    assert Setting(layout, 4, "1gbit").bound_ms(found, 1e6) == (load * 104_857_600 - 262_144) / 1e3
+    tiny = measured(Case("tcp", 4, "64 KiB", 0.25))
+    assert Setting(layout, 4, "1gbit").bound_ms(tiny, 1e6) == 0
 
 
 def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
@@ -184,7 +264,7 @@ def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
                 found.add(outcome(measured(case, ours=10.0 * density + 1, mpich=20.0, gloo=30.0, scan=1.0)))
     found.add(outcome(measured(Case("shm", 2, "100 MiB", 0.1, kind="skew"), [1, 1], ours=1.0)))
     shaped = Results(tmp_path, "testbed.json")
-    one = outcome(measured(Case("dedicated 1gbit", 2, "100 MiB", 1.0), ours=1.0))
+    one = outcome(measured(Case("tcp", 2, "100 MiB", 1.0, links="dedicated 1gbit"), ours=1.0))
     more = {"layout": "dedicated", "rate": "1gbit", "share": 0.9}
     shaped.add(replace(one, rows=[row | more for row in one.rows]))
     for out in ("first", "second"):
