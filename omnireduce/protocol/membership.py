@@ -213,12 +213,13 @@ class Membership:
         return "" if (hello.job, hello.formation) in self._gathering else self._no_room(hello, limits)
 
     def _no_room(self, hello: Hello, limits: Limits) -> str:
-        """Why there is no room for one more job; those that gather count as if they ran."""
-        if len(self._gathering) + len(self._running) >= limits.max_jobs:
+        """Why there is no room for one more job; those that gather count as if they ran. An elastic job takes the room
+        of its last generation, which may still be leaving."""
+        leaving = hello.job if hello.smallest or hello.formation else ""
+        gathering = [each.spec for each in self._gathering.values() if each.spec.job != leaving]
+        if len(gathering) + sum(each.job != leaving for each in self._running.values()) >= limits.max_jobs:
             return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
-        leaving = hello.job if hello.smallest or hello.formation else ""  # it takes the place of its last generation
-        others = [each.spec for each in self._gathering.values()]
-        others += [each for each in self._held.values() if each.job != leaving]
+        others = gathering + [each for each in self._held.values() if each.job != leaving]
         ranks, held = sum(each.world_size for each in others), sum(map(_slot_bytes, others))
         if ranks + hello.world_size > limits.max_ranks:
             wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"

@@ -100,8 +100,8 @@ MUTATIONS = (
         "too many jobs",
         _MEMBERSHIP,
         "a shard serves more jobs than it may",
-        "len(self._gathering) + len(self._running) >= limits.max_jobs:",
-        "len(self._gathering) >= limits.max_jobs:",
+        "len(gathering) + sum(each.job != leaving for each in self._running.values()) >= limits.max_jobs:",
+        "len(gathering) >= limits.max_jobs:",
     ),
     Mutation(
         "jobs of any size",

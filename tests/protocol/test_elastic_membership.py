@@ -1,0 +1,201 @@
+"""Who is in an elastic job: cases by name, and a random life of a job on its first shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from omnireduce.protocol.membership import Admit, Announce, Answer, Limits, Membership, MembershipEffect
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
+
+LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
+SETTLE_S = 5.0
+
+
+def hello(rank: int, *, smallest: int = 1, largest: int = 3, survivor: bool = False, **changes: Any) -> Hello:
+    fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "job": "job", "rank": rank, "world_size": largest}
+    fields |= {"shard": 0, "shards": 1, "slots": 4, "slot_bytes": 65536, "host": "h", "pid": 100 + rank}
+    fields |= {"stripe_blocks": 64, "smallest": smallest, "settle_s": SETTLE_S, "survivor": survivor}
+    return Hello(**(fields | changes))
+
+
+def come(membership: Membership, *ranks: int, now: float = 0.0, **changes: Any) -> list[Any]:
+    """Say hello as `ranks`, from connections named after them; return the effects of the last one."""
+    effects: list[MembershipEffect] = []
+    for rank in ranks:
+        effects = list(membership.hello(rank, hello(rank, **changes), now))
+    return effects
+
+
+def places(admit: Admit) -> list[tuple[object, int, int]]:
+    """Connection, rank and world size of everybody."""
+    return [(key, each.rank, each.world_size) for key, each in zip(admit.keys, admit.hellos, strict=True)]
+
+
+def running(membership: Membership, *ranks: int) -> Admit:
+    (admit,) = come(membership, *ranks, largest=len(ranks))
+    assert isinstance(admit, Admit)
+    return admit
+
+
+def test_it_starts_when_all_are_here() -> None:
+    admit = running(Membership(LIMITS), 2, 0, 1)
+    assert places(admit) == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
+
+
+def test_without_a_survivor_it_waits_for_all() -> None:
+    membership = Membership(LIMITS)
+    assert come(membership, 0, 2) == [Answer(2, Pending([1], 1))]
+    assert list(membership.expire(20.0)) == [Answer(0, Pending([1], 1)), Answer(2, Pending([1], 1))]
+    refused = list(membership.expire(30.0))
+    assert [each.key for each in refused if isinstance(each, Answer)] == [0, 2]
+
+
+def test_survivors_start_with_fewer_when_they_have_settled() -> None:
+    membership = Membership(LIMITS)
+    membership.finished(running(membership, 0, 1, 2).generation, 10.0)
+    come(membership, 2, now=10.0, survivor=True)
+    come(membership, 1, now=12.0, survivor=True)
+    assert membership.deadline == 11.0  # the news that rank 2 is not alone
+    list(membership.expire(16.9))
+    assert membership.deadline == 12.0 + SETTLE_S
+    (admit,) = membership.expire(17.0)
+    assert isinstance(admit, Admit)
+    assert places(admit) == [(1, 0, 2), (2, 1, 2)]
+
+
+def test_who_comes_or_goes_starts_the_wait_anew() -> None:
+    membership = Membership(LIMITS)
+    come(membership, 0, now=0.0, survivor=True)
+    come(membership, 1, now=3.0, survivor=True)
+    membership.gone(0, 6.0)
+    assert not any(isinstance(each, Admit) for each in membership.expire(10.9))
+    (admit,) = membership.expire(11.0)
+    assert isinstance(admit, Admit)
+    assert places(admit) == [(1, 0, 1)]
+
+
+def test_fewer_than_the_smallest_are_refused_in_the_end() -> None:
+    membership = Membership(LIMITS)
+    come(membership, 0, smallest=2, survivor=True)
+    assert list(membership.expire(29.0)) == []
+    (answer,) = membership.expire(30.0)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.message, Refused)
+    assert "still waiting for rank 1, 2 after 30 s" in answer.message.reason
+
+
+def test_a_job_that_is_well_goes_on_and_hears_of_newcomers() -> None:
+    membership = Membership(LIMITS)
+    old = running(membership, 0, 1)
+    assert come(membership, 2, now=1.0, largest=2) == [Answer(2, Pending([0, 1], 2))]
+    assert list(membership.expire(2.0)) == [Answer(2, Pending([0, 1], 2)), Announce(old.generation, 1)]
+    assert membership.deadline is None
+    assert list(membership.expire(1000.0)) == []  # it waits as long as it likes
+    membership.finished(old.generation, 1000.0)
+    (admit,) = come(membership, 0, now=1001.0, largest=2, survivor=True)
+    assert places(admit) == [(0, 0, 2), (2, 1, 2)]
+
+
+def test_of_too_many_the_survivors_come_first() -> None:
+    membership = Membership(LIMITS)
+    old = running(membership, 1, 2)
+    come(membership, 0, 5, largest=2)
+    come(membership, 2, 1, largest=2, survivor=True)
+    membership.finished(old.generation, 4.0)
+    (admit,) = membership.expire(4.0)
+    assert isinstance(admit, Admit)
+    assert places(admit) == [(1, 0, 2), (2, 1, 2)]
+    assert Announce(admit.generation, 2) in list(membership.expire(6.0))
+
+
+def test_other_shards_gather_by_formation() -> None:
+    membership = Membership(LIMITS)
+    there = {"shard": 1, "shards": 2, "smallest": 0}
+    (first,) = come(membership, 0, 1, largest=2, formation=7, **there)
+    come(membership, 0, largest=3, formation=8, **there)  # its first shard gave up this formation
+    (second,) = come(membership, 0, 1, largest=2, formation=9, **there)
+    assert places(first) == places(second) == [(0, 0, 2), (1, 1, 2)]
+    assert "already in job" in come(membership, 1, largest=2, formation=9, **there)[0].message.reason
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"smallest": 0}, {}, "smallest 1 differs from 0 of rank 0 (host h, pid 100) in job 'job'"),
+        ({}, {"smallest": 0}, "give every worker the same elastic.enabled and elastic.smallest"),
+        ({}, {"smallest": 2}, "smallest 2 differs from 1"),
+        ({}, {"largest": 4}, "world_size 4 differs from 3"),
+        ({}, {"settle_s": 6.0}, "give every worker the same elastic.settle_s"),
+        ({}, {"smallest": 4}, "an elastic job of 4 to 3 workers"),
+        ({}, {"settle_s": -1.0}, "a job that settles after -1 s"),
+        ({}, {"settle_s": float("nan")}, "a job that settles after nan s"),
+        ({}, {"formation": 3}, "an elastic hello on shard 0 for formation 3"),
+        ({}, {"formation": -3, "smallest": 0}, "an elastic hello on shard 0 for formation -3"),
+    ],
+)
+def test_workers_that_disagree_are_refused(first: dict[str, Any], second: dict[str, Any], words: str) -> None:
+    membership = Membership(LIMITS)
+    come(membership, 0, **first)
+    (answer,) = come(membership, 1, **second)
+    assert isinstance(answer.message, Refused)
+    assert words in answer.message.reason
+
+
+def test_a_plain_worker_cannot_join_an_elastic_job_that_runs() -> None:
+    membership = Membership(LIMITS)
+    running(membership, 0, 1)
+    (answer,) = come(membership, 2, smallest=0)
+    assert "is elastic: give every worker the same elastic.enabled" in answer.message.reason
+
+
+def test_survivors_take_the_room_of_their_last_generation() -> None:
+    """Its connections may still be closing."""
+    membership = Membership(Limits(3, 40, 1 << 26, 30.0, max_ranks=4))
+    membership.finished(running(membership, 0, 1, 2).generation, 0.0)
+    assert isinstance(come(membership, 0, survivor=True)[0].message, Pending)
+    assert isinstance(come(membership, 0, job="other")[0].message, Refused)
+
+
+@settings(max_examples=200)
+@seed(11)
+@given(st.data())
+def test_a_random_life(data: st.DataObject) -> None:
+    """Nobody is forgotten, nobody is in two generations, one generation at a time runs, of a size that was agreed."""
+    membership, now, waiting, job, survivors = Membership(LIMITS), 0.0, {}, None, set[int]()
+    for key in range(data.draw(st.integers(5, 40))):
+        now += data.draw(st.sampled_from([0.0, 0.5, 2.0, 6.0, 31.0]))
+        what = data.draw(st.sampled_from(["comes", "comes", "comes", "goes", "ends", "time"]))
+        effects: list[MembershipEffect] = []
+        if what == "comes":
+            rank = data.draw(st.integers(0, 5))
+            message = hello(rank, smallest=2, survivor=rank in survivors)
+            waiting[key] = message
+            effects = list(membership.hello(key, message, now))
+        elif what == "goes" and waiting:
+            gone = data.draw(st.sampled_from(sorted(waiting)))
+            del waiting[gone]
+            membership.gone(gone, now)
+        elif what == "ends" and job is not None:
+            membership.finished(job.generation, now)
+            membership.released(job.generation)
+            job = None
+        for effect in effects + list(membership.expire(now)):
+            if isinstance(effect, Admit):
+                assert job is None
+                job = effect
+                asked = [waiting.pop(key) for key in effect.keys]
+                assert [each.rank for each in asked] == sorted(each.rank for each in asked)
+                assert [each.rank for each in effect.hellos] == list(range(len(asked)))
+                assert len(asked) == 3 or (len(asked) == 2 and any(each.survivor for each in asked))
+                survivors = {each.rank for each in asked}
+            elif isinstance(effect, Announce):
+                assert job is not None
+                assert (effect.generation, effect.workers) == (job.generation, len(waiting))
+            elif isinstance(effect.message, Refused):
+                del waiting[effect.key]  # type: ignore[arg-type]
+        known = {key for each in membership._gathering.values() for key, _ in each.members.values()}
+        assert known == waiting.keys()

@@ -1,0 +1,292 @@
+"""Jobs that go on with other workers: reform, commit, restore, sync, over real aggregators."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, Ranks, configured, eventually, unique_job
+from transports import KINDS
+
+from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
+from omnireduce.config import Config
+from omnireduce.runtime.elastic import NewcomersError
+
+ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
+
+
+@pytest.fixture(params=KINDS)
+def elastic(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
+    return configured(daemon.addresses, *ELASTIC, f"transport.kind={request.param}")
+
+
+def total(comm: Communicator) -> float:
+    """The sum over all ranks of their rank plus 1, in every one of many blocks."""
+    x = np.full(100_000, comm.rank + 1, np.float32)
+    comm.allreduce(x)
+    assert (x == x[0]).all()
+    return float(x[0])
+
+
+def told(state: ElasticState) -> bool:
+    """Whether a commit says that others wait."""
+    try:
+        state.commit()
+    except NewcomersError as error:
+        return "reform" in str(error)
+    return False
+
+
+def until_aborted(comm: Communicator) -> str:
+    """Go on until the job fails; return whose fault that is."""
+    try:
+        while True:
+            total(comm)
+    except AbortedError as error:
+        return error.culprit
+
+
+class Together:
+    """Where ranks meet that are threads: a fault ends also collectives that some ranks have completed already."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._barriers = {size: threading.Barrier(size) for size in sizes}
+
+    def total(self, comm: Communicator) -> float:
+        found = total(comm)
+        self._barriers[comm.size].wait(60)
+        return found
+
+
+def start(config: Config, size: int, work: Callable[[Communicator], object]) -> Ranks:
+    job = unique_job("elastic")
+
+    def run(rank: int) -> object:
+        with Communicator(config, rank=rank, size=size, job=job) as comm:
+            return work(comm)
+
+    return Ranks(size, run)
+
+
+def test_survivors_go_on_without_the_one_that_failed(elastic: Config) -> None:
+    together = Together(3)
+
+    def work(comm: Communicator) -> object:
+        generation = comm.generation
+        assert together.total(comm) == 6.0
+        if comm.rank == 1:
+            raise KeyboardInterrupt
+        launched = comm.rank
+        assert until_aborted(comm).startswith("rank 1 (")
+        comm.reform()
+        assert comm.generation > generation
+        assert comm.statistics().collectives == 0
+        return launched, comm.rank, comm.size, total(comm)
+
+    first, failed, third = start(elastic, 3, work).outcomes()
+    assert isinstance(failed, KeyboardInterrupt)
+    assert [first, third] == [(0, 0, 2, 3.0), (2, 1, 2, 3.0)]
+
+
+def test_again_and_again(elastic: Config) -> None:
+    """One rank after the other fails; the last one is alone."""
+    together = Together(2, 3)
+
+    def work(comm: Communicator) -> object:
+        launched, sizes = comm.rank, [comm.size]
+        while comm.size > 1:
+            together.total(comm)
+            if comm.rank == comm.size - 1:
+                comm._engine.abort("had enough")
+                return launched, sizes
+            until_aborted(comm)
+            comm.reform()
+            sizes.append(comm.size)
+        assert total(comm) == 1.0
+        return launched, sizes
+
+    assert start(elastic, 3, work).results() == [(0, [3, 2, 1]), (1, [3, 2]), (2, [3])]
+
+
+def test_a_worker_that_is_started_again_joins_the_others(elastic: Config) -> None:
+    """It waits until they form the job anew, which they do when they hear of it; all ranks are what they were."""
+    job, restarted, together = unique_job("elastic"), threading.Event(), Together(3)
+
+    def run(rank: int) -> object:
+        with Communicator(elastic, rank=rank, size=3, job=job) as comm:
+            together.total(comm)
+            if rank == 1:
+                comm._engine.abort("killed")
+            else:
+                until_aborted(comm)
+                comm.reform()
+                assert (comm.size, total(comm)) == (2, 3.0)
+                restarted.set()
+                assert eventually(lambda: agreed(comm))
+                comm.reform()
+                return comm.rank, comm.size, total(comm)
+        assert restarted.wait(60)
+        with Communicator(elastic, rank=rank, size=3, job=job) as comm:
+            return comm.rank, comm.size, total(comm)
+
+    def agreed(comm: Communicator) -> bool:
+        return bool(comm.allreduce(np.array([comm.newcomers]), op="max")[0])
+
+    assert Ranks(3, run).results() == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+def test_too_few_survivors_say_so_and_may_try_again(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, *ELASTIC, "cluster.join_timeout_s=0.5")
+
+    together = Together(2)
+
+    def work(comm: Communicator) -> object:
+        together.total(comm)
+        if comm.rank == 1:
+            comm._engine.abort("gone")
+            return None
+        until_aborted(comm)
+        with pytest.raises(RefusedError, match=r"waiting for rank 1 of job .* after cluster.join_timeout_s = 0.5"):
+            comm.reform(smallest=2)
+        with pytest.raises(AbortedError, match="gone"):
+            total(comm)
+        comm.reform(smallest=1)
+        return total(comm)
+
+    assert start(config, 2, work).results() == [1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"smallest": 0}, "from 0 to 1 workers"),
+        ({"smallest": 3, "largest": 2}, "from 3 to 2 workers"),
+        ({"smallest": 1.5}, "smallest is 1.5, a float"),
+        ({"largest": True}, "largest is True, a bool"),
+    ],
+)
+def test_numbers_that_cannot_be(daemon: Daemon, arguments: dict[str, int], words: str) -> None:
+    with Communicator(configured(daemon.addresses, *ELASTIC), rank=0, size=1, job=unique_job()) as comm:
+        with pytest.raises(UsageError, match=words):
+            comm.reform(**arguments)
+        assert total(comm) == 1.0  # nothing has happened
+
+
+def test_a_job_that_began_as_a_fixed_one_can_be_formed_anew(daemon: Daemon) -> None:
+    """And grow, if everybody says so."""
+    config, job, formed = configured(daemon.addresses, ELASTIC[1]), unique_job(), threading.Barrier(3)
+
+    def run(rank: int) -> object:
+        if rank < 2:
+            with Communicator(config, rank=rank, size=2, job=job) as comm:
+                total(comm)
+                formed.wait(60)
+                comm.reform(smallest=1, largest=3)
+                return comm.size, total(comm)
+        formed.wait(60)
+        elastic = configured(daemon.addresses, *ELASTIC)
+        with Communicator(elastic, rank=2, size=3, job=job) as comm:
+            return comm.size, total(comm)
+
+    assert Ranks(3, run).results() == [(3, 6.0)] * 3
+
+
+# state
+
+
+def test_a_state_goes_back_to_its_last_commit(daemon: Daemon) -> None:
+    with Communicator(configured(daemon.addresses, *ELASTIC), rank=0, size=1, job=unique_job()) as comm:
+        weights = np.zeros(3)
+        state = ElasticState(comm, {"weights": weights})
+        weights += 1
+        state.step = 5
+        state.commit()
+        weights += 1
+        state.step = 6
+        state.restore()
+        assert (state.step, state.committed_step, weights.tolist()) == (5, 5, [1.0] * 3)
+
+
+def test_all_states_become_that_of_the_farthest(elastic: Config) -> None:
+    def work(comm: Communicator) -> object:
+        weights, names = np.full(5, comm.rank), np.array([f"rank {comm.rank}"])
+        state = ElasticState(comm, {"weights": weights, "names": names}, step=[3, 7, 7][comm.rank])
+        source = state.sync()
+        return source, state.step, state.committed_step, weights.tolist(), names.tolist()
+
+    assert start(elastic, 3, work).results() == [(1, 7, 7, [1] * 5, ["rank 1"])] * 3
+
+
+def test_a_loop_goes_on_from_the_last_commit(elastic: Config) -> None:
+    """Every rank fails once, each in another step, and joins again as a new process would."""
+    job, steps, failures = unique_job("loop"), 12, {2: 3, 0: 6, 1: 9}
+
+    def run(rank: int, fails: bool = True) -> object:
+        with Communicator(elastic, rank=rank, size=3, job=job) as comm:
+            weights = np.zeros(1000, np.float32)
+            state = ElasticState(comm, {"weights": weights})
+
+            def train(source: int) -> None:
+                while state.step < steps or comm.size < 3:  # until those that failed are back
+                    if fails and state.step == failures[rank]:
+                        raise RuntimeError("struck")
+                    gradient = np.ones(1000, np.float32)
+                    comm.allreduce(gradient, op="mean")
+                    weights[:] += gradient
+                    state.step += 1
+                    state.commit()
+
+            try:
+                run_elastic(comm, state, train)
+            except RuntimeError:
+                fails = False
+            else:
+                return state.step, float(weights[0]), comm.size
+        return run(rank, fails=False)
+
+    done = Ranks(3, run).results()
+    [(step, weight, size)] = set(done)
+    assert (weight, size) == (step, 3)
+
+
+def test_a_loop_that_gets_nowhere_gives_up(daemon: Daemon) -> None:
+    """A fault that comes again after each new start ends it with that fault."""
+    calls = []
+
+    def work(comm: Communicator) -> None:
+        def train(source: int) -> None:
+            calls.append(comm.rank)
+            comm.allreduce(np.ones(10 + comm.rank, np.float32))  # never the same on all ranks
+
+        run_elastic(comm, ElasticState(comm, {}), train, attempts=2)
+
+    failed = start(configured(daemon.addresses, *ELASTIC), 2, work).outcomes()
+    assert all(isinstance(error, AbortedError) and "float32[10]" in str(error) for error in failed)
+    assert sorted(calls) == [0] * 3 + [1] * 3
+
+
+def test_a_commit_tells_all_ranks_of_a_newcomer(daemon: Daemon) -> None:
+    config, job = configured(daemon.addresses, *ELASTIC), unique_job()
+    runs = threading.Event()
+
+    def run(rank: int) -> object:
+        if rank == 2:
+            assert runs.wait(60)
+            with Communicator(config, rank=1, size=2, job=job) as comm:  # takes the place of rank 1
+                return comm.rank, comm.size
+        with Communicator(config, rank=rank, size=2, job=job) as comm:
+            state = ElasticState(comm, {})
+            runs.set()
+            while not told(state):
+                state.step += 1
+            steps = comm.allgather(np.array([state.step]))
+            assert steps[0] == steps[1] == state.committed_step
+            if rank == 1:
+                return None
+            comm.shutdown()
+            comm.reform()
+            return comm.rank, comm.size
+
+    assert Ranks(3, run).results() == [(0, 2), None, (1, 2)]
