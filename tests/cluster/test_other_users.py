@@ -82,6 +82,15 @@ def impostor(port: int) -> Iterator[socket.socket]:
         yield listener
 
 
+def test_another_users_process_does_not_hide_an_aggregator_that_listens_everywhere() -> None:
+    """It has taken the name for one address; the aggregator has the one for all."""
+    with Daemon(1, "security.allow_no_secret=true", listen="0.0.0.0:0") as daemon:
+        port = int(daemon.addresses[0].rpartition(":")[2])
+        config = configured([f"127.0.0.1:{port}"], "transport.kind=shm", "cluster.join_timeout_s=20")
+        with impostor(port), Communicator(config, rank=0, size=1, job=unique_job()) as comm:
+            assert comm.transport == "shm"
+
+
 def test_another_users_aggregator_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     """Where tcp will do as well, the worker goes on with that."""
     with Daemon(1, "transport.kind=tcp") as daemon, impostor(int(daemon.addresses[0].rpartition(":")[2])) as listener:

@@ -68,7 +68,7 @@ def hello_is_proper(hello: Hello) -> bool:
         and len(hello.host) <= 255
         and hello.host.isprintable()
         and 1 <= hello.world_size <= MAX_RANKS
-        and 0 <= hello.rank
+        and hello.rank >= 0
         and (hello.rank < hello.world_size or hello.smallest > 0)
         and 0 <= hello.smallest <= hello.world_size
         and 0 <= hello.settle_s <= 3600
