@@ -275,7 +275,7 @@ class ShardServer:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
         except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
             reason = f"the aggregator has no memory for this job: {error}"
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError | MemoryError):
                 failed = tagged("internal_error", job=admit.job)
                 log.exception("internal error at the start of a job; please report it", extra=failed)
                 reason = "internal error; the log of the aggregator has the details"
