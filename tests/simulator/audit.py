@@ -36,6 +36,7 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
             yield f"the time limit of {connection.link.peer}"
         if connection.job is not None and isinstance(connection.link, SimLink):
             yield from _audit_output(connection.link)
+    yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
     for job in server._jobs.values():
         yield from _audit_job(job, limits)
 
