@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -146,6 +148,21 @@ def test_a_flood_on_standard_error(lines: Callable[[], list[str]]) -> None:
     assert len(found) - len(refused) == 1000
     seconds = {each["time"][:19] for each in refused}
     assert len(refused) <= A_SECOND * len(seconds) < 1000
+
+
+def test_every_event_is_in_the_documentation() -> None:
+    root = Path(__file__).parent.parent
+    sources = [
+        file.read_text()
+        for folder in ("omnireduce", "aggregator", "worker")
+        for file in root.rglob(f"{folder}/**/*.py")
+    ]
+    events = {name for source in sources for name in re.findall(r'(?:tagged|about)\(\s*"(\w+)"', source)}
+    rows = (root / "docs" / "operations.md").read_text().split("| event | level |")[1].split("\n\n")[0].splitlines()
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
+    assert {"refused", "job_started", "metrics_request"} <= events
+    assert events <= documented
+    assert events >= OF_STRANGERS
 
 
 def test_standard_error_is_the_place() -> None:
