@@ -36,7 +36,7 @@ simulate: $(READY) ## run simulated clusters with faults from seeds, and from ne
 	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:3000 --new 1000)
 
 fuzz: $(READY) ## play hostile input from a new seed to both sides; half a minute. ARGS="stranger --examples 100000"
-	@$(BIN)/python -m tests.fuzz $(or $(ARGS),--examples 1000)
+	@$(BIN)/python -m tests.fuzz $(or $(ARGS),--examples 1500)
 
 mutations: $(READY) ## show that the simulator catches every deliberate bug; about ten minutes
 	@$(BIN)/python -m tests.simulator --mutations
