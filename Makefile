@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check simulate mutations bench bench-quick rdma test-rdma clean
+.PHONY: help demo test lint types check simulate fuzz mutations bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -34,6 +34,9 @@ check: lint types test ## lint, types and tests: what CI runs
 
 simulate: $(READY) ## run simulated clusters with faults from seeds, and from new ones; minutes. ARGS="--seeds 0:100000"
 	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:3000 --new 1000)
+
+fuzz: $(READY) ## play hostile input from a new seed to both sides; half a minute. ARGS="stranger --examples 100000"
+	@$(BIN)/python -m tests.fuzz $(or $(ARGS),--examples 1500)
 
 mutations: $(READY) ## show that the simulator catches every deliberate bug; about ten minutes
 	@$(BIN)/python -m tests.simulator --mutations

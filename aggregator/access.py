@@ -18,18 +18,19 @@ def make_access(config: Config) -> Access:
     said about that."""
     secret = load_secret(config.security)
     listen = config.aggregator.listen
-    if secret is None and not config.security.allow_no_secret and not _is_loopback(parse_address(listen)[0]):
+    if secret is None and not config.security.allow_no_secret and _reach(listen):
         raise ConfigError(
-            f"aggregator.listen: {listen} can be reached from other hosts, and without a secret all of them may join: "
+            f"aggregator.listen: {listen} {_reach(listen)}, and without a secret all of them may join: "
             f"give {GIVE}, here and to the workers, or say security.allow_no_secret = true"
         )
     return Access(secret, config.security.local_users == "any", aggregator_context(config.security))
 
 
-def _is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this host alone. One that has no address is for the bind to complain about."""
+def _reach(listen: str) -> str:
+    """Why hosts beyond this one can, or could, reach an address; empty for one of loopback."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return True
-    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+        found = socket.getaddrinfo(parse_address(listen)[0], 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"cannot be looked up now ({error.strerror or error}) and may stand for an address of other hosts"
+    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    return "" if all(address.is_loopback for address in addresses) else "can be reached from other hosts"

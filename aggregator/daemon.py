@@ -88,7 +88,7 @@ class Daemon:
         listener, address = open_http(self._config.metrics.listen)
         log.info("metrics at http://%s/metrics", address, extra=tagged("metrics", address=address))
         names, addresses = [each.name for each in bound], [each.address for each in bound]
-        run = partial(run_monitor, listener, self._config, names, addresses)
+        run = partial(run_monitor, listener, self._config, self._access.secret, names, addresses)
         self._family.start("monitor", address, run, Deaths())
 
     def _supervise(self) -> bool:

@@ -1,8 +1,10 @@
 """Metrics and health by HTTP, in a process of its own: the shards serve jobs only, the supervisor has no threads.
 
 The monitor asks the shards as anybody could, by a status request, but at Unix sockets of their own: whatever
-transports workers may use, and with TLS or without. Each request to it waits for them for a bounded time. It lives as
-long as the supervisor does.
+transports workers may use, and with TLS or without. It lives as long as the supervisor does.
+
+Each request has a thread and one deadline for all of it. Of too many the oldest is hung up on, so that silent clients
+keep nobody from asking whether the daemon lives.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import wait
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -24,12 +29,14 @@ from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
 from omnireduce.runtime.observe import MONITOR, ask_all
+from omnireduce.secret import Secret
 from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
 
 log = logging.getLogger("omnireduce.aggregator")
-AT_ONCE = 64  # requests; more are hung up on
-READ_S = 3.0  # how long a client may take to say what it wants, and to take the answer
+CONNECTIONS = 128  # requests at once
+AT_ONCE = 64  # of them may wait for the shards
+CLIENT_S = 3.0  # how long a request may take, beside the time that the shards have for their answer
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _Start = Callable[[str, list[tuple[str, str]]], object]
@@ -39,28 +46,53 @@ _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
 class Monitor:
     """What the pages say of the shards at `addresses`, which are called `names`."""
 
-    def __init__(self, config: Config, names: Sequence[str], addresses: Sequence[str]) -> None:
+    def __init__(self, config: Config, secret: Secret | None, names: Sequence[str], addresses: Sequence[str]) -> None:
         self._names, self._addresses = names, [_reachable(address) for address in addresses]
-        self._config = config
+        self._config, self._secret = config, secret
+        self._places = threading.Semaphore(AT_ONCE)
+        self._lock = threading.Lock()
+        self._round: Future[Answers] | None = None  # of asking the shards, which is under way
         registry = CollectorRegistry()
         registry.register(ShardCollector(self._ask))
         self._metrics: _App = make_wsgi_app(registry)
 
     def __call__(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
         """One request, as WSGI has it."""
+        pages: dict[str, _App] = {"/metrics": self._metrics, "/readyz": self._ready}
         path = environ["PATH_INFO"]
-        if path == "/metrics":
-            return self._metrics(environ, start)
         if path == "/healthz":
             return _page(start, "200 OK", "alive")
-        if path == "/readyz":
-            wrong = [f"{name}: {each}" for name, each in self._ask().items() if not isinstance(each, Status)]
-            return _page(start, "503 Service Unavailable" if wrong else "200 OK", "\n".join(wrong) or "ready")
-        return _page(start, "404 Not Found", "try /metrics, /healthz or /readyz")
+        if path not in pages:
+            return _page(start, "404 Not Found", "try /metrics, /healthz or /readyz")
+        if not self._places.acquire(blocking=False):
+            return _page(start, "503 Service Unavailable", f"{AT_ONCE} requests wait for the shards already")
+        try:
+            return pages[path](environ, start)
+        finally:
+            self._places.release()
+
+    def _ready(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
+        wrong = [f"{name}: {each}" for name, each in self._ask().items() if not isinstance(each, Status)]
+        return _page(start, "503 Service Unavailable" if wrong else "200 OK", "\n".join(wrong) or "ready")
 
     def _ask(self) -> Answers:
-        found = ask_all(self._addresses, self._config, self._config.metrics.timeout_s, purpose=MONITOR)
-        return dict(zip(self._names, found, strict=True))
+        """What the shards say; requests that come while they are asked share the answers."""
+        with self._lock:
+            under_way, mine = self._round, Future[Answers]()
+            if under_way is None:
+                self._round = mine
+        if under_way is not None:
+            return under_way.result()
+        try:
+            timeout_s = self._config.metrics.timeout_s
+            found = ask_all(self._addresses, self._config, timeout_s, secret=self._secret, purpose=MONITOR)
+            mine.set_result(dict(zip(self._names, found, strict=True)))
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            self._round = None
+        return mine.result()
 
 
 def _reachable(address: str) -> str:
@@ -75,12 +107,12 @@ def _page(start: _Start, status: str, text: str) -> Iterable[bytes]:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Serves on a socket that listens already, some requests at once."""
+    """Serves `app` on a socket that listens already; each request may take `limit_s`."""
 
     daemon_threads = True
-    timeout = 1.0  # for a connection that was there when `run_monitor` looked
+    timeout = 1.0  # for a connection that was there when `serve` looked
 
-    def __init__(self, listener: socket.socket, app: Monitor) -> None:
+    def __init__(self, listener: socket.socket, app: _App, limit_s: float) -> None:
         address = listener.getsockname()
         super().__init__(address, _Handler, bind_and_activate=False)
         self.socket.close()
@@ -88,21 +120,42 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = address[:2]
         self.setup_environ()
         self.set_app(app)
-        self._room = threading.BoundedSemaphore(AT_ONCE)
+        self._limit_s = limit_s
+        self._deadlines: dict[socket.socket, float] = {}  # of the requests that are there, the oldest first
+        self._lock = threading.Lock()  # a socket that is shut down may not be closed meanwhile
+
+    def serve(self, stop_pipe: int) -> None:
+        """Until `stop_pipe` is closed."""
+        while True:
+            with self._lock:
+                first = next(iter(self._deadlines.values()), None)
+            ready = wait([self.socket, stop_pipe], None if first is None else max(0.0, first - time.monotonic()))
+            if stop_pipe in ready:
+                return
+            self._hang_up(time.monotonic(), CONNECTIONS - 1 if ready else CONNECTIONS)
+            if ready:
+                self.handle_request()
+
+    def _hang_up(self, now: float, most: int) -> None:
+        """Let go who is over time, and of more than `most` the oldest: their threads find the connection closed."""
+        with self._lock:
+            late = sum(deadline <= now for deadline in self._deadlines.values())
+            for request in list(self._deadlines)[: max(late, len(self._deadlines) - most)]:
+                del self._deadlines[request]
+                with suppress(OSError):  # it has gone already
+                    request.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin a thread for the request, if there is room for one."""
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Begin a thread for the request. Where none can be had, the base class hangs up."""
+        with self._lock:
+            self._deadlines[request] = time.monotonic() + self._limit_s
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+    def shutdown_request(self, request: Any) -> None:
+        """The request is over."""
+        with self._lock:
+            self._deadlines.pop(request, None)
+            super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is nobody's trouble."""
@@ -110,8 +163,6 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = READ_S
-
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class calls it so
         log.debug(format, *args, extra=tagged("metrics_request", peer=self.client_address[0]))
 
@@ -134,12 +185,17 @@ def open_http(address: str) -> tuple[socket.socket, str]:
 
 
 def run_monitor(
-    listener: socket.socket, config: Config, names: Sequence[str], addresses: Sequence[str], stop_pipe: int
+    listener: socket.socket,
+    config: Config,
+    secret: Secret | None,
+    names: Sequence[str],
+    addresses: Sequence[str],
+    stop_pipe: int,
 ) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The shards
+    want `secret`."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     start_logs(config.log)
-    server = _Server(listener, Monitor(config, names, addresses))
-    while stop_pipe not in wait([listener, stop_pipe]):
-        server.handle_request()
+    monitor = Monitor(config, secret, names, addresses)
+    _Server(listener, monitor, CLIENT_S + config.metrics.timeout_s).serve(stop_pipe)

@@ -23,7 +23,8 @@ from omnireduce.errors import ConfigError
 
 FRAMING_BYTES = 2048  # what a message needs in its slot beside one block
 WIDEST_ELEMENT_BYTES = 8
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?\Z")
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
 _PORT = re.compile(r"[0-9]{1,5}\Z")
 
 

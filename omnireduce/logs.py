@@ -5,7 +5,8 @@ beside its text travels in `extra`:
 
     log.warning("rank %d left", rank, extra=tagged("rank_left", job=job, rank=rank))
 
-`start_logs` is for programs: it writes the lines of this process to standard error.
+`start_logs` is for programs: it writes the lines of this process to standard error, of what strangers can cause a few
+a second.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from omnireduce.config_schema import Log
 
+OF_STRANGERS = {"hello", "refused", "dropped", "turned_away", "accept_failed", "newcomer_lost", "internal_error"}
+A_SECOND = 10  # lines of each of these events
 _PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
 
 
@@ -44,6 +47,7 @@ class BoundLog(logging.LoggerAdapter[logging.Logger]):
 def start_logs(settings: Log, **fields: object) -> None:
     """Write the log lines of this process to standard error from now on, each with `fields`."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(FloodFilter())
     handler.setFormatter((JsonLines if settings.format == "json" else TextLines)(fields))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
 
@@ -51,6 +55,28 @@ def start_logs(settings: Log, **fields: object) -> None:
 def logs_are_json() -> bool:
     """Whether `start_logs` was told to write JSON."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+class FloodFilter(logging.Filter):
+    """Passes A_SECOND records of each event that strangers can cause in a second. The next one that passes says in
+    `left_out` how many did not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[str, tuple[int, int]] = {}  # by event: the second, and how many came in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        event = getattr(record, "event", "")
+        if event not in OF_STRANGERS:
+            return True
+        second, count = self._seen.get(event, (0, 0))
+        left_out = 0
+        if int(record.created) != second:
+            left_out, second, count = max(0, count - A_SECOND), int(record.created), 0
+        self._seen[event] = second, count + 1
+        if left_out:
+            record.fields = {**getattr(record, "fields", {}), "left_out": left_out}
+        return count < A_SECOND
 
 
 class _Lines(logging.Formatter):

@@ -65,7 +65,7 @@ def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> 
 def read_private(name: str, key: str) -> bytes:
     """The start of a file that only its owner may read. Raises ConfigError, which names `key`."""
     try:
-        with Path(name).expanduser().open("rb") as file:
+        with open(Path(name).expanduser(), "rb", opener=_without_waiting) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"{key}: {name} is no regular file")
@@ -76,6 +76,11 @@ def read_private(name: str, key: str) -> bytes:
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{key}: {name} cannot be read: {reason}") from None
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    """As `open` does it, but a FIFO is not waited for."""
+    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def _checked(data: bytes, source: str) -> Secret:

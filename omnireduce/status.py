@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 LISTED = 16  # how many ranks a list names at most
+MOST = 2**63 - 1  # where a total stays: what ranks announce can go beyond the integers that can be sent
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -39,9 +40,9 @@ class Traffic(msgspec.Struct, kw_only=True):
         return self.union_blocks / self.blocks if self.blocks else None
 
     def add(self, other: Traffic) -> None:
-        """Add all totals of `other`."""
+        """Add all totals of `other`; none passes MOST."""
         for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, min(getattr(self, name) + getattr(other, name), MOST))
 
 
 class Waiting(msgspec.Struct, frozen=True):

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from omnireduce.cli import reporting_errors
 from omnireduce.config import Log
 from omnireduce.errors import UsageError
-from omnireduce.logs import BoundLog, JsonLines, TextLines, start_logs, tagged
+from omnireduce.logs import (
+    A_SECOND,
+    OF_STRANGERS,
+    BoundLog,
+    FloodFilter,
+    JsonLines,
+    TextLines,
+    start_logs,
+    tagged,
+)
 
 log = logging.getLogger("omnireduce.test_logs")
 
@@ -106,6 +117,52 @@ def test_the_error_that_ends_a_program(settings: Log, expected: str, lines: Call
         assert (json.loads(line)["event"], json.loads(line)["level"]) == ("failed", "critical")
         line = json.loads(line)["message"]
     assert line == expected
+
+
+@pytest.mark.parametrize("event", sorted(OF_STRANGERS))
+def test_of_what_strangers_can_cause_there_are_a_few_lines_a_second(event: str) -> None:
+    """Those that are left out are counted on the next line. What jobs cause is not limited."""
+    flood = FloodFilter()
+
+    def passes(second: float, event: str) -> list[int]:
+        record = logging.makeLogRecord({"created": second, **tagged(event, peer="p")})
+        if not flood.filter(record):
+            return []
+        assert record.fields["peer"] == "p"
+        return [record.fields.get("left_out", 0)]
+
+    assert [each for i in range(50) for each in passes(7.0 + i / 100, event)] == [0] * A_SECOND
+    assert [each for _ in range(50) for each in passes(7.5, "job_ended")] == [0] * 50
+    assert passes(9.0, event) == [50 - A_SECOND]
+    assert [each for i in range(50) for each in passes(9.1, event)] == [0] * (A_SECOND - 1)
+    assert passes(5.0, event) == [51 - A_SECOND]  # a clock that is set back
+
+
+def test_a_flood_on_standard_error(lines: Callable[[], list[str]]) -> None:
+    start_logs(Log(format="json"))
+    for number in range(1000):
+        log.warning("refused %d", number, extra=tagged("refused", peer="p"))
+        log.warning("ended %d", number, extra=tagged("job_ended"))
+    found = [json.loads(line) for line in lines()]
+    refused = [each for each in found if each["event"] == "refused"]
+    assert len(found) - len(refused) == 1000
+    seconds = {each["time"][:19] for each in refused}
+    assert len(refused) <= A_SECOND * len(seconds) < 1000
+
+
+def test_every_event_is_in_the_documentation() -> None:
+    root = Path(__file__).parent.parent
+    sources = [
+        file.read_text()
+        for folder in ("omnireduce", "aggregator", "worker")
+        for file in root.rglob(f"{folder}/**/*.py")
+    ]
+    events = {name for source in sources for name in re.findall(r'(?:tagged|about)\(\s*"(\w+)"', source)}
+    rows = (root / "docs" / "operations.md").read_text().split("| event | level |")[1].split("\n\n")[0].splitlines()
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
+    assert {"refused", "job_started", "metrics_request"} <= events
+    assert events <= documented
+    assert events >= OF_STRANGERS
 
 
 def test_standard_error_is_the_place() -> None:

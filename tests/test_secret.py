@@ -70,6 +70,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert "cannot be read: Is a directory" in refusal(Security(secret_file=str(tmp_path)))
     assert "cannot be read: " in refusal(Security(secret_file="~nobody-of-this-name/secret"))
     assert "/dev/null is no regular file" in refusal(Security(secret_file="/dev/null"))
+    os.mkfifo(tmp_path / "pipe", 0o600)  # nobody writes to it
+    assert "pipe is no regular file" in refusal(Security(secret_file=str(tmp_path / "pipe")))
 
 
 def test_two_secrets_are_refused(tmp_path: Path) -> None:

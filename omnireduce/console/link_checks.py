@@ -125,13 +125,14 @@ def check_aggregators(config: Config) -> Iterator[Finding]:
 def _aggregator(address: str, config: Config) -> Finding:
     what, started = f"aggregator {address}", time.monotonic()
     try:
-        with contextlib.closing(reach(address, config, started + ANSWER_S)) as link:
+        secret = load_secret(config.security)
+        with contextlib.closing(reach(address, config, secret, started + ANSWER_S)) as link:
             status = question(link, started + ANSWER_S)
             way = _way(link)
     except OmniReduceError as error:
         return Finding("fail", what, shown(str(error)))
     took_ms = (time.monotonic() - started) * 1000
-    proved = "" if load_secret(config.security) is None else ", both proved the secret"
+    proved = "" if secret is None else ", both proved the secret"
     text = f"answers by {way} after {took_ms:.1f} ms{proved}; version {shown(status.version)}, {status.running} jobs"
     if status.version != installed_version():
         return Finding("warn", what, text, f"here is {installed_version()}: install the same omnireduce everywhere")

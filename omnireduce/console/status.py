@@ -13,6 +13,7 @@ from rich.live import Live
 from omnireduce.config import Config, override_config
 from omnireduce.console.status_table import View
 from omnireduce.runtime.observe import ask_all
+from omnireduce.secret import load_secret
 from omnireduce.status import Status
 
 WIDTH = 140  # characters, where no terminal says otherwise
@@ -21,17 +22,19 @@ WIDTH = 140  # characters, where no terminal says otherwise
 class Look:
     """Asks the aggregators at `addresses`, as often as wanted; each answer takes `timeout_s` at most.
 
-    Raises ConfigError for an address that is none.
+    Raises ConfigError for an address that is none, and when the secret cannot be used.
     """
 
     def __init__(self, addresses: Sequence[str], config: Config, timeout_s: float) -> None:
         wanted = {"cluster.aggregators": list(addresses), "transport.kind": "auto"}
         self._config, self._timeout_s = override_config(config, wanted, source="HOST:PORT"), timeout_s
+        self._secret = load_secret(config.security)
 
     def now(self) -> dict[str, Status | Exception]:
         """What each of them says, or why it says nothing."""
         addresses = self._config.cluster.aggregators
-        return dict(zip(addresses, ask_all(addresses, self._config, self._timeout_s), strict=True))
+        found = ask_all(addresses, self._config, self._timeout_s, secret=self._secret)
+        return dict(zip(addresses, found, strict=True))
 
 
 def print_json(look: Look) -> bool:

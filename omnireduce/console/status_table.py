@@ -34,7 +34,7 @@ class View:
             shards = list(parts)
             seen[key] = traffic = _sum(shards)
             rates = [] if elapsed_s is None else _rates(traffic, self._last.get(key), elapsed_s)
-            table.add_row(*_cells(shards, traffic, rates))
+            _add_row(table, _cells(shards, traffic, rates))
             notes += _notes(shards)
         self._last, self._last_at = seen, now
         return Group(_shards_table(answers), Text(), table if jobs else Text("no jobs"), *notes)
@@ -64,13 +64,13 @@ def _shards_table(answers: Mapping[str, Status | Exception]) -> Table:
     table = _table("shard", "up", "jobs", "gather", "conn", "in", "out", "refused", "aborts")
     for address, status in answers.items():
         if isinstance(status, Exception):
-            table.add_row(address, "down")
+            _add_row(table, [address, "down"])
             continue
-        aborts = ", ".join(f"{count} {shown(cause)}" for cause, count in status.aborts.items() if count) or "none"
+        aborts = ", ".join(f"{count} {cause}" for cause, count in status.aborts.items() if count) or "none"
         counts = [status.running, status.gathering, status.connections]
         traffic = [short_count(status.traffic.received_bytes), short_count(status.traffic.sent_bytes)]
         cells = [duration(status.uptime_s), *map(str, counts), *traffic, str(status.refused)]
-        table.add_row(address, *cells, Text(aborts))
+        _add_row(table, [address, *cells, aborts])
     return table
 
 
@@ -88,6 +88,11 @@ def _table(*titles: str) -> Table:
     return table
 
 
+def _add_row(table: Table, cells: Sequence[str]) -> None:
+    """One line; what aggregators say is neither markup nor a command to the terminal."""
+    table.add_row(*(Text(shown(cell)) for cell in cells))
+
+
 def _cells(shards: _Jobs, traffic: Traffic, rates: Sequence[str]) -> list[str]:
     first = shards[0]
     names = [first.name, f"{min(each.joined for each in shards)}/{first.world_size}"]
@@ -98,7 +103,7 @@ def _cells(shards: _Jobs, traffic: Traffic, rates: Sequence[str]) -> list[str]:
     slots = f"{sum(each.slots_in_use for each in shards)}/{sum(each.slots for each in shards)}"
     densities = ["" if each is None else density_text(each) for each in (traffic.density, traffic.union_density)]
     counts = [str(traffic.collectives), short_count(traffic.received_bytes), short_count(traffic.sent_bytes)]
-    return [*names, shown("+".join(kinds)), age, *counts, *rates, *densities, slots, _latest(shards), _waits(shards)]
+    return [*names, "+".join(kinds), age, *counts, *rates, *densities, slots, _latest(shards), _waits(shards)]
 
 
 def _latest(shards: _Jobs) -> str:
@@ -123,13 +128,14 @@ def _waits(shards: _Jobs) -> str:
 def _notes(shards: _Jobs) -> list[Text]:
     """In full what a job waits for, if it does."""
     first, wait = shards[0], _longest_wait(shards)
+    name = shown(first.name)
     if not first.generation:
         missing = ", ".join(map(str, first.missing))
         missing += " …" if first.world_size - first.joined > len(first.missing) else ""
-        return [Text(f"{first.name}: rank {missing} must still join", style="yellow")]
+        return [Text(f"{name}: rank {missing} must still join", style="yellow")]
     if wait is None:
         return []
-    text = f"{first.name}: {shown(wait.what)} waits for {shown(wait.who)} since {duration(wait.seconds)}"
+    text = f"{name}: {shown(wait.what)} waits for {shown(wait.who)} since {duration(wait.seconds)}"
     return [Text(text, style="bold yellow")]
 
 

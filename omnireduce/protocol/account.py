@@ -34,14 +34,12 @@ class Account:
 
     def complete(self, descriptor: Descriptor, done: Reduction) -> None:
         """The last result has been sent."""
-        traffic = self.traffic
-        traffic.collectives += 1
+        more = Traffic(collectives=1)
         if descriptor.kind in ("allreduce", "rows"):  # of the others, ranks send all or nothing by design
-            blocks = self._stripes.count(descriptor.layout.blocks)
-            traffic.blocks += blocks
-            traffic.rank_blocks += blocks * len(self._late_s)
-            traffic.own_blocks += done.received_blocks
-            traffic.union_blocks += done.sent_blocks
+            more.blocks = self._stripes.count(descriptor.layout.blocks)
+            more.rank_blocks = more.blocks * len(self._late_s)
+            more.own_blocks, more.union_blocks = done.received_blocks, done.sent_blocks
+        self.traffic.add(more)
 
     @property
     def late(self) -> list[Late]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -38,21 +39,27 @@ class Gathering:
     is_news: bool = False  # who is missing has changed since
     members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
+    missing: list[int] = field(init=False)  # ascending: each newcomer is told of the first few
+
+    def __post_init__(self) -> None:
+        self.missing = list(range(self.spec.world_size))
 
     def add(self, key: Hashable, hello: Hello, now: float) -> None:
         self.members[hello.rank] = key, hello
+        at = bisect_left(self.missing, hello.rank)
+        if at < len(self.missing) and self.missing[at] == hello.rank:
+            del self.missing[at]
         self.changed_at = now
         self.is_news = self.held or len(self.members) > 1
         if self.refused is not None and self.refused[0] == hello.rank:
             self.refused = None
 
-    def remove(self, key: Hashable, now: float) -> None:
-        """A connection is over, whoever's it was."""
-        ranks = [rank for rank, (member, _) in self.members.items() if member == key]
-        for rank in ranks:
-            del self.members[rank]
-        if ranks:
-            self.changed_at, self.is_news = now, True
+    def remove(self, rank: int, now: float) -> None:
+        """The connection of this one is over."""
+        del self.members[rank]
+        if rank < self.spec.world_size:
+            insort(self.missing, rank)
+        self.changed_at, self.is_news = now, True
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
@@ -76,17 +83,14 @@ class Gathering:
         many, survivors first."""
         order = sorted(self.members, key=lambda rank: (not self.members[rank][1].survivor, rank))
         taken = [self.members.pop(rank) for rank in sorted(order[: self.spec.world_size])]
+        self.missing = [rank for rank in range(self.spec.world_size) if rank not in self.members]
         return [
             (key, msgspec.structs.replace(hello, rank=rank, world_size=len(taken)))
             for rank, (key, hello) in enumerate(taken)
         ]
 
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.spec.world_size) if rank not in self.members]
-
     def pending(self) -> Pending:
-        missing = self.missing()
-        return Pending(missing[:LISTED], len(missing), self.note)
+        return Pending(self.missing[:LISTED], len(self.missing), self.note)
 
     @property
     def note(self) -> str:
@@ -94,8 +98,7 @@ class Gathering:
 
     def too_late(self, limit_s: float) -> str:
         """What to say to those who have waited for the others for longer than this."""
-        missing = self.missing()
-        ranks = ", ".join(map(str, missing[:LISTED])) + (" …" if len(missing) > LISTED else "")
+        ranks = ", ".join(map(str, self.missing[:LISTED])) + (" …" if len(self.missing) > LISTED else "")
         reason = f"job '{self.spec.job}' was still waiting for rank {ranks} after {limit_s:g} s"
         return reason + (f" ({self.note})" if self.note else "")
 
@@ -105,6 +108,6 @@ class Gathering:
             generation=0,
             world_size=self.spec.world_size,
             joined=len(self.members),
-            missing=self.missing()[:LISTED],
+            missing=self.missing[:LISTED],
             age_s=now - self.since,
         )

@@ -23,6 +23,7 @@ from omnireduce.wire import SHOWN, Hello, Pending, Refused, other_version
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
 HOST_CHARACTERS = 255
 MAX_SLOTS = 64
+MAX_SHARDS = 4096
 MAX_STRIPE_BLOCKS = 1 << 20
 MIN_TIMEOUT_S = 0.1
 MAX_SETTLE_S = 3600
@@ -81,6 +82,7 @@ class Membership:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._gathering: dict[tuple[str, int], Gathering] = {}  # by job and formation
+        self._waiting: dict[Hashable, Hello] = {}  # of each connection in them
         self._running: dict[int, _Running] = {}
         self._held: dict[int, Hello] = {}  # by generation, what its size and memory follow from, until it is released
         self._next_generation = 1
@@ -105,9 +107,12 @@ class Membership:
                 waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
                 waiting.is_news = True
             return
-        held = hello.smallest > 0 and self._generation_of(hello.job) is not None
-        gathering = self._gathering.setdefault(place, Gathering(hello, now, now, now, held))
+        if place not in self._gathering:
+            held = hello.smallest > 0 and self._generation_of(hello.job) is not None
+            self._gathering[place] = Gathering(hello, now, now, now, held)
+        gathering = self._gathering[place]
         gathering.add(key, hello, now)
+        self._waiting[key] = hello
         if gathering.complete(now):
             yield self._admit(place)
         else:
@@ -115,8 +120,11 @@ class Membership:
 
     def gone(self, key: Hashable, now: float) -> None:
         """A connection that was not yet admitted is over."""
-        for place, gathering in list(self._gathering.items()):
-            gathering.remove(key, now)
+        hello = self._waiting.pop(key, None)
+        if hello is not None:
+            place = hello.job, hello.formation
+            gathering = self._gathering[place]
+            gathering.remove(hello.rank, now)
             if not gathering.members:
                 del self._gathering[place]
 
@@ -145,6 +153,7 @@ class Membership:
                 del self._gathering[place]
                 reason = gathering.too_late(limit_s)
                 for key, _ in gathering.members.values():
+                    del self._waiting[key]
                     yield Answer(key, Refused(reason))
             elif gathering.is_news and now - gathering.told_at >= NEWS_S:
                 yield from self._tell_news(gathering, now)
@@ -160,11 +169,14 @@ class Membership:
             for key, _ in gathering.members.values():
                 yield Answer(key, Refused("the aggregator is shutting down"))
         self._gathering.clear()
+        self._waiting.clear()
 
     def _admit(self, place: tuple[str, int]) -> Admit:
         """Start a job with those who are here; who is left over waits for the next generation."""
         gathering = self._gathering[place]
         ranked = gathering.take()
+        for key, _ in ranked:
+            del self._waiting[key]
         generation, self._next_generation = self._next_generation, self._next_generation + 1
         hellos = [hello for _, hello in ranked]
         self._running[generation] = _Running(
@@ -178,8 +190,9 @@ class Membership:
 
     def _tell_news(self, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
         gathering.told_at, gathering.is_news = now, False
+        pending = gathering.pending()
         for key, _ in gathering.members.values():
-            yield Answer(key, gathering.pending())
+            yield Answer(key, pending)
         generation = self._generation_of(gathering.spec.job)
         if gathering.held and generation is not None:
             yield Announce(generation, len(gathering.members))
@@ -277,18 +290,26 @@ def _malformed(hello: Hello) -> str:
         return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
     if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not hello.smallest):
         return f"rank {hello.rank} of {hello.world_size} does not exist"
-    if hello.shards < 1 or not 0 <= hello.shard < hello.shards:
-        return f"shard {hello.shard} of {hello.shards} does not exist"
     if not 2 <= hello.slots <= MAX_SLOTS:
         return f"{hello.slots} slots; expected 2 to {MAX_SLOTS}"
     if not MIN_SLOT_BYTES <= hello.slot_bytes <= MAX_SLOT_BYTES or hello.slot_bytes % PAGE:
         expected = f"a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
         return f"slots of {hello.slot_bytes} bytes; expected {expected}"
-    if not 1 <= hello.stripe_blocks <= MAX_STRIPE_BLOCKS:
-        return f"stripes of {hello.stripe_blocks} blocks; expected 1 to {MAX_STRIPE_BLOCKS}"
+    if hello.verbs is not None and hello.verbs.address + hello.slots * hello.slot_bytes > 1 << 64:
+        return f"slots from address {hello.verbs.address} on; expected them to end within 64 bits"
     if not hello.timeout_s >= MIN_TIMEOUT_S:
         return f"a time-out of {hello.timeout_s:g} s; expected at least {MIN_TIMEOUT_S:g}"
-    return _malformed_elastic(hello)
+    return _malformed_shards(hello) or _malformed_elastic(hello)
+
+
+def _malformed_shards(hello: Hello) -> str:
+    if not 0 <= hello.shard < hello.shards:
+        return f"shard {hello.shard} of {hello.shards} does not exist"
+    if hello.shards > MAX_SHARDS:
+        return f"{hello.shards} shards; expected at most {MAX_SHARDS}"
+    if not 1 <= hello.stripe_blocks <= MAX_STRIPE_BLOCKS:
+        return f"stripes of {hello.stripe_blocks} blocks; expected 1 to {MAX_STRIPE_BLOCKS}"
+    return ""
 
 
 def _malformed_elastic(hello: Hello) -> str:

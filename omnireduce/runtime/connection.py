@@ -17,14 +17,12 @@ class Connection:
     """A peer: a newcomer, one that waits for its job to begin, a rank of a job, or one that leaves."""
 
     link: Link
-    since: float
     gate: Gate
     hello: Hello | None = None
     job: Job | None = None
     rank: int = -1
     leaving: bool = False
     interest: int = selectors.EVENT_READ
-    asked_in_turn: int = -1
 
     def about(self, what: str) -> dict[str, object]:
         """The log's event `what` with all that is known of who it is about."""

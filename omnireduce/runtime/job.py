@@ -21,7 +21,7 @@ from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import LISTED, JobStatus, Traffic, Waiting
-from omnireduce.transport.base import Link
+from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
@@ -31,7 +31,8 @@ WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are
 
 
 class Job:
-    """Made when all ranks are there; tells each rank so. `links[r]` and `hellos[r]` belong to rank r.
+    """Made when all ranks are there; tells each rank so, once nothing can fail any more. `links[r]` and `hellos[r]`
+    belong to rank r. Raises OSError and MemoryError.
 
     After `straggler_s` without a result the log names the ranks that a collective waits for.
     """
@@ -54,41 +55,40 @@ class Job:
         self._since, self._spec = clock(), hellos[0]
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         with ExitStack() as undo:
+            self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
             self._arena = undo.enter_context(closing(Region(ranks * slots, slot_bytes)))
             self._results = undo.enter_context(closing(Region(slots, slot_bytes)))
-            for rank, hello in enumerate(hellos):
-                self.links[rank] = self._welcome(rank, hello, verbs)
+            welcomes = [self._attach(rank, hello, verbs, undo) for rank, hello in enumerate(hellos)]
+            attached = self.links
+            if self._trace is not None:
+                self.links = self._trace.links(attached)
+            self.machine = self._make_machine(hellos)
+            self.driver = Driver(
+                self.machine, self.links, clock, on_end=lambda end: on_end(self, end), on_warn=self._warn
+            )
             undo.pop_all()
-        members = [member_name(hello) for hello in hellos]
-        warn_after_s = min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)])
-        over_tcp = [
-            hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
-        ]
-        self._trace = None if traces is None else traces.begin(name, hellos[0])
-        if self._trace is not None:
-            self.links = self._trace.links(self.links)
-        self.machine = AggregatorMachine(
-            members,
-            self._arena.slots,
-            self._results.slots,
-            message_bytes=min(over_tcp, default=None),
-            stripes=Stripes(hellos[0].shard, hellos[0].shards, hellos[0].stripe_blocks),
-            warn_after_s=warn_after_s,
-            reduction=Reduction if self._trace is None else self._trace.reduction,
-        )
-        self.driver = Driver(
-            self.machine,
-            self.links,
-            clock,
-            on_end=lambda end: on_end(self, end),
-            on_warn=self._warn,
-        )
+        for link, welcome in zip(attached, welcomes, strict=True):
+            self._welcome(link, welcome)
         self.transport = "+".join(sorted({link.kind for link in self.links}))
         started = tagged("job_started", world_size=ranks, transport=self.transport)
         self.log.info("%s: %d ranks joined by %s", self, ranks, self.transport, extra=started)
 
-    def _welcome(self, rank: int, hello: Hello, verbs: Verbs | None) -> Link:
-        """Tell the rank that all are here; return the link with its slots, over RDMA if both ends can."""
+    def _make_machine(self, hellos: Sequence[Hello]) -> AggregatorMachine:
+        over_tcp = [
+            hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
+        ]
+        return AggregatorMachine(
+            [member_name(hello) for hello in hellos],
+            self._arena.slots,
+            self._results.slots,
+            message_bytes=min(over_tcp, default=None),
+            stripes=Stripes(self._spec.shard, self._spec.shards, self._spec.stripe_blocks),
+            warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
+            reduction=Reduction if self._trace is None else self._trace.reduction,
+        )
+
+    def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, undo: ExitStack) -> Welcome:
+        """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
         link, welcome = self.links[rank], Welcome(self.generation)
         if hello.smallest:
             welcome = replace(welcome, seat=Seat(rank, hello.world_size))
@@ -96,18 +96,24 @@ class Job:
         receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
         if hello.verbs is not None and isinstance(link, TcpLink):
             try:
-                return _welcome_by_verbs(link, welcome, hello.verbs, verbs, send_slots, receive_slots)
+                endpoint, over_verbs = _by_verbs(link, hello.verbs, verbs, send_slots, receive_slots)
+                self.links[rank] = undo.enter_context(closing(over_verbs))
+                return replace(welcome, verbs=endpoint)
             except TransportError as error:
                 self.log.info(
                     "%s: rank %d by tcp, not verbs: %s", self, rank, error, extra=tagged("no_verbs", rank=rank)
                 )
                 welcome = replace(welcome, note=str(error))
         link.attach(send_slots, receive_slots)
+        undo.callback(link.attach, NO_SLOTS, NO_SLOTS)
+        return welcome
+
+    def _welcome(self, link: Link, welcome: Welcome) -> None:
+        """Tell the rank that all are here."""
         if isinstance(link, ShmLink):
             link.send_control_with_memory(encode_control(welcome), self._arena.fd, self._results.fd)
         else:
             link.send_control(encode_control(welcome))
-        return link
 
     def _warn(self, text: str) -> None:
         wait = self.machine.waiting(self._clock())
@@ -161,14 +167,9 @@ class Job:
         del self.driver, self.machine
 
 
-def _welcome_by_verbs(
-    control: TcpLink,
-    welcome: Welcome,
-    offered: Endpoint,
-    settings: Verbs | None,
-    send_slots: Array,
-    receive_slots: Array,
-) -> Link:
+def _by_verbs(
+    control: TcpLink, offered: Endpoint, settings: Verbs | None, send_slots: Array, receive_slots: Array
+) -> tuple[Endpoint, Link]:
     """Answer a worker's offer of RDMA. Raises TransportError."""
     if settings is None:
         raise TransportError("the aggregator's transport.kind does not allow verbs")
@@ -176,5 +177,4 @@ def _welcome_by_verbs(
     from omnireduce.transport.verbs.link import VerbsLink
 
     endpoint, queue = answer(control, settings, offered, send_slots, receive_slots)
-    control.send_control(encode_control(replace(welcome, verbs=endpoint)))
-    return VerbsLink(control, queue, send_slots, receive_slots)
+    return endpoint, VerbsLink(control, queue, send_slots, receive_slots)

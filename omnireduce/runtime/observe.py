@@ -8,13 +8,14 @@ import select
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import OmniReduceError, TransportError
-from omnireduce.logs import BoundLog
+from omnireduce.logs import tagged
 from omnireduce.runtime.prove import prove, read_message
-from omnireduce.runtime.rendezvous import connect_once
-from omnireduce.secret import load_secret
+from omnireduce.runtime.rendezvous import connect_once, unreachable
+from omnireduce.secret import Secret
 from omnireduce.status import JobStatus, Status, StatusRequest
 from omnireduce.transport.base import Link
 from omnireduce.transport.shm import connect_shm
@@ -22,29 +23,30 @@ from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tls import worker_context
 from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, encode_control
 
-log = BoundLog(logging.getLogger("omnireduce"))
+log = logging.getLogger("omnireduce")
 AT_ONCE = 64  # aggregators that are asked at the same time
 MONITOR = "-monitor"  # purpose of the Unix sockets at which shards listen for the daemon's own monitor
 
 
-def ask(address: str, config: Config, timeout_s: float, *, purpose: str = "") -> Status:
+def ask(address: str, config: Config, timeout_s: float, *, secret: Secret | None = None, purpose: str = "") -> Status:
     """The status of the aggregator shard at `address`, with all its jobs. `purpose` MONITOR takes the way of its own.
 
-    Raises TransportError when it does not answer within `timeout_s`, or not as it should, RefusedError when it refuses.
+    Raises TransportError when it does not answer within `timeout_s`, or not as it should, RefusedError when it refuses,
+    ConfigError when it can be reached by TCP only and a certificate cannot be used.
     """
     deadline = time.monotonic() + timeout_s
-    with contextlib.closing(reach(address, config, deadline, purpose=purpose)) as link:
+    with contextlib.closing(reach(address, config, secret, deadline, purpose=purpose)) as link:
         return question(link, deadline)
 
 
 def ask_all(
-    addresses: Sequence[str], config: Config, timeout_s: float, *, purpose: str = ""
+    addresses: Sequence[str], config: Config, timeout_s: float, *, secret: Secret | None = None, purpose: str = ""
 ) -> list[Status | OmniReduceError]:
     """What `ask` returns or raises for each address, all asked at once."""
 
     def outcome(address: str) -> Status | OmniReduceError:
         try:
-            return ask(address, config, timeout_s, purpose=purpose)
+            return ask(address, config, timeout_s, secret=secret, purpose=purpose)
         except OmniReduceError as error:
             return error
 
@@ -54,22 +56,19 @@ def ask_all(
         return list(pool.map(outcome, addresses))
 
 
-def reach(address: str, config: Config, deadline: float, *, purpose: str = "") -> StreamLink:
-    """Connect to an aggregator as a worker would, up to its Hello: both have then proved the secret, if there is one.
+def reach(address: str, config: Config, secret: Secret | None, deadline: float, *, purpose: str = "") -> StreamLink:
+    """Connect to an aggregator as a worker would, up to its Hello: both have then proved `secret`, if there is one.
 
-    Raises ConfigError when the secret or a certificate cannot be used, else what `ask` raises.
+    Raises what `ask` raises.
     """
-    secret = load_secret(config.security)
     try:
         if purpose:
             link: StreamLink = connect_shm(*parse_address(address), deadline - time.monotonic(), purpose=purpose)
         else:
-            link = connect_once(address, config, worker_context(config.security), deadline, log)
+            make_tls, say = partial(worker_context, config.security), partial(_say_once, address)
+            link = connect_once(address, config, make_tls, deadline, say)
     except OSError as error:
-        raise TransportError(
-            f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "
-            "is `python -m aggregator` running there, and is its port open to this host?"
-        ) from error
+        raise unreachable(address, config, error) from error
     try:
         if secret is not None:
             prove([link], secret, deadline)
@@ -77,6 +76,12 @@ def reach(address: str, config: Config, deadline: float, *, purpose: str = "") -
         link.close()
         raise
     return link
+
+
+@cache
+def _say_once(address: str, reason: str) -> None:
+    """Who asks again and again need not read it again and again."""
+    log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
 
 def question(link: Link, deadline: float) -> Status:

@@ -21,17 +21,21 @@ def prove(links: Sequence[Link], secret: Secret, deadline: float) -> None:
     Raises RefusedError when an aggregator wants another secret or does not answer in time, TransportError when it does
     not prove itself.
     """
-    waiting: dict[Link, Candidate] = {}
+    waiting, started = dict[Link, Candidate](), time.monotonic()
     with selectors.DefaultSelector() as selector:
         for link in links:
             waiting[link] = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
             link.send_control(encode_control(waiting[link].greeting))
             selector.register(link, selectors.EVENT_READ, link)
         while waiting:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready and time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 names = ", ".join(sorted(link.peer for link in waiting))
-                raise RefusedError(f"no proof of the secret came from aggregator {names} before cluster.join_timeout_s")
+                raise RefusedError(
+                    f"no proof of the secret came from aggregator {names} within {now - started:.2g} s; "
+                    "is it stopped or overloaded?"
+                )
+            ready = selector.select(deadline - now)
             for key, _ in ready:
                 if _advance(key.data, waiting[key.data]):
                     del waiting[key.data]

@@ -8,7 +8,7 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -215,18 +215,18 @@ def _hello(config: Config, job: str, wish: Wish, shard: int, offer: Offer | None
 
 def _connect(address: str, config: Config, tls: ssl.SSLContext | None, deadline: float, log: BoundLog) -> Link:
     """Connect by the wanted transport, again and again until the deadline. Raises TransportError."""
-    kind, complained = config.transport.kind, False
-    started = time.monotonic()
+    started, complained = time.monotonic(), False
+
+    def say(reason: str) -> None:
+        log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
+
     while True:
         try:
-            return connect_once(address, config, tls, deadline, log)
+            return connect_once(address, config, lambda: tls, deadline, say)
         except OSError as error:
             now = time.monotonic()
             if now >= deadline or isinstance(error, socket.gaierror):
-                raise TransportError(
-                    f"cannot reach aggregator {address} by {kind}: {error.strerror or error}; "
-                    "is `python -m aggregator` running there, and does cluster.aggregators name its address?"
-                ) from error
+                raise unreachable(address, config, error) from error
             if not complained and now - started > QUIET_S:
                 waiting = tagged("waiting_for_aggregator", aggregator=address)
                 log.warning("waiting for aggregator %s: %s", address, error.strerror or error, extra=waiting)
@@ -234,12 +234,26 @@ def _connect(address: str, config: Config, tls: ssl.SSLContext | None, deadline:
             time.sleep(min(RETRY_S, max(0.0, deadline - now)))
 
 
-def connect_once(
-    address: str, config: Config, tls: ssl.SSLContext | None, deadline: float, log: BoundLog
-) -> StreamLink:
-    """Connect to an aggregator; only control messages can flow yet.
+def unreachable(address: str, config: Config, error: OSError) -> TransportError:
+    """What to say when nobody can be connected to at the address of an aggregator."""
+    return TransportError(
+        f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "
+        "is `python -m aggregator` running there, and is its port open to this host?"
+    )
 
-    Raises OSError, and TransportError when it offers nothing but the shared memory of another user.
+
+def connect_once(
+    address: str,
+    config: Config,
+    make_tls: Callable[[], ssl.SSLContext | None],
+    deadline: float,
+    say: Callable[[str], None],
+) -> StreamLink:
+    """Connect to an aggregator; only control messages can flow yet. Calls `make_tls` before it connects by TCP, and
+    `say` with the reason when shared memory would do but is another user's.
+
+    Raises OSError, TransportError when it offers nothing but the shared memory of another user, and what `make_tls`
+    raises.
     """
     host, port = parse_address(address)
     wanted = config.transport
@@ -251,7 +265,8 @@ def connect_once(
             if wanted.kind == "shm":
                 raise
             if isinstance(error, TransportError):
-                log.warning("going on by tcp: %s", error, extra=tagged("no_shm", aggregator=address))
+                say(str(error))
+    tls = make_tls()
     if tls is not None:
         return connect_tls(host, port, timeout_s, wanted.dead_peer_s, tls)
     return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)

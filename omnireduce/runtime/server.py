@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
@@ -24,7 +25,10 @@ from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job
+from omnireduce.runtime.listening import Listening, MakeLink
+from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
+from omnireduce.runtime.time_limit import TimeLimit
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
@@ -37,13 +41,12 @@ from omnireduce.wire import (
     Refused,
     decode_control,
     encode_control,
-    other_version,
     shown,
 )
 
 log = logging.getLogger("omnireduce.aggregator")
 LINGER_S = 1.0  # how long a leaver's last output may take
-MAX_STRANGERS = 4096  # connections that have not said Hello yet; fewer when descriptors are short
+MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
 
 
 class ShardServer:
@@ -58,7 +61,7 @@ class ShardServer:
     def __init__(
         self,
         name: str,
-        listeners: Sequence[tuple[socket.socket, Callable[[socket.socket], Link]]],
+        listeners: Sequence[tuple[socket.socket, MakeLink]],
         limits: Limits,
         *,
         drain_s: float,
@@ -71,21 +74,19 @@ class ShardServer:
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self._hello_timeout_s = clock, drain_s, hello_timeout_s
-        self._access = access
+        self._clock, self._drain_s, self._access = clock, drain_s, access
         self._make_job = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces
         )
         self._membership, self._report = Membership(limits), Report(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections: set[Connection] = set()
-        self._timed: set[Connection] = set()  # those without a Hello and those that leave: they have a time limit
+        self._strangers, self._leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
+        self._questions = Questions()
         self._jobs: dict[int, Job] = {}
         self._of_job: dict[int, list[Connection]] = {}
         self._drain_deadline: float | None = None
-        self._turns = 0
-        for listener, make_link in listeners:
-            self._selector.register(listener, selectors.EVENT_READ, make_link)
+        self._listening = Listening(listeners, self._selector, clock)
 
     def serve(self) -> None:
         """Run until `stop` was called and all jobs are over or out of time."""
@@ -117,7 +118,6 @@ class ShardServer:
     def turn(self, longest_s: float) -> None:
         """Wait for events, at most `longest_s`, and deal with them."""
         touched: set[Job] = set()
-        self._turns += 1
         for key, mask in self._selector.select(self._patience(longest_s)):
             if not isinstance(key.data, Connection):
                 self._accept(key.fileobj, key.data)
@@ -159,45 +159,36 @@ class ShardServer:
         now = self._clock()
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
-        deadlines += [self._time_limit(connection) for connection in self._timed]
+        deadlines += [self._strangers.deadline, self._leavers.deadline, self._listening.again_at]
+        deadlines += [now] if self._questions else []
         return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
 
     # newcomers
 
-    def _accept(self, source: object, data: Callable[..., object]) -> None:
+    def _accept(self, source: object, data: Callable[..., Any]) -> None:
         if not isinstance(source, socket.socket):
             data()
             return
-        try:
-            sock, _ = source.accept()
-        except OSError as error:
-            log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
+        link = self._listening.accept(source, data)
+        if link is None:
             return
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(self._timed) >= min(MAX_STRANGERS, descriptors // 2):
-            self._forget(min(self._timed, key=lambda each: each.since))
-        try:
-            link = data(sock)
-        except OSError as error:  # the peer has reset the connection already
-            log.info("lost a connection at once: %s", error, extra=tagged("newcomer_lost"))
-            sock.close()
-            return
-        assert isinstance(link, Link)
+        if len(self._strangers) + len(self._leavers) >= min(MAX_STRANGERS, descriptors // 2):
+            self._forget(max(self._strangers, self._leavers, key=len).oldest)
         if len(self._connections) >= descriptors * 3 // 4:
             count = len(self._connections)
             log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
-            link.send_control(
-                encode_control(Refused("too many connections; raise ulimit -n of the aggregator, or wait"))
-            )
+            why = Refused("too many connections; raise ulimit -n of the aggregator, or wait")
+            link.send_control(encode_control(why))
             link.close()
             return
         self.adopt(link)
 
     def adopt(self, link: Link) -> None:
         """Serve a worker that has just connected."""
-        connection = Connection(link, self._clock(), self._access.gate(link))
+        connection = Connection(link, self._access.gate(link))
         self._connections.add(connection)
-        self._timed.add(connection)
+        self._strangers.add(connection, self._clock())
         self._selector.register(link, selectors.EVENT_READ, connection)
 
     def _newcomer(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
@@ -206,6 +197,7 @@ class ShardServer:
             if isinstance(event, Lost):
                 if event.violation:
                     log.warning("dropped %s: %s", connection.link.peer, event.reason, extra=connection.about("dropped"))
+                    connection.link.send_control(encode_control(Refused(event.reason)))
                 self._forget(connection)
             elif not isinstance(event, Control) or not self._read_hello(connection, event.body):
                 return events[number + 1 :]
@@ -215,6 +207,7 @@ class ShardServer:
         """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
         try:
             message = decode_control(body)
+            self._questions.check(connection, message)
             answer = connection.gate.told(message)
             if answer is not None:
                 connection.link.send_control(encode_control(answer))
@@ -223,7 +216,7 @@ class ShardServer:
                 self._forget(connection)
                 return False
             if connection.hello is None and isinstance(message, StatusRequest):
-                self._tell_status(connection, message)
+                self._questions.ask(connection, message)
                 return True
             if connection.hello is not None or not isinstance(message, Hello):
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
@@ -233,21 +226,19 @@ class ShardServer:
             return False
         connection.hello = message
         log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
-        self._timed.discard(connection)
+        self._strangers.discard(connection)
         self._answer(self._membership.hello(connection, message, self._clock()))
         return connection.job is None and not connection.leaving
 
-    def _tell_status(self, connection: Connection, request: StatusRequest) -> None:
-        """Answer one request in a turn: the jobs come first. Raises ProtocolError for a second one."""
-        wrong = other_version(request.version)
-        if wrong:
-            raise ProtocolError(wrong)
-        if connection.asked_in_turn == self._turns:
-            raise ProtocolError("a StatusRequest before the last one was answered")
-        connection.asked_in_turn = self._turns
-        gathering = self._membership.gathering(self._clock())
-        page = self._report.page(request, self._jobs.values(), gathering, len(self._connections))
-        connection.link.send_control(encode_control(page))
+    def _tell_status(self, now: float) -> None:
+        for connection, request in self._questions.take():
+            try:
+                gathering = self._membership.gathering(now)
+                page = self._report.page(request, self._jobs.values(), gathering, len(self._connections))
+                connection.link.send_control(encode_control(page))
+                self._update_interest(connection)
+            except Exception:  # a bug of ours
+                self._contain(None, connection)
 
     def _answer(self, effects: Iterable[MembershipEffect]) -> None:
         for effect in list(effects):
@@ -284,7 +275,7 @@ class ShardServer:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
         except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
             reason = f"the aggregator has no memory for this job: {error}"
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError | MemoryError):
                 failed = tagged("internal_error", job=admit.job)
                 log.exception("internal error at the start of a job; please report it", extra=failed)
                 reason = "internal error; the log of the aggregator has the details"
@@ -326,8 +317,7 @@ class ShardServer:
 
     def _contain(self, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
-        about = log if job is None else job.log
-        what = job or "a newcomer"
+        about, what = (log, "a newcomer") if job is None else (job.log, str(job))
         about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
         if connection is not None and job is None:
             self._forget(connection)
@@ -344,15 +334,22 @@ class ShardServer:
         if connection.link.over:
             self._drop(connection)
         elif connection in self._connections and not connection.leaving:
-            connection.leaving, connection.since = True, self._clock()
-            self._timed.add(connection)
+            connection.leaving = True
+            self._stop_waiting(connection)
+            self._leavers.add(connection, self._clock())
             self._update_interest(connection)
+
+    def _stop_waiting(self, connection: Connection) -> None:
+        """Whatever the connection waits for, or is waited for."""
+        self._strangers.discard(connection)
+        self._leavers.discard(connection)
+        self._questions.withdraw(connection)
 
     def _drop(self, connection: Connection) -> None:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
-        self._timed.discard(connection)
+        self._stop_waiting(connection)
         self._selector.unregister(connection.link)
         connection.link.drop()  # who had to read our last words has had the time
         if connection.job is not None:
@@ -371,12 +368,12 @@ class ShardServer:
 
     def _housekeeping(self, now: float) -> None:
         self._answer(self._membership.expire(now))
-        for connection in list(self._timed):
-            if now >= self._time_limit(connection):
-                if connection.leaving:
-                    self._drop(connection)
-                else:
-                    self._refuse(connection, f"no Hello within {self._hello_timeout_s:g} s")
+        self._tell_status(now)
+        for connection in self._strangers.over(now):
+            self._refuse(connection, f"no Hello within {self._strangers.limit_s:g} s")
+        for connection in self._leavers.over(now):
+            self._drop(connection)
+        self._listening.resume(now)
         if self._drain_deadline is not None:
             self._drain(now >= self._drain_deadline)
 
@@ -392,6 +389,3 @@ class ShardServer:
         for connection in list(self._connections):
             if connection.job is None and not connection.leaving:
                 self._forget(connection)
-
-    def _time_limit(self, connection: Connection) -> float:
-        return connection.since + (LINGER_S if connection.leaving else self._hello_timeout_s)

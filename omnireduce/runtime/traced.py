@@ -239,6 +239,13 @@ class JobTrace:
         """The links of all ranks, in order, each with the recorder."""
         return traced_links(links, self._recorder)
 
+    def __enter__(self) -> JobTrace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The job did not come about."""
+        self._selector.recorders.remove(self._recorder)
+
     def close(self) -> None:
         """Write what was recorded."""
         self._selector.recorders.remove(self._recorder)

@@ -48,7 +48,8 @@ class Control(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The link is over; nothing follows. `violation` says that the peer broke the rules, not the network."""
+    """The link is over; nothing follows. `violation` says that the peer broke the rules, not the network: then what is
+    sent until the link is closed may still reach it, if it can be sent at once."""
 
     reason: str
     violation: bool = False

@@ -116,6 +116,7 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
     """
     if not _is_local(host):
         raise ConnectionError(f"{host} is not this host")
+    foreign = ""
     for name in (_abstract(_numeric(host), port, purpose), _abstract("*", port, purpose)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
@@ -125,14 +126,15 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
             sock.close()
         else:
             link = ShmLink(sock, f"{host}:{port}", takes_memory=True)
-            if not any_user and link.foreign_user is not None:
-                whose = f"user {link.foreign_user}, this worker to user {os.geteuid()}"
-                link.close()
-                raise TransportError(
-                    f"what offers shared memory for {host}:{port} belongs to {whose}: set security.local_users = 'any' "
-                    "if that is meant"
-                )
-            return link
+            if any_user or link.foreign_user is None:
+                return link
+            foreign = f"user {link.foreign_user}, this worker to user {os.geteuid()}"
+            link.close()
+    if foreign:
+        raise TransportError(
+            f"what offers shared memory for {host}:{port} belongs to {foreign}: set security.local_users = 'any' "
+            "if that is meant"
+        )
     raise ConnectionRefusedError(f"no aggregator on this host listens on {host}:{port} for shared memory")
 
 

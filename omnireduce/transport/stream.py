@@ -58,7 +58,7 @@ class StreamLink(Link):
 
     @property
     def wants_write(self) -> bool:
-        return bool(self._output)
+        return bool(self._output) and self._lost is None
 
     @property
     def over(self) -> bool:
@@ -66,6 +66,7 @@ class StreamLink(Link):
 
     def close(self) -> None:
         self._sock.close()
+        self._output_dead = True
         self._output.clear()
         self._lost = self._lost or Lost("closed by this side")
 
@@ -95,7 +96,7 @@ class StreamLink(Link):
             self._small.clear()
 
     def flush(self) -> None:
-        if self._output_dead or self._lost:
+        if self._output_dead:
             self._small.clear()
             self._output.clear()
         while self._small or self._output:
@@ -165,7 +166,9 @@ class StreamLink(Link):
 
     def _end(self, events: list[Event], reason: str, violation: bool = False) -> None:
         self._lost = Lost(reason, violation)
-        self._output.clear()
+        if not violation:  # who has broken the rules can still be told so
+            self._output_dead = True
+            self._output.clear()
         events.append(self._lost)
 
     def _body_arrived(self, count: int, events: list[Event]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from local_cluster import Daemon, configured, start_job
+from local_cluster import WAIT_S, Daemon, configured, start_job
 
 from omnireduce import Communicator
 
@@ -15,16 +15,20 @@ from omnireduce import Communicator
 @pytest.fixture
 def busy(daemon: Daemon) -> Iterator[Daemon]:
     """A daemon with a job by shm and one by tcp that run all the while, and whose shards must all outlive the test."""
-    shards, over = daemon.shard_pids, threading.Event()
+    shards, over, under_way = daemon.shard_pids, threading.Event(), threading.Semaphore(0)
 
     def run(comm: Communicator) -> int:
         rounds = 0
         while comm.allgather(np.array(over.is_set())).sum() < comm.size:
             assert comm.allreduce(np.ones(5000))[-1] == comm.size
             rounds += 1
+            if rounds == 1:
+                under_way.release()
         return rounds
 
     jobs = [start_job(configured(daemon.addresses, f"transport.kind={kind}"), 2, run) for kind in ("shm", "tcp")]
+    for _ in range(2 * len(jobs)):
+        assert under_way.acquire(timeout=WAIT_S)
     yield daemon
     over.set()
     for job in jobs:

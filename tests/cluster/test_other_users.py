@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from local_cluster import Daemon, Ranks, configured, unique_job
+from local_cluster import WAIT_S, Daemon, Ranks, configured, unique_job
 
 from omnireduce import Communicator, RefusedError, TransportError
+from omnireduce.runtime.observe import ask
 from omnireduce.transport.shm import listen_shm
 
 NOBODY = 65534
@@ -82,6 +83,15 @@ def impostor(port: int) -> Iterator[socket.socket]:
         yield listener
 
 
+def test_another_users_process_does_not_hide_an_aggregator_that_listens_everywhere() -> None:
+    """It has taken the name for one address; the aggregator has the one for all."""
+    with Daemon(1, "security.allow_no_secret=true", listen="0.0.0.0:0") as daemon:
+        port = int(daemon.addresses[0].rpartition(":")[2])
+        config = configured([f"127.0.0.1:{port}"], "transport.kind=shm", "cluster.join_timeout_s=20")
+        with impostor(port), Communicator(config, rank=0, size=1, job=unique_job()) as comm:
+            assert comm.transport == "shm"
+
+
 def test_another_users_aggregator_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     """Where tcp will do as well, the worker goes on with that."""
     with Daemon(1, "transport.kind=tcp") as daemon, impostor(int(daemon.addresses[0].rpartition(":")[2])) as listener:
@@ -92,7 +102,11 @@ def test_another_users_aggregator_is_not_trusted(caplog: pytest.LogCaptureFixtur
         assert f"going on by tcp: {belongs}" in caplog.text
         with pytest.raises(TransportError, match=belongs):
             Communicator(configured(daemon.addresses, "transport.kind=shm"), rank=0, size=1)
-        listener.setblocking(True)
+        caplog.clear()
         for _ in range(2):
+            assert ask(daemon.addresses[0], config, WAIT_S).running == 0
+        assert caplog.text.count("going on by tcp") == 1  # it asks every second
+        listener.setblocking(True)
+        for _ in range(4):
             with listener.accept()[0] as sock:
                 assert sock.recv(1) == b""  # nothing was said to it

@@ -91,7 +91,7 @@ MEMBERS: dict[str, Callable[[RawPeer], None]] = {
 
 @pytest.mark.parametrize("what", MEMBERS)
 def test_members_that_break_the_rules_are_named(daemon: Daemon, what: str) -> None:
-    """Rank 1 is admitted and then does something wrong; rank 0 learns that it was rank 1."""
+    """Rank 1 is admitted and then does something wrong; both learn that it was rank 1, and what it was."""
     job, config = unique_job(), configured(daemon.addresses[:1])
 
     def honest(_: int) -> None:
@@ -105,7 +105,10 @@ def test_members_that_break_the_rules_are_named(daemon: Daemon, what: str) -> No
             pass
         MEMBERS[what](peer)
         [error] = ranks.outcomes()
+        while not isinstance(answer := peer.control(), Aborted):
+            pass
     assert isinstance(error, AbortedError)
+    assert (answer.cause.culprit, answer.cause.reason) == (error.culprit, error.reason)
     assert error.culprit == "rank 1 (host test, pid 1)"
     assert error.reason.startswith("protocol error: "), error.reason
 

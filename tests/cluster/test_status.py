@@ -19,9 +19,10 @@ from local_cluster import WAIT_S, Daemon, configured, eventually, start_job, uni
 from raw_peer import RawPeer, await_pending
 from transports import KINDS
 
-from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
+from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.effects import ABORT_KINDS
 from omnireduce.runtime.observe import ask, ask_all
+from omnireduce.secret import load_secret
 from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
 from omnireduce.wire import PROTOCOL_VERSION, Refused
 
@@ -246,13 +247,14 @@ def test_who_does_not_know_the_secret_learns_nothing(secrets: Sequence[str], kin
     right, wrong = secrets
     with Daemon(1, right) as daemon:
         [address] = daemon.addresses
-        assert ask(address, configured([address], right, f"transport.kind={kind}"), MOST_S).running == 0
+        config = configured([address], right, f"transport.kind={kind}")
+        assert ask(address, config, MOST_S, secret=load_secret(config.security)).running == 0
         for settings, expected in (
             ([wrong], "has another secret than the aggregator"),
             ([], "wants proof of a shared"),
         ):
             config = configured([address], *settings, f"transport.kind={kind}")
-            [found] = ask_all([address], config, MOST_S)
+            [found] = ask_all([address], config, MOST_S, secret=load_secret(config.security))
             assert isinstance(found, RefusedError)
             assert expected in str(found)
         with RawPeer(address) as peer:
@@ -270,6 +272,17 @@ def test_over_tls() -> None:
         assert ask(address, config, MOST_S).running == 0
         [found] = ask_all([address], configured([address], "transport.kind=tcp"), 5.0)
         assert isinstance(found, TransportError)
+
+
+@needs_openssl
+def test_on_its_own_host_the_configuration_of_an_aggregator_will_do() -> None:
+    """A health check has it: a certificate to show, and no authority to check one with."""
+    own = certificates().holder("aggregator")
+    with Daemon(1, *own) as daemon:
+        [address] = daemon.addresses
+        assert ask(address, configured([address], *own), MOST_S).running == 0
+        with pytest.raises(ConfigError, match=r"security\.tls_ca: a worker with TLS needs it"):
+            ask(address, configured([address], *own, "transport.kind=tcp"), MOST_S)
 
 
 def outcome(address: str, timeout_s: float) -> Status | OmniReduceError:

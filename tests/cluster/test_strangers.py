@@ -63,10 +63,22 @@ def test_strangers(busy: Daemon, local: bool) -> None:
         peer.close()
 
 
-@pytest.mark.parametrize("what", ["noise", "http", "a huge control message", "data before a hello"])
-def test_strangers_are_dropped_at_once(daemon: Daemon, what: str) -> None:
-    with RawPeer(daemon.addresses[0]) as peer:
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("noise", "not a frame of this protocol: kind "),
+        ("http", "not a frame of this protocol: kind 71, length 14140"),
+        ("a huge control message", "not a frame of this protocol: kind 3, length 4294967295"),
+        ("data before a hello", "message for slot 0 without a credit"),
+    ],
+)
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "unix"])
+def test_strangers_are_told_why_and_dropped_at_once(daemon: Daemon, local: bool, what: str, reason: str) -> None:
+    with RawPeer(daemon.addresses[0], local=local) as peer:
         peer.send(STRANGERS[what])
+        answer = peer.control()
+        assert isinstance(answer, Refused)
+        assert answer.reason.startswith(reason)
         assert peer.is_closed()
 
 

@@ -91,6 +91,24 @@ def test_a_shard_that_does_not_answer() -> None:
 
 def test_nothing_is_markup() -> None:
     assert "[red]c" in str(text(View(), {"a:1": answer(job(waiting=Waiting("[red]c", [0], 1, "[b]", 1.0)))}))
+    for state in (answer(job("a[/foo]"), job("[b]", generation=0, missing=[1])), TransportError("[/a]")):
+        lines = text(View(), {"[fd00::1]:7400": state})
+        assert lines[1][0] == "[fd00::1]:7400"
+    first, second, note = text(View(), {"a:1": answer(job("a[/foo]"), job("[b]", generation=0, missing=[1]))})[3:]
+    assert (first[0], second[0], note[0]) == ("[b]", "a[/foo]", "[b]:")
+
+
+def test_nothing_is_a_command_to_the_terminal() -> None:
+    """Whatever an aggregator, or who takes its place, says."""
+    clear = "\x1b[2J"
+    wait = Waiting(clear, [0], 1, clear, 1.0)
+    rows = [job(clear, transport=clear, waiting=wait), job(clear, generation=0, missing=[1])]
+    for state in (answer(*rows, aborts={clear: 1}), TransportError(clear)):
+        console = Console(width=140, color_system=None, highlight=False)
+        with console.capture() as capture:
+            console.print(View().show({clear: state}, 0.0))
+        assert "\x1b" not in capture.get()
+        assert "\\x1b[2J" in capture.get()
 
 
 @pytest.mark.parametrize("width", [20, 80, 300])

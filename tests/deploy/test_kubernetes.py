@@ -14,7 +14,10 @@ from deployment import DEPLOY, SECRET, aggregator, as_here, page
 from local_cluster import MPIRUN, READY_S, ROOT
 
 from omnireduce.config import load_config, parse_address
+from omnireduce.runtime.server import MAX_STRANGERS
+from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 
+PROGRAM_BYTES = 256 << 20  # of supervisor, monitor and shards before the first job, which share most of it
 FOLDER = DEPLOY / "kubernetes"
 Object = dict[str, Any]
 
@@ -80,6 +83,16 @@ def test_the_aggregator_its_service_and_its_configuration_fit_together(settings:
     [mount] = [each for each in container["volumeMounts"] if each["name"] == "configuration"]
     assert container["args"] == ["--config", f"{mount['mountPath']}/{settings.name}"]
     assert container["env"][0]["value"] == container["args"][1]
+
+
+def test_the_pod_has_the_memory_that_its_configuration_allows_jobs_and_strangers(settings: Path) -> None:
+    """As docs/security.md counts it."""
+    allowed = load_config(settings, environ={}).aggregator
+    ranks = allowed.max_ranks * (READ_BYTES + SMALL_LIMIT)
+    strangers = MAX_STRANGERS * (READ_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
+    need = allowed.shards * (2 * allowed.max_bytes + ranks + strangers) + PROGRAM_BYTES
+    limit = container_of(pod_of(objects("aggregator.yaml")["Deployment"]))["resources"]["limits"]["memory"]
+    assert need <= int(limit.removesuffix("Gi")) << 30
 
 
 def test_the_aggregator_answers_its_probes(settings: Path) -> None:

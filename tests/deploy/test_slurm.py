@@ -27,6 +27,11 @@ def test_the_script_is_clean() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_its_ports_are_none_that_the_system_gives_to_clients() -> None:
+    [(first, count)] = re.findall(r"\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)", SCRIPT.read_text())
+    assert 1024 <= int(first) < int(first) + int(count) <= 32768  # ip(7), ip_local_port_range
+
+
 def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
     """Run the script as a batch of two tasks on one node: status, standard output, standard error."""
     programs = {

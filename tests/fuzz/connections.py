@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 from harness import Guarded
@@ -135,9 +135,9 @@ def _connection(data: bytes, secret: Secret | None) -> str:
                 break
     membership = server._membership
     server._selector.close()
-    kept = [server._connections, server._timed, server._jobs, server._of_job]
-    kept += [membership._gathering, membership._running, membership._held]
-    assert not any(kept), f"kept after the connection had ended: {kept}"
+    kept: list[Sized] = [server._connections, server._strangers, server._leavers, server._questions]
+    kept += [server._jobs, server._of_job, membership._gathering, membership._running, membership._held]
+    assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Pending" in said or b"Welcome" in said:
         assert any(hello_is_proper(each) for each in hellos(data)), "admitted without a proper hello"
     return _last_word(said)

@@ -74,7 +74,7 @@ def hello_is_proper(hello: Hello) -> bool:
         and 0 <= hello.settle_s <= 3600
         and hello.formation >= 0
         and (hello.smallest == 0 or hello.shard == hello.formation == 0)
-        and 0 <= hello.shard < hello.shards
+        and 0 <= hello.shard < hello.shards <= 4096
         and 2 <= hello.slots <= 64
         and 65536 <= hello.slot_bytes <= 64 << 20
         and hello.slot_bytes % 4096 == 0
@@ -82,6 +82,7 @@ def hello_is_proper(hello: Hello) -> bool:
         and 1 <= hello.stripe_blocks <= 2**20
         and hello.timeout_s >= 0.1
         and hello.tcp_message_bytes >= 1
+        and (hello.verbs is None or hello.verbs.address + hello.slots * hello.slot_bytes <= 2**64)
     )
 
 

@@ -47,8 +47,8 @@ EXPECTED = {
         "valid-waits": "Pending",
         "valid-shard-1-of-2": "Welcome",
         "another-version": "Refused",
-        "http": "nothing",
-        "data-first": "nothing",
+        "http": "Refused",
+        "data-first": "Refused",
     },
     "proven": {
         "valid-session": "Goodbye",

@@ -10,7 +10,9 @@ from harness import InprocCluster
 from machine_bench import BLOCKS, Bench, aggregator, message
 
 from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.status import Late, Traffic
+from omnireduce.runtime.report import Report
+from omnireduce.status import MOST, Late, StatusRequest, Traffic
+from omnireduce.wire import PROTOCOL_VERSION, Status, decode_control, encode_control
 
 BLOCK = 8
 
@@ -91,6 +93,20 @@ def test_blocks_are_counted_once_on_the_shard_that_has_them(shards: int) -> None
         assert each.account.traffic.collectives == 2
         total.add(each.account.traffic)
     assert (total.own_blocks, total.union_blocks) == (2 * 60, 2 * 50)
+
+
+def test_totals_stay_where_integers_end() -> None:
+    """Ranks may announce 2^48 blocks with a message of none, as often as they like."""
+    bench = aggregator()
+    account, report = machine(bench).account, Report("a:1", lambda: 0.0)
+    account.traffic.rank_blocks = report._ended.rank_blocks = MOST - BLOCKS
+    collective(bench, 0, [0, 1], 0.0)
+    assert (account.traffic.rank_blocks, account.traffic.blocks) == (MOST, BLOCKS)
+    report._ended.add(account.traffic)
+    page = report.page(StatusRequest(PROTOCOL_VERSION), [], [], 0)
+    assert decode_control(encode_control(page)) == page
+    assert isinstance(page, Status)
+    assert page.traffic.rank_blocks == MOST
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "allgather", "barrier"])

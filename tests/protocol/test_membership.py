@@ -74,6 +74,20 @@ def test_jobs_with_different_names_are_apart() -> None:
     assert [(each.generation, each.job) for each in (first, second)] == [(1, "b"), (2, "a")]
 
 
+def test_all_who_wait_get_one_list_of_the_missing() -> None:
+    """Whoever comes and goes, and in whatever order."""
+    membership = Membership(LIMITS)
+    join(membership, 7, 3, 5, 0, world_size=40)
+    membership.gone(("job", 3), 0.0)
+    membership.gone(("job", 3), 0.0)  # only once
+    answers = list(membership.expire(1.0))
+    assert {answer.key for answer in answers} == {("job", rank) for rank in (7, 5, 0)}
+    missing = [rank for rank in range(40) if rank not in (7, 5, 0)]
+    assert all(answer.message is answers[0].message for answer in answers)
+    assert answers[0].message == Pending(missing[:16], 37)
+    assert join(membership, 3, world_size=40)[0].message.total_missing == 36
+
+
 def test_many_missing_ranks_are_named_in_part() -> None:
     (answer,) = join(Membership(LIMITS), 3, world_size=40)
     assert answer.message == Pending([0, 1, 2, *range(4, 17)], 39)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from omnireduce.config import Trace
 from omnireduce.protocol.membership import Limits
+from omnireduce.runtime import job as runtime_job
 from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.traced import ShardTraces
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, Hello, Pending, Refused, Welcome, decode_control
@@ -48,6 +53,10 @@ def last_word(peer: socket.socket) -> ControlMessage:
     return last
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def failing(error: Exception) -> Callable[..., Any]:
     def fail(*_: object) -> None:
         raise error
@@ -59,6 +68,7 @@ def failing(error: Exception) -> Callable[..., Any]:
     ("error", "expected"),
     [
         (OSError(12, "Cannot allocate memory"), "no memory for this job: [Errno 12] Cannot allocate memory"),
+        (MemoryError("Unable to allocate 1 PiB"), "no memory for this job: Unable to allocate 1 PiB"),
         (ValueError("a bug"), "internal error; the log of the aggregator has the details"),
     ],
 )
@@ -74,5 +84,38 @@ def test_all_ranks_are_refused_and_may_come_again(
             assert expected in answer.reason
     assert [type(each) for each in joining(server)] == [Welcome, Welcome]
     assert Pending not in [type(each) for each in joining(server)]
+    server.stop()
+    server.serve()
+
+
+def test_a_job_that_fails_late_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory, and its trace. No rank was told before that it may begin."""
+    server = ShardServer("a:1", [], LIMITS, drain_s=0.0)
+    before = descriptors()
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no work space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_job, "AggregatorMachine", fail)
+        for _ in range(3):
+            for answer in joining(server):
+                assert isinstance(answer, Refused)
+                assert "no memory for this job: no work space" in answer.reason
+    assert descriptors() == before
+    assert [type(each) for each in joining(server)] == [Welcome, Welcome]
+    server.stop()
+    server.serve()
+
+
+def test_a_trace_for_which_there_is_no_room(tmp_path: Path) -> None:
+    traces = ShardTraces(Trace(folder=str(tmp_path), events=2**50))
+    server = ShardServer("a:1", [], LIMITS, drain_s=0.0, traces=traces)
+    before = descriptors()
+    for answer in joining(server):
+        assert isinstance(answer, Refused)
+        assert "no memory for this job: Unable to allocate" in answer.reason
+    assert descriptors() == before
+    assert not traces.selector.recorders
     server.stop()
     server.serve()

@@ -31,10 +31,12 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
         waits = connection.hello is not None and not connection.leaving and connection.job is None
         if waits != (connection in waiting):
             yield f"{connection.link.peer} waits for a job that does not wait for it, or the other way round"
-        if (connection.leaving or connection.hello is None) != (connection in server._timed):
+        stranger = connection.hello is None and not connection.leaving
+        if (stranger, connection.leaving) != (connection in server._strangers, connection in server._leavers):
             yield f"the time limit of {connection.link.peer}"
         if connection.job is not None and isinstance(connection.link, SimLink):
             yield from _audit_output(connection.link)
+    yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
     for job in server._jobs.values():
         yield from _audit_job(job, limits)
 

@@ -158,7 +158,9 @@ class Shard(Process):
         membership = server._membership
         kept = {
             "connections": server._connections,
-            "timed": server._timed,
+            "strangers": server._strangers,
+            "leavers": server._leavers,
+            "questions": server._questions,
             "jobs": server._jobs,
             "links of jobs": server._of_job,
             "gathering": membership._gathering,

@@ -44,6 +44,24 @@ def test_garbage_is_a_violation(streams: StreamPair, garbage: bytes) -> None:
     assert streams.left.poll() == []
 
 
+def test_who_has_broken_the_rules_can_still_be_told(streams: StreamPair) -> None:
+    """And what was sent before gets there first; whoever is gone is not written to any more."""
+    streams.left.send_control(b"before")
+    streams.write_raw(streams.left, b"\xff" * 8)
+    [lost] = streams.collect(streams.left, 1)
+    assert isinstance(lost, Lost)
+    assert streams.left.over
+    streams.left.send_control(b"after")
+    assert not streams.left.wants_write
+    streams.left.close()
+    streams.left.send_control(b"too late")
+    *said, end = streams.collect(streams.right, 3)
+    assert said == [Control(b"before"), Control(b"after")]
+    assert isinstance(end, Lost)
+    streams.right.send_control(b"to nobody")
+    assert not streams.right.wants_write
+
+
 def test_the_longest_control_message_passes_and_a_longer_one_is_our_own_mistake(streams: StreamPair) -> None:
     longest = random.Random(3).randbytes(CONTROL_LIMIT)
     for _ in range(3):

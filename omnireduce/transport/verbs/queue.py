@@ -126,6 +126,8 @@ class Queue:
     def connect(self, peer: Endpoint) -> None:
         """Get ready to write to `peer`, which connects to us. Raises TransportError."""
         wanted, port = self._settings, self.choice.port
+        if peer.address + len(self._slots) * self._slot_bytes > 1 << 64:
+            raise TransportError(f"the peer's slots, from address {peer.address} on, do not end within 64 bits")
         attributes = self._path(QPAttr(port_num=port.number))
         attributes.path_mtu = MTU_CODES[min(peer.mtu, self.endpoint.mtu)]
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.queue, peer.sequence, self.endpoint.sequence

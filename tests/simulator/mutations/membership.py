@@ -71,8 +71,8 @@ MUTATIONS = (
         "a rank that went still counts",
         _GATHERING,
         "a job begins with a rank that is gone",
-        "            del self.members[rank]\n",
-        "            self.is_news = True\n",
+        "        del self.members[rank]\n",
+        "",
     ),
     Mutation(
         "a job of nobody is kept",

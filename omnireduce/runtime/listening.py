@@ -1,0 +1,67 @@
+"""The listening sockets of a shard: who connects becomes a link."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import selectors
+import socket
+from collections.abc import Callable, Sequence
+
+from omnireduce.logs import tagged
+from omnireduce.runtime.driver import Clock
+from omnireduce.transport.base import Link
+
+log = logging.getLogger("omnireduce.aggregator")
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+PAUSE_S = 1.0  # in which nobody is accepted, when the system has no room for one more
+
+MakeLink = Callable[[socket.socket], Link]
+
+
+class Listening:
+    """Keeps `listeners`, each with what makes a link of a socket that it accepts, in `selector`.
+
+    Where the system has no room for one more connection, the first that waits would keep a socket readable: then all
+    are left alone until `again_at`.
+    """
+
+    def __init__(
+        self, listeners: Sequence[tuple[socket.socket, MakeLink]], selector: selectors.BaseSelector, clock: Clock
+    ) -> None:
+        self._listeners, self._selector, self._clock = listeners, selector, clock
+        self.again_at: float | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        for listener, make_link in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, make_link)
+
+    def resume(self, now: float) -> None:
+        """Listen again, if it is time."""
+        if self.again_at is not None and now >= self.again_at:
+            self.again_at = None
+            self._begin()
+
+    def accept(self, listener: socket.socket, make_link: MakeLink) -> Link | None:
+        """The link of who waits at a listener that was readable; None when it cannot be had."""
+        if self.again_at is not None:  # since an earlier event of the same turn
+            return None
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
+            if error.errno in NO_ROOM:
+                self._pause()
+            return None
+        try:
+            return make_link(sock)
+        except OSError as error:  # the peer has reset the connection already
+            log.info("lost a connection at once: %s", error, extra=tagged("newcomer_lost"))
+            sock.close()
+            return None
+
+    def _pause(self) -> None:
+        self.again_at = self._clock() + PAUSE_S
+        for listener, _ in self._listeners:
+            self._selector.unregister(listener)

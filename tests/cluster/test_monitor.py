@@ -1,0 +1,117 @@
+"""The pages' server by itself: one deadline for a request, room for the newest, one round of asking for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from local_cluster import WAIT_S, configured, eventually
+from test_metrics import get
+
+from aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, open_http
+from omnireduce.config import parse_address
+from omnireduce.runtime.observe import MONITOR
+from omnireduce.transport.shm import listen_shm
+from omnireduce.transport.tcp import listen_tcp
+
+ALIVE = (200, "alive\n")
+
+
+@dataclass(frozen=True)
+class Pages:
+    monitor: Monitor
+    server: _Server
+    address: str
+
+    def get(self, page: str) -> tuple[int, str]:
+        return get(f"http://{self.address}/{page}")
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(parse_address(self.address), WAIT_S)
+
+
+@contextlib.contextmanager
+def serving(limit_s: float, *shards: str) -> Iterator[Pages]:
+    """Pages about these shards, each request within this time."""
+    config = configured(["127.0.0.1:1"], "metrics.timeout_s=60")
+    monitor = Monitor(config, None, shards, shards)
+    listener, address = open_http("127.0.0.1:0")
+    server = _Server(listener, monitor, limit_s)
+    stop, stopped = os.pipe()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    try:
+        yield Pages(monitor, server, address)
+    finally:
+        os.close(stopped)
+        thread.join(WAIT_S)
+        os.close(stop)
+        listener.close()
+
+
+def test_a_client_that_sends_a_byte_now_and_then_has_one_deadline_for_all() -> None:
+    with serving(0.5) as pages, pages.connect() as client:
+        client.settimeout(0.1)
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            for byte in b"GET /healthz HTTP/1.1\r\n" + b"A" * 1000:
+                client.send(bytes([byte]))
+                with contextlib.suppress(TimeoutError):
+                    said += client.recv(1)
+                    break
+        assert said == b""
+        assert not pages.server._deadlines
+        assert pages.get("healthz") == ALIVE
+
+
+def test_of_too_many_clients_the_oldest_makes_room() -> None:
+    with serving(600.0) as pages, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(pages.connect()) for _ in range(CONNECTIONS)]
+        for _ in range(3):
+            assert pages.get("healthz") == ALIVE
+        assert silent[0].recv(1) == b""
+        silent[-1].sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert silent[-1].recv(100).startswith(b"HTTP/1.0 200 OK")
+
+
+def test_all_who_wait_for_a_shard_share_one_round_of_asking() -> None:
+    """It says nothing. Those who wait for it have a bound; those who ask for the daemon's health have none."""
+    with listen_tcp("127.0.0.1", 0) as holder, contextlib.ExitStack() as stack:
+        port = holder.getsockname()[1]
+        shard = stack.enter_context(listen_shm("127.0.0.1", port, purpose=MONITOR))
+        pages = stack.enter_context(serving(600.0, f"127.0.0.1:{port}"))
+        waiting = [stack.enter_context(pages.connect()) for _ in range(AT_ONCE)]
+        for client in waiting:
+            client.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert eventually(lambda: pages.monitor._round is not None)
+        under_way = pages.monitor._round
+        assert under_way is not None
+        assert eventually(lambda: len(under_way._condition._waiters) == AT_ONCE - 1)  # type: ignore[attr-defined]
+        assert pages.get("readyz") == (503, f"{AT_ONCE} requests wait for the shards already\n")
+        assert pages.get("healthz") == ALIVE
+        shard.setblocking(True)
+        shard.settimeout(WAIT_S)
+        shard.accept()[0].close()
+        for client in waiting:
+            assert client.recv(100).startswith(b"HTTP/1.0 503 Service Unavailable")
+        shard.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            shard.accept()
+
+
+def test_a_request_for_which_no_thread_can_start_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving(600.0) as pages:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pages.connect() as client:
+                assert client.recv(1) == b""
+        assert not pages.server._deadlines
+        assert pages.get("healthz") == ALIVE

@@ -1,0 +1,193 @@
+"""What many connections at once may cost a shard: a look at the oldest, a few answers a turn, and no busy loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+from cluster_checks import FAILURE_S
+
+from omnireduce.protocol.membership import Limits
+from omnireduce.runtime.listening import PAUSE_S
+from omnireduce.runtime.questions import STATUSES
+from omnireduce.runtime.server import LINGER_S, ShardServer
+from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.stream import CONTROL, FRAME
+from omnireduce.transport.tcp import listen_tcp
+from omnireduce.wire import (
+    PROTOCOL_VERSION,
+    ControlMessage,
+    Hello,
+    Pending,
+    Refused,
+    Status,
+    StatusRequest,
+    decode_control,
+    encode_control,
+)
+
+LIMITS = Limits(max_jobs=9, max_world_size=9, max_job_bytes=1 << 30, join_timeout_s=60.0)
+REQUEST = StatusRequest(PROTOCOL_VERSION)
+HELLO = Hello(PROTOCOL_VERSION, "job", 0, 2, 0, 1, 2, 65536, "host", 7, 64)
+
+
+class Crowd:
+    """A server without listeners, at a time of the test's choice, and those who are connected to it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.server = ShardServer("a:1", [], LIMITS, drain_s=0.0, hello_timeout_s=10.0, clock=lambda: self.now)
+        self.peers: list[socket.socket] = []
+
+    def connect(self) -> socket.socket:
+        ours, peer = socket.socketpair()
+        peer.setblocking(False)
+        self.server.adopt(ShmLink(ours, f"peer {len(self.peers)}"))
+        self.peers.append(peer)
+        return peer
+
+    def turn(self) -> None:
+        self.server.turn(0.0)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.server.stop()
+        self.server.serve()
+
+
+@pytest.fixture
+def crowd() -> Iterator[Crowd]:
+    found = Crowd()
+    yield found
+    found.close()
+
+
+def say(peer: socket.socket, *messages: ControlMessage) -> None:
+    bodies = [encode_control(message) for message in messages]
+    peer.sendall(b"".join(FRAME.pack(CONTROL, 0, len(body)) + body for body in bodies))
+
+
+def heard(peer: socket.socket) -> list[ControlMessage]:
+    """What has come, however much; nothing after the end."""
+    data, found = b"", []
+    with contextlib.suppress(BlockingIOError, ConnectionResetError):
+        while more := peer.recv(1 << 20):
+            data += more
+    while data:
+        length = FRAME.unpack_from(data)[2]
+        found.append(decode_control(data[FRAME.size : FRAME.size + length]))
+        data = data[FRAME.size + length :]
+    return found
+
+
+def test_a_few_status_requests_are_answered_in_a_turn_in_their_order(crowd: Crowd) -> None:
+    peers = [crowd.connect() for _ in range(2 * STATUSES + 1)]
+    for peer in peers:
+        say(peer, REQUEST)
+        crowd.turn()
+        crowd.now += 0.001
+    for peer in peers:
+        assert [type(each) for each in heard(peer)] == [Status]
+        say(peer, REQUEST)
+    counts = []
+    for _ in range(3):
+        crowd.turn()
+        counts.append(sum(len(heard(peer)) for peer in peers))
+    assert counts == [STATUSES, STATUSES, 1]
+    assert crowd.server._patience(60.0) > 1.0
+
+
+@pytest.mark.parametrize("second", [REQUEST, HELLO])
+def test_who_asks_waits_for_the_answer(crowd: Crowd, second: ControlMessage) -> None:
+    peer, hasty = crowd.connect(), crowd.connect()
+    say(hasty, REQUEST, second)
+    say(peer, REQUEST)
+    crowd.turn()
+    [refused] = heard(hasty)
+    assert isinstance(refused, Refused)
+    assert refused.reason == f"{type(second).__name__} before a StatusRequest was answered"
+    say(peer, second)
+    crowd.turn()
+    answers = [type(each) for each in heard(peer)]
+    assert answers == [Status, Status if second is REQUEST else Pending]
+
+
+def test_who_does_not_read_answers_gets_no_more_of_them(crowd: Crowd) -> None:
+    peer, most = crowd.connect(), 1 << 14
+    for _ in range(most):
+        if crowd.server._leavers:
+            break
+        say(peer, REQUEST)
+        crowd.turn()
+    [connection] = crowd.server._connections
+    assert sum(len(view) for view in connection.link._output) < 1 << 17  # type: ignore[attr-defined]
+    last = heard(peer)
+    crowd.turn()
+    last += heard(peer)
+    assert isinstance(last[-1], Refused)
+    assert last[-1].reason == "a StatusRequest before the last answer was read"
+
+
+def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> None:
+    first = crowd.connect()
+    crowd.now += 5.0
+    second, rude = crowd.connect(), crowd.connect()
+    say(rude, Pending([], 0))
+    crowd.turn()
+    assert [type(each) for each in heard(rude)] == [Refused]
+    assert crowd.server._patience(60.0) == LINGER_S
+    crowd.now += LINGER_S
+    crowd.turn()
+    assert len(crowd.server._connections) == 2
+    assert crowd.server._patience(60.0) == 10.0 - 5.0 - LINGER_S
+    crowd.now += 4.0
+    crowd.turn()
+    assert [type(each) for each in heard(first)] == [Refused]
+    assert heard(second) == []
+    say(second, HELLO)
+    crowd.turn()
+    crowd.now += LINGER_S
+    crowd.turn()
+    [left] = crowd.server._connections
+    assert left.hello == HELLO
+    assert crowd.server._patience(600.0) > 50.0  # until its job has gathered for too long
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    """Instead of being told again and again that somebody waits."""
+    now = 100.0
+    with listen_tcp("127.0.0.1", 0) as one, listen_tcp("127.0.0.1", 0) as other:
+        listeners = [(each, lambda sock: ShmLink(sock, "peer")) for each in (one, other)]
+        server = ShardServer("a:1", listeners, LIMITS, drain_s=0.0, clock=lambda: now)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection(each.getsockname())) for each in (one, other)]
+            with no_descriptor_left():
+                for _ in range(5):
+                    server.turn(0.0)
+            assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == 1
+            assert server._patience(60.0) == PAUSE_S
+            server.turn(0.0)
+            assert not server._connections
+            now += PAUSE_S
+            server.turn(0.0)
+            server.turn(FAILURE_S)
+            assert len(server._connections) == len(clients)
+        server.stop()
+        server.serve()
