@@ -16,11 +16,11 @@ from omnireduce.transport.tls import aggregator_context
 def make_access(config: Config) -> Access:
     """Whom the shards talk to. Raises ConfigError, also when all the network could join without a word having been
     said about that."""
-    secret = load_secret(config.security)
-    listen = config.aggregator.listen
-    if secret is None and not config.security.allow_no_secret and _reach(listen):
+    secret, listen = load_secret(config.security), config.aggregator.listen
+    reach = "" if secret or config.security.allow_no_secret else _reach(listen)
+    if reach:
         raise ConfigError(
-            f"aggregator.listen: {listen} {_reach(listen)}, and without a secret all of them may join: "
+            f"aggregator.listen: {listen} {reach}, and without a secret all of them may join: "
             f"give {GIVE}, here and to the workers, or say security.allow_no_secret = true"
         )
     return Access(secret, config.security.local_users == "any", aggregator_context(config.security))
