@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.membership import Limits
 from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.job import Job
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.sim import SimLink
@@ -28,17 +29,23 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
         yield "a job gathers of which nobody is there"
     waiting = {key for gathering in membership._gathering.values() for key, _ in gathering.members.values()}
     for connection in server._connections:
-        waits = connection.hello is not None and not connection.leaving and connection.job is None
-        if waits != (connection in waiting):
-            yield f"{connection.link.peer} waits for a job that does not wait for it, or the other way round"
-        stranger = connection.hello is None and not connection.leaving
-        if (stranger, connection.leaving) != (connection in server._strangers, connection in server._leavers):
-            yield f"the time limit of {connection.link.peer}"
-        if connection.job is not None and isinstance(connection.link, SimLink):
-            yield from _audit_output(connection.link)
+        yield from _audit_connection(server, connection, connection in waiting)
     yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
     for job in server._jobs.values():
         yield from _audit_job(job, limits)
+
+
+def _audit_connection(server: ShardServer, connection: Connection, awaited: bool) -> Iterator[str]:
+    peer, hello, job = connection.link.peer, connection.hello, connection.job
+    if (hello is not None and not connection.leaving and job is None) != awaited:
+        yield f"{peer} waits for a job that does not wait for it, or the other way round"
+    stranger = hello is None and not connection.leaving
+    if (stranger, connection.leaving) != (connection in server._strangers, connection in server._leavers):
+        yield f"the time limit of {peer}"
+    if job is not None and hello is not None and hello.world_size != len(job.links):
+        yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"
+    if job is not None and isinstance(connection.link, SimLink):
+        yield from _audit_output(connection.link)
 
 
 def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
