@@ -13,6 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from omnireduce.config import Verbs
@@ -25,20 +26,11 @@ from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job
 from omnireduce.runtime.report import Report
+from omnireduce.runtime.reserve import NO_DESCRIPTORS, Reserve
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import (
-    Aborted,
-    Cause,
-    Hello,
-    Leave,
-    Refused,
-    decode_control,
-    encode_control,
-    other_version,
-    shown,
-)
+from omnireduce.wire import Aborted, Cause, Hello, Leave, Refused, decode_control, encode_control, other_version, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 LINGER_S = 1.0  # how long a leaver's last output may take
@@ -76,6 +68,7 @@ class ShardServer:
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces
         )
         self._membership, self._report = Membership(limits), Report(name, clock)
+        self._reserve = Reserve() if listeners else None
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections: set[Connection] = set()
         self._timed: set[Connection] = set()  # those without a Hello and those that leave: they have a time limit
@@ -93,6 +86,8 @@ class ShardServer:
         for connection in list(self._connections):
             self._drop(connection)
         self._selector.close()
+        if self._reserve is not None:
+            self._reserve.close()
 
     def stop(self) -> None:
         """Admit nobody any more, let running collectives finish for `drain_s`, then end."""
@@ -118,21 +113,22 @@ class ShardServer:
         touched: set[Job] = set()
         self._turns += 1
         for key, mask in self._selector.select(self._patience(longest_s)):
-            if not isinstance(key.data, Connection):
-                self._accept(key.fileobj, key.data)
-            elif key.data in self._connections:  # an earlier event of this turn may have ended it
-                try:
-                    touched |= self._connection_ready(key.data, mask)
-                except Exception:  # a bug of ours: it may cost this client its job, not the others theirs
-                    self._contain(key.data.job, key.data)
+            connection = key.data if isinstance(key.data, Connection) else None
+            try:
+                if connection is None:
+                    self._accept(key.fileobj, key.data)
+                elif connection in self._connections:  # an earlier event of this turn may have ended it
+                    touched |= self._connection_ready(connection, mask)
+            except Exception as error:  # no memory, or a bug: it may cost this client its job, not the others theirs
+                self._contain(error, None if connection is None else connection.job, connection)
         now = self._clock()
         for job in list(self._jobs.values()):
             deadline = job.machine.deadline
             if job in touched or (deadline is not None and deadline <= now):
                 try:
                     job.driver.advance()
-                except Exception:  # as above
-                    self._contain(job)
+                except Exception as error:  # as above
+                    self._contain(error, job)
                 for connection in self._of_job.get(job.generation, ()):
                     self._update_interest(connection)
         self._housekeeping(now)
@@ -171,6 +167,9 @@ class ShardServer:
             sock, _ = source.accept()
         except OSError as error:
             log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
+            if error.errno in NO_DESCRIPTORS and self._reserve is not None:
+                with self._reserve.spent(), suppress(OSError):
+                    self._turn_away(data(source.accept()[0]))
             return
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if len(self._timed) >= min(MAX_STRANGERS, descriptors // 2):
@@ -182,15 +181,18 @@ class ShardServer:
             sock.close()
             return
         assert isinstance(link, Link)
-        if len(self._connections) >= descriptors * 3 // 4:
-            count = len(self._connections)
-            log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
-            link.send_control(
-                encode_control(Refused("too many connections; raise ulimit -n of the aggregator, or wait"))
-            )
-            link.close()
-            return
-        self.adopt(link)
+        if len(self._connections) < descriptors * 3 // 4:
+            self.adopt(link)
+        else:
+            self._turn_away(link)
+
+    def _turn_away(self, link: object) -> None:
+        assert isinstance(link, Link)
+        count = len(self._connections)
+        log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
+        link.poll()  # closed with something unread, a local connection would forget our answer
+        link.send_control(encode_control(Refused("too many connections; raise ulimit -n of the aggregator, or wait")))
+        link.close()
 
     def adopt(self, link: Link) -> None:
         """Serve a worker that has just connected."""
@@ -278,8 +280,9 @@ class ShardServer:
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
         except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
-            reason = f"the aggregator has no memory for this job: {error}"
-            if not isinstance(error, OSError):
+            what = "descriptors" if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS else "memory"
+            reason = f"the aggregator has no {what} for this job: {error}"
+            if not isinstance(error, OSError | MemoryError):
                 failed = tagged("internal_error", job=admit.job)
                 log.exception("internal error at the start of a job; please report it", extra=failed)
                 reason = "internal error; the log of the aggregator has the details"
@@ -319,15 +322,19 @@ class ShardServer:
         for connection in list(self._of_job.get(job.generation, ())):
             self._leave(connection)
 
-    def _contain(self, job: Job | None, connection: Connection | None = None) -> None:
+    def _contain(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
-        about = log if job is None else job.log
-        what = job or "a newcomer"
-        about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
+        about, what = log if job is None else job.log, job or "a newcomer"
+        reason = "internal error; its log has the details"
+        if isinstance(error, MemoryError):
+            reason = f"out of memory: {error}".rstrip(": ")
+            about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
+        else:
+            about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
         if connection is not None and job is None:
             self._forget(connection)
         elif job is not None and job.generation in self._jobs:
-            cause = Cause(f"aggregator {self.name}", "internal error; its log has the details")
+            cause = Cause(f"aggregator {self.name}", reason)
             for link in job.links:
                 link.send_control(encode_control(Aborted(cause)))
             self._job_ended(job, End(cause, "internal"))
