@@ -137,14 +137,16 @@ class _Watched:
         return ", ".join(f"{who} {history[-1]}" for who, history in self._history.items())
 
     def verdicts(self) -> list[tuple[bool, str]]:
-        """For each process whether it is flat from the second quarter on; in the first, caches fill."""
-        found = []
-        for who, history in self._history.items():
-            quarter = len(history) // 4
-            parts = history[quarter : 2 * quarter], history[-quarter:]
-            memory = [median(each.memory for each in part) for part in parts]
-            files = [max(each.files for each in part) for part in parts]
-            flat = memory[1] - memory[0] <= GROWTH_BYTES and files[1] <= files[0]
-            text = f"{memory[0] / 2**20:.2f} to {memory[1] / 2**20:.2f} MiB, {files[0]} to {files[1]} descriptors"
-            found.append((flat, f"{who}: {text}{'' if flat else ' NOT FLAT'}"))
-        return found
+        return [flatness(who, history) for who, history in self._history.items()]
+
+
+def flatness(who: str, history: Sequence[Held]) -> tuple[bool, str]:
+    """Whether a process held no more in the last quarter than in the second, in the first caches fill; and the
+    figures."""
+    quarter = len(history) // 4
+    parts = history[quarter : 2 * quarter], history[-quarter:]
+    memory = [median(each.memory for each in part) for part in parts]
+    files = [max(each.files for each in part) for part in parts]
+    flat = memory[1] - memory[0] <= GROWTH_BYTES and files[1] <= files[0]
+    text = f"{memory[0] / 2**20:.2f} to {memory[1] / 2**20:.2f} MiB, {files[0]} to {files[1]} descriptors"
+    return flat, f"{who}: {text}{'' if flat else ' NOT FLAT'}"

@@ -13,7 +13,7 @@ from cluster_checks import assert_serves
 from local_cluster import Daemon, configured, eventually, run_job, start_job, unique_job
 from raw_peer import RawPeer
 
-from omnireduce import Communicator, RefusedError
+from omnireduce import AbortedError, Communicator, RefusedError
 from omnireduce.wire import ControlMessage, Pending, Refused
 
 from .crew import Member
@@ -98,5 +98,29 @@ def test_a_job_whose_slots_do_not_fit_into_memory() -> None:
         assert eventually(lambda: held(shard).files <= files)
         resource.prlimit(shard, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert run_job(config, 2, lambda comm: float(comm.allreduce(np.ones(9))[0])) == [2.0] * 2
+        assert daemon.shard_pids == [shard]
+        assert "internal error" not in daemon.log
+
+
+def test_a_collective_whose_work_space_does_not_fit_into_memory() -> None:
+    """It ends the job with the reason, on all ranks; the others go on, and the next job works."""
+    large = ("protocol.slot_bytes=67108864", "protocol.slots=2")
+    with Daemon(1) as daemon, neighbours(daemon):
+        [shard] = daemon.shard_pids
+        config = configured(daemon.addresses, *large, *LIMITS)
+
+        def run(comm: Communicator) -> None:
+            if comm.rank == 0:
+                memory_limit(shard, 1 << 20)
+            comm.barrier()
+            comm.allreduce(np.ones(1000, np.float16), block_size=8)
+
+        for error in start_job(config, 2, run).outcomes():
+            assert isinstance(error, AbortedError)
+            assert error.culprit == f"aggregator {daemon.addresses[0]}"
+            assert error.reason.startswith("out of memory: Unable to allocate")
+        assert "out of memory while serving job" in daemon.log
+        resource.prlimit(shard, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert_serves(daemon, *large)
         assert daemon.shard_pids == [shard]
         assert "internal error" not in daemon.log
