@@ -5,15 +5,20 @@
 | the configuration is wrong (`ConfigError`)      | one line             | 2           |
 | any other error of the library                  | one line             | 1           |
 | an array that does not fit into memory          | one line             | 1           |
+| results that do not fit on the disk             | one line             | 1           |
 | Ctrl-C                                          | one line             | 130         |
 | a bug                                           | its traceback        | 1           |
 
-Where the logs are JSON, so is that line.
+Where the logs are JSON, so is that line. What standard error does not take, on a full disk for example, is lost, and
+changes no exit status.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +30,28 @@ from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.logs import logs_are_json, tagged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class _Lossy(io.FileIO):
+    """A file that loses what cannot be written, instead of raising or keeping it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or len(data)  # 0 would be asked again, for ever
+        except OSError:
+            return len(data)
+
+
+def lose_unwritable_logs() -> None:
+    """Let no line that standard error does not take disturb this process, or its exit status.
+
+    Python would raise at every line, and end with status 120 for what it could not write at last.
+    """
+    plain = sys.__stderr__
+    if plain is not None and sys.stderr is plain:  # else it is somebody else's, a test's for example
+        buffer = io.BufferedWriter(_Lossy(plain.fileno(), "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(buffer, plain.encoding, "backslashreplace", line_buffering=True)
 
 
 def config_options(command: _F) -> _F:
@@ -60,6 +87,12 @@ def reporting_errors() -> Iterator[None]:
     except MemoryError as error:
         _complain(f"too little memory: {error}".rstrip(": "))
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _complain(f"cannot write the results: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python still has of them, it would fail to write at exit
+        sys.exit(1)
     except KeyboardInterrupt:
         click.echo("Interrupted", err=True)
         sys.exit(130)
@@ -75,6 +108,10 @@ def _complain(message: str) -> None:
 class Command(click.Command):
     """A command that reports errors."""
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        lose_unwritable_logs()
+        return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         with reporting_errors():
             return super().invoke(ctx)
@@ -82,6 +119,10 @@ class Command(click.Command):
 
 class Group(click.Group):
     """A group that reports errors, its own and those of its subcommands."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        lose_unwritable_logs()
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         with reporting_errors():

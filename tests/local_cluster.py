@@ -66,9 +66,12 @@ class Lines:
 
 
 class Process:
-    """A Python process of this project; its standard output is read line by line, its standard error kept in a file."""
+    """A Python process of this project; its standard output is read line by line, its standard error kept in a file,
+    or written to `stderr`."""
 
-    def __init__(self, *arguments: str, environ: dict[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *arguments: str, environ: dict[str, str] | None = None, stderr: int | None = None, **options: Any
+    ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
         self.popen = subprocess.Popen(
@@ -76,7 +79,7 @@ class Process:
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=self._log if stderr is None else stderr,
             env=kept | (environ or {}),
             **options,
         )
@@ -131,12 +134,20 @@ class Process:
 
 
 class Daemon(Process):
-    """`python -m aggregator`, ready. Leaving the `with` block stops it with SIGTERM and expects status 0."""
+    """`python -m aggregator`, behind `prefix`, ready. Leaving the `with` block stops it with SIGTERM and expects
+    status 0."""
 
-    def __init__(self, shards: int = 1, *overrides: str, listen: str = "127.0.0.1:0", **options: Any) -> None:
+    def __init__(
+        self,
+        shards: int = 1,
+        *overrides: str,
+        listen: str = "127.0.0.1:0",
+        prefix: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
         self.expected_status: int | None = 0
         settings = [word for override in overrides for word in ("--set", override)]
-        command = [sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards), *settings]
+        command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards), *settings]
         super().__init__(*command, **options)
         try:
             word, *self.addresses = self.line(READY_S).split()

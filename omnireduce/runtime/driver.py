@@ -59,21 +59,30 @@ class Driver:
             for event in events:
                 self.perform(self._handle(peer, event, now))
 
-    def advance(self) -> None:
-        """Let the machine do what it can, keep its deadline, and hand all output to the system."""
-        now = self._clock()
-        self.perform(self.machine.advance(now))
-        deadline = self.machine.deadline
-        if deadline is not None and now >= deadline:
-            self.perform(self.machine.timer(now))
+    def push(self) -> None:
+        """Let the machine do what it can, and hand all output to the system."""
+        self.perform(self.machine.advance(self._clock()))
         for link in self.links:
             link.flush()
 
+    def advance(self) -> None:
+        """Push, then keep the machine's deadline."""
+        self.push()
+        self._keep_deadline(self._clock())
+
     def turn(self) -> None:
-        """Feed from all peers, then advance."""
+        """Feed from all peers, push, then keep the deadline, if it had passed before: when this process was stopped
+        meanwhile, much may have come that the machine does not know yet, and it must not judge that nothing came."""
+        now = self._clock()
         for peer in range(len(self.links)):
             self.feed(peer)
-        self.advance()
+        self.push()
+        self._keep_deadline(now)
+
+    def _keep_deadline(self, now: float) -> None:
+        deadline = self.machine.deadline
+        if deadline is not None and now >= deadline:
+            self.perform(self.machine.timer(now))
 
     def perform(self, effects: Iterable[Effect]) -> None:
         """Carry out effects in order, each as soon as the machine names it."""

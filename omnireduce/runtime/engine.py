@@ -132,7 +132,7 @@ class Engine:
             with self._aborting_when_interrupted():
                 number = self._machine.submit(descriptor, operand, time.monotonic())
                 self._handles[number] = handle
-                self._driver.advance()
+                self._driver.push()  # whoever drives keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
                     os.eventfd_write(self._wake, 1)
         return handle

@@ -25,24 +25,14 @@ from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job
-from omnireduce.runtime.listening import Listening, MakeLink
+from omnireduce.runtime.listening import NO_DESCRIPTORS, Listening, MakeLink
 from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
 from omnireduce.runtime.time_limit import TimeLimit
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import (
-    Aborted,
-    Cause,
-    Hello,
-    Leave,
-    Newcomers,
-    Refused,
-    decode_control,
-    encode_control,
-    shown,
-)
+from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, encode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 LINGER_S = 1.0  # how long a leaver's last output may take
@@ -86,7 +76,7 @@ class ShardServer:
         self._jobs: dict[int, Job] = {}
         self._of_job: dict[int, list[Connection]] = {}
         self._drain_deadline: float | None = None
-        self._listening = Listening(listeners, self._selector, clock)
+        self._listening = Listening(listeners, self._selector, clock, self._turn_away)
 
     def serve(self) -> None:
         """Run until `stop` was called and all jobs are over or out of time."""
@@ -95,6 +85,7 @@ class ShardServer:
         for connection in list(self._connections):
             self._drop(connection)
         self._selector.close()
+        self._listening.close()
 
     def stop(self) -> None:
         """Admit nobody any more, let running collectives finish for `drain_s`, then end."""
@@ -119,21 +110,22 @@ class ShardServer:
         """Wait for events, at most `longest_s`, and deal with them."""
         touched: set[Job] = set()
         for key, mask in self._selector.select(self._patience(longest_s)):
-            if not isinstance(key.data, Connection):
-                self._accept(key.fileobj, key.data)
-            elif key.data in self._connections:  # an earlier event of this turn may have ended it
-                try:
-                    touched |= self._connection_ready(key.data, mask)
-                except Exception:  # a bug of ours: it may cost this client its job, not the others theirs
-                    self._contain(key.data.job, key.data)
+            connection = key.data if isinstance(key.data, Connection) else None
+            try:
+                if connection is None:
+                    self._accept(key.fileobj, key.data)
+                elif connection in self._connections:  # an earlier event of this turn may have ended it
+                    touched |= self._connection_ready(connection, mask)
+            except Exception as error:  # no memory, or a bug: it may cost this client its job, not the others theirs
+                self._contain(error, None if connection is None else connection.job, connection)
         now = self._clock()
         for job in list(self._jobs.values()):
             deadline = job.machine.deadline
             if job in touched or (deadline is not None and deadline <= now):
                 try:
                     job.driver.advance()
-                except Exception:  # as above
-                    self._contain(job)
+                except Exception as error:  # as above
+                    self._contain(error, job)
                 for connection in self._of_job.get(job.generation, ()):
                     self._update_interest(connection)
         self._housekeeping(now)
@@ -175,14 +167,17 @@ class ShardServer:
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if len(self._strangers) + len(self._leavers) >= min(MAX_STRANGERS, descriptors // 2):
             self._forget(max(self._strangers, self._leavers, key=len).oldest)
-        if len(self._connections) >= descriptors * 3 // 4:
-            count = len(self._connections)
-            log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
-            why = Refused("too many connections; raise ulimit -n of the aggregator, or wait")
-            link.send_control(encode_control(why))
-            link.close()
-            return
-        self.adopt(link)
+        if len(self._connections) < descriptors * 3 // 4:
+            self.adopt(link)
+        else:
+            self._turn_away(link)
+
+    def _turn_away(self, link: Link) -> None:
+        count = len(self._connections)
+        log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
+        link.poll()  # closed with something unread, a local connection would forget our answer
+        link.send_control(encode_control(Refused("too many connections; raise ulimit -n of the aggregator, or wait")))
+        link.close()
 
     def adopt(self, link: Link) -> None:
         """Serve a worker that has just connected."""
@@ -237,8 +232,8 @@ class ShardServer:
                 page = self._report.page(request, self._jobs.values(), gathering, len(self._connections))
                 connection.link.send_control(encode_control(page))
                 self._update_interest(connection)
-            except Exception:  # a bug of ours
-                self._contain(None, connection)
+            except Exception as error:  # a bug of ours
+                self._contain(error, None, connection)
 
     def _answer(self, effects: Iterable[MembershipEffect]) -> None:
         for effect in list(effects):
@@ -274,7 +269,8 @@ class ShardServer:
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
         except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
-            reason = f"the aggregator has no memory for this job: {error}"
+            what = "descriptors" if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS else "memory"
+            reason = f"the aggregator has no {what} for this job: {error}"
             if not isinstance(error, OSError | MemoryError):
                 failed = tagged("internal_error", job=admit.job)
                 log.exception("internal error at the start of a job; please report it", extra=failed)
@@ -315,14 +311,19 @@ class ShardServer:
         for connection in list(self._of_job.get(job.generation, ())):
             self._leave(connection)
 
-    def _contain(self, job: Job | None, connection: Connection | None = None) -> None:
+    def _contain(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
-        about, what = (log, "a newcomer") if job is None else (job.log, str(job))
-        about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
+        about, what = log if job is None else job.log, job or "a newcomer"
+        reason = "internal error; its log has the details"
+        if isinstance(error, MemoryError):
+            reason = f"out of memory: {error}".rstrip(": ")
+            about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
+        else:
+            about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
         if connection is not None and job is None:
             self._forget(connection)
         elif job is not None and job.generation in self._jobs:
-            cause = Cause(f"aggregator {self.name}", "internal error; its log has the details")
+            cause = Cause(f"aggregator {self.name}", reason)
             for link in job.links:
                 link.send_control(encode_control(Aborted(cause)))
             self._job_ended(job, End(cause, "internal"))

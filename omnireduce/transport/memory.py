@@ -20,12 +20,12 @@ class Region:
     def __init__(self, rows: int, slot_bytes: int) -> None:
         size = rows * slot_bytes
         self.fd = os.memfd_create("omnireduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size)
-        # a peer that could shrink the file would end us with SIGBUS
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         try:
+            os.ftruncate(self.fd, size)
+            # a peer that could shrink the file would end us with SIGBUS
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.slots = _map(self.fd, 0, size).reshape(rows, slot_bytes)
-        except OSError:
+        except BaseException:
             os.close(self.fd)
             raise
 

@@ -11,6 +11,7 @@ Small frames gather until `flush`, so that a turn of the driver costs one system
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 from collections import deque
@@ -40,6 +41,7 @@ class StreamLink(Link):
         self._small = bytearray()
         self._output: deque[memoryview] = deque()  # slots, which are writable, and small frames, which are not
         self._output_dead = False
+        self._output_error = ""  # what killed it, if the reading side cannot tell
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
         self._filled = 0  # bytes of the buffer that hold unparsed input
@@ -107,9 +109,11 @@ class StreamLink(Link):
                 sent = self._write(views)
             except BlockingIOError:
                 return
-            except OSError:
-                # The reading side tells why: what the peer said before it left may still be unread.
+            except OSError as error:
+                # The reading side tells why: what the peer said before it left may still be unread. But the system
+                # tells a time-out only once.
                 self._output_dead = True
+                self._output_error = "" if error.errno == errno.EPIPE else error.strerror or str(error)
                 self._output.clear()
                 return
             self._consume(sent)
@@ -152,7 +156,8 @@ class StreamLink(Link):
                 self._end(events, f"connection broken: {error.strerror or error}")
                 break
             if count == 0:
-                self._end(events, "connection closed")
+                broken = f"connection broken: {self._output_error}"
+                self._end(events, broken if self._output_error else "connection closed")
                 break
             self.counters.received_bytes += count
             if self._body is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from harness import InprocCluster, slot_bytes_for
@@ -9,6 +11,7 @@ from oracle import assert_results, reduce_in_rank_order
 from samples import DTYPES, Array, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.transport.base import Event
 from omnireduce.wire import Hello, Leave, Pending, encode_control
 
 BLOCK = 8
@@ -244,6 +247,33 @@ def test_a_rank_that_came_just_before_the_end_is_the_one_that_was_waited_for() -
     cluster.settle()
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
     assert "4.0 s of it all waited" in str(cluster.worker_ends[0])
+
+
+def test_a_rank_that_is_stopped_while_it_looks_for_input_does_not_blame_the_aggregator() -> None:
+    """What came meanwhile lies unread, and says whom the others waited for: the rank itself."""
+    cluster = InprocCluster(2, timeout_s=5.0)
+    stopped = cluster.worker_drivers[1]
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(50, np.float32))
+    cluster.settle()
+    cluster.allreduce(0, np.ones(50, np.float32), name="w")
+    cluster.settle()
+    [link] = cluster.up[1]
+
+    def stop_after_poll() -> Sequence[Event]:
+        """Once, all others go on for six seconds right after this rank has looked."""
+        link.poll = poll  # type: ignore[method-assign]
+        events = poll()
+        for now in (1.0, 3.0, 6.0):
+            cluster.now = now
+            cluster.settle(paused=[stopped])
+        return events
+
+    poll, link.poll = link.poll, stop_after_poll  # type: ignore[method-assign]
+    cluster.allreduce(1, np.ones(50, np.float32), name="w")
+    for _ in range(2):
+        stopped.turn()
+    assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
 
 
 def test_a_rank_that_sends_for_long_without_finding_a_block_is_waited_for() -> None:

@@ -159,15 +159,30 @@ def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> N
 
 
 @contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
+def descriptors_below(most: int) -> Iterator[None]:
+    """No new descriptor has this number or a higher one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_shard_whose_last_descriptor_is_the_one_kept_back_turns_away() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        server = ShardServer("a:1", [(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, drain_s=0.0)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
+            free = os.dup(0)
+            os.close(free)
+            with descriptors_below(free):
+                for _ in clients:
+                    server.turn(FAILURE_S)
+            assert all(b"too many connections" in client.recv(4096) for client in clients)
+            assert not server._connections
+        server.stop()
+        server.serve()
 
 
 def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +193,7 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
         server = ShardServer("a:1", listeners, LIMITS, drain_s=0.0, clock=lambda: now)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(each.getsockname())) for each in (one, other)]
-            with no_descriptor_left():
+            with descriptors_below(0):
                 for _ in range(5):
                     server.turn(0.0)
             assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == 1

@@ -1,0 +1,30 @@
+"""One descriptor that is kept back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+class Reserve:
+    """Keeps a descriptor back, so that a connection can be taken, and told why, when there is no other left: else it
+    would wait for one, and wake whoever listens for ever."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.open(os.devnull, os.O_RDONLY)
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Within the block there is one descriptor more; it has to be given back by the end."""
+        self.close()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._descriptor = os.open(os.devnull, os.O_RDONLY)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

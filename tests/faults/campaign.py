@@ -1,0 +1,97 @@
+"""Many rounds on as few daemons as they allow, and their totals."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from .plan import FAULTS, Plan, draw_plan
+from .rounds import Outcome, Reaction, play
+from .site import Held, Site
+
+COMMAND = "python -m tests.faults"
+MOST_DEATHS = 5  # of shards of one daemon: one more within a minute would end it
+LOG_LINES = 12  # of the daemon, shown with a failure
+
+
+class _Place:
+    """Where rounds are played: on one site, and on a new one when that has failed or seen too many deaths."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.site: Site | None = None
+        self.sites: list[tuple[list[Held], list[Held]]] = []  # what the shards of each held at first, and at the end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.site = None
+        self._stack.__exit__(kind, error, trace)
+
+    def play(self, plan: Plan) -> Outcome:
+        if self.site is not None and self.site.deaths == MOST_DEATHS:
+            self.__exit__(None, None, None)
+        if self.site is None:
+            self.site = self._stack.enter_context(Site())
+            self.sites.append((self.site.base, self.site.base))
+        outcome = play(plan, self.site)
+        self.sites[-1] = self.site.base, outcome.held
+        return outcome
+
+
+@dataclass
+class Campaign:
+    """Plays rounds and counts; `say` gets a line for each."""
+
+    say: Callable[[str], None]
+    counts: Counter[str] = field(default_factory=Counter)  # rounds by fault
+    reactions: int = 0
+    slowest: dict[str, Reaction] = field(default_factory=dict)  # by fault, as a share of its bound
+    failed: list[Plan] = field(default_factory=list)
+
+    def run(self, seeds: Iterable[int]) -> None:
+        """Play these rounds. Those that kill shards have daemons of their own, so that one lasts for all others."""
+        started = time.monotonic()
+        with _Place() as lasting, _Place() as mortal:
+            for seed in seeds:
+                plan = draw_plan(seed)
+                self._play(plan, mortal if plan.fault == "kill shard" else lasting)
+        self._sum_up(time.monotonic() - started, lasting, mortal)
+
+    def _play(self, plan: Plan, place: _Place) -> None:
+        try:
+            outcome = place.play(plan)
+        except AssertionError as error:
+            log = place.site.daemon.log.splitlines()[-LOG_LINES:] if place.site else []
+            self.failed.append(plan)
+            replay = f"replay: {COMMAND} --seed {plan.seed} --rounds 1"
+            self.say("\n  ".join([f"{plan.seed} FAILED: {plan}", *str(error).splitlines(), "daemon:", *log, replay]))
+            place.__exit__(type(error), error, error.__traceback__)
+            return
+        self.counts[plan.fault] += 1
+        self.reactions += len(outcome.reactions)
+        for reaction in outcome.reactions:
+            slowest = self.slowest.setdefault(plan.fault, reaction)
+            if reaction.seconds / reaction.bound_s > slowest.seconds / slowest.bound_s:
+                self.slowest[plan.fault] = reaction
+        said = ", ".join(map(str, outcome.reactions)) or "nobody minds"
+        self.say(f"{plan.seed} {plan}: {said}")
+
+    def _sum_up(self, seconds: float, *places: _Place) -> None:
+        for fault in FAULTS:
+            slowest = self.slowest.get(fault)
+            reaction = f"; slowest: {slowest} of {1000 * slowest.bound_s:.0f}" if slowest else ""
+            self.say(f"{fault}: {self.counts[fault]} rounds{reaction}")
+        for number, (first, last) in enumerate((site for place in places for site in place.sites), 1):
+            for shard, (before, after) in enumerate(zip(first, last, strict=True)):
+                self.say(f"daemon {number}, shard {shard}: at first {before}, at the end {after}")
+        total = self.counts.total() + len(self.failed)
+        self.say(f"{total} rounds, {len(self.failed)} failed, {self.reactions} errors in time, {seconds:.1f} s")
