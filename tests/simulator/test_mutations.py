@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from .mutate import BY_NAME, MUTATIONS, Mutation, MutationError, hunt, install, misfits, mutated
+from .mutations import aggregator, kernels, membership, runtime, worker
 
 FEW = (
     "worker returns a credit before it reads",
@@ -22,6 +25,14 @@ FEW = (
 def test_every_mutation_fits_the_product() -> None:
     assert list(misfits()) == []
     assert len(BY_NAME) == len(MUTATIONS)
+
+
+def test_the_documentation_counts_them() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    table = text.partition("| part | mutations |")[2].partition("\n\n")[0]
+    found = [int(row.split("|")[2]) for row in table.splitlines()[2:]]
+    parts = (worker, aggregator, kernels, membership, runtime)
+    assert found == [len(part.MUTATIONS) for part in parts]
 
 
 @pytest.mark.parametrize("name", FEW)
