@@ -84,6 +84,8 @@ class Communicator:
         name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
+        if config.elastic.enabled and config.elastic.smallest > size:
+            raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
         warm_up_worker()
         self._job, self._first_rank, self._largest = name, rank, size

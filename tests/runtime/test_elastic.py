@@ -174,6 +174,12 @@ def test_numbers_that_cannot_be(daemon: Daemon, arguments: dict[str, int], words
         assert total(comm) == 1.0  # nothing has happened
 
 
+def test_a_job_cannot_be_smaller_than_its_smallest(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, *ELASTIC, "elastic.smallest=3")
+    with pytest.raises(UsageError, match=r"elastic\.smallest is 3, expected at most the size, 2"):
+        Communicator(config, rank=0, size=2)
+
+
 def test_a_job_that_began_as_a_fixed_one_can_be_formed_anew(daemon: Daemon) -> None:
     """And grow, if everybody says so."""
     config, job, formed = configured(daemon.addresses, ELASTIC[1]), unique_job(), threading.Barrier(3)
