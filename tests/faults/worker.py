@@ -47,7 +47,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Report:
-    """`begins` to join, `joined`, `there` (an answer: a round was completed since), `left`, `error`, or `wrong` (a wrong sum)."""
+    """`begins` to join, `joined`, `there` (an answer: a round was completed since), `left`, `error`, or `wrong`: a
+    wrong sum."""
 
     event: str
     at: float
