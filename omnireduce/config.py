@@ -63,6 +63,8 @@ __all__ = [
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
 _NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE)
+# The first conversion to a type prepares it. Threads that do this at the same time crash the process (msgspec 0.22).
+msgspec.convert({section: {} for section in SECTIONS}, Config)
 
 
 def load_config(

@@ -27,7 +27,14 @@ class ClosedError(OmniReduceError):
 
 
 class RefusedError(OmniReduceError):
-    """An aggregator did not admit this worker (full, shutting down, or its job disagrees)."""
+    """An aggregator did not admit this worker (full, shutting down, or its job disagrees).
+
+    `temporary`: it may do so later.
+    """
+
+    def __init__(self, message: str, *, temporary: bool = False) -> None:
+        super().__init__(message)
+        self.temporary = temporary
 
 
 class ProtocolError(OmniReduceError):

@@ -240,7 +240,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     smallest: int = 0  # with how many workers an elastic job may start; 0: with `world_size` only
     settle_s: float = 0.0  # how long an elastic job waits for more of them
     survivor: bool = False  # was in an earlier generation
-    formation: int = 0  # which generation of the first shard the worker asks the others to join, of an elastic job
+    formation: int = 0  # of an elastic job, beyond its first shard: what the first one gave
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -252,10 +252,11 @@ class Pending(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Rank `rank` of `world_size`."""
+    """Rank `rank` of `world_size`. `formation` is what the worker tells the other shards."""
 
     rank: _U32
     world_size: _U32
+    formation: _Positive
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -272,9 +273,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to worker: you cannot join, and why."""
+    """Aggregator to worker: you cannot join, and why; `temporary`: now, but perhaps later."""
 
     reason: _Text
+    temporary: bool = False
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +23,8 @@ from omnireduce.config_keys import KEYS
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -360,3 +363,28 @@ def test_a_host_name_is_no_longer_than_names_can_be() -> None:
     assert parse_address(f"{'a.' * 126}b:1") == (f"{'a.' * 126}b", 1)
     with pytest.raises(ConfigError, match='expected "HOST:PORT"'):
         parse_address(f"{'a.' * 127}b:1")
+
+
+THREADS = """
+import sys, threading
+from omnireduce.config import load_config
+
+def load():
+    start.wait()
+    load_config(environ={}, overrides=["transport.kind=tcp"])
+
+sys.setswitchinterval(1e-6)
+start = threading.Barrier(8)
+threads = [threading.Thread(target=load) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_be_the_first_to_load_it() -> None:
+    """Not once in a few processes do they disturb each other."""
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr.decode()

@@ -27,8 +27,9 @@ class Gathering:
     """Those of one job who said hello, by the rank that they gave; `spec` is the hello of the first.
 
     An elastic job (`spec.smallest` > 0) of which the last generation still runs is held back: nobody leaves a job that
-    is well. With a survivor of an earlier generation among them it starts with `spec.smallest` workers or more when
-    nothing has changed for `spec.settle_s`; otherwise when `spec.world_size` are here, as every job.
+    is well. It starts at once when `spec.world_size` workers are here and all of `expected`, the ranks that the workers
+    of the last generation gave. When no survivor has come or gone for `spec.settle_s`, it starts with fewer, if there
+    is one among them, or without those who were expected. Every other job starts when all are here.
     """
 
     spec: Hello
@@ -36,6 +37,7 @@ class Gathering:
     told_at: float  # when all members were told last who is missing
     changed_at: float
     held: bool = False
+    expected: frozenset[int] = frozenset()
     is_news: bool = False  # who is missing has changed since
     members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
@@ -49,34 +51,53 @@ class Gathering:
         at = bisect_left(self.missing, hello.rank)
         if at < len(self.missing) and self.missing[at] == hello.rank:
             del self.missing[at]
-        self.changed_at = now
+        if hello.survivor or len(self.members) == 1:
+            self.changed_at = now  # newcomers, who may come and go as they like, keep nobody waiting
         self.is_news = self.held or len(self.members) > 1
         if self.refused is not None and self.refused[0] == hello.rank:
             self.refused = None
 
     def remove(self, rank: int, now: float) -> None:
         """The connection of this one is over."""
-        del self.members[rank]
+        _, hello = self.members.pop(rank)
         if rank < self.spec.world_size:
             insort(self.missing, rank)
-        self.changed_at, self.is_news = now, True
+        self.is_news = True
+        if hello.survivor:
+            self.changed_at = now
+
+    def accept(self, spec: Hello) -> None:
+        """From now on this is what the others are compared with."""
+        self.spec = spec
+        self.missing = [rank for rank in range(spec.world_size) if rank not in self.members]
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
         self.held, self.since, self.changed_at = False, now, now
 
+    @property
+    def has_survivors(self) -> bool:
+        return any(hello.survivor for _, hello in self.members.values())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.members) >= self.spec.world_size
+
     def settles_at(self) -> float | None:
-        """When the job starts with fewer workers than it could have; None: not at all."""
-        enough = 0 < self.spec.smallest <= len(self.members)
-        if self.held or not enough or not any(hello.survivor for _, hello in self.members.values()):
-            return None
-        return self.changed_at + self.spec.settle_s
+        """When those who are here have waited long enough for others, or for the last generation; None: never."""
+        enough = self.held or len(self.members) >= self.spec.smallest
+        ready = (self.has_survivors and enough) or (self.is_full and not self.held)
+        return self.changed_at + self.spec.settle_s if self.spec.smallest and ready else None
+
+    def has_settled(self, now: float) -> bool:
+        settles_at = self.settles_at()
+        return settles_at is not None and now >= settles_at
 
     def complete(self, now: float) -> bool:
         """Whether the job starts with those who are here."""
-        settles_at = self.settles_at()
-        is_full = len(self.members) >= self.spec.world_size and not self.held
-        return is_full or (settles_at is not None and now >= settles_at)
+        if self.held:
+            return False
+        return (self.is_full and self.expected <= self.members.keys()) or self.has_settled(now)
 
     def take(self) -> list[tuple[Hashable, Hello]]:
         """Take out those with whom the job starts, in rank order, with the ranks that they get: where there are too

@@ -19,7 +19,7 @@ import numpy as np
 from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.dtypes import Array, element_type
-from omnireduce.errors import AbortedError, TransportError, UsageError
+from omnireduce.errors import AbortedError, ConfigError, RefusedError, TransportError, UsageError
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
@@ -42,6 +42,7 @@ from omnireduce.runtime.trace import check_trace
 from omnireduce.runtime.traced import trace_worker
 from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, Descriptor
 
+LONGEST_RETRY_S = 2.0
 BYTES = np.dtype(np.uint8)
 
 
@@ -64,8 +65,8 @@ class Communicator:
     threads.
 
     Attributes, not to be changed: `rank`, `size` and `local_rank` of this worker, `config`, `transport` ("shm", "tcp",
-    "verbs", or several joined by "+"), `shards`, the number of aggregators, and `generation`, which tells this
-    membership from those before and after it under the same name.
+    "verbs", or several joined by "+"), `shards`, the number of aggregators, and `generation`, the
+    number that the first one gave this membership.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others do so.
@@ -84,6 +85,11 @@ class Communicator:
         name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
+        if config.elastic.enabled and config.elastic.settle_s >= config.cluster.join_timeout_s:
+            raise ConfigError(
+                f"elastic.settle_s is {config.elastic.settle_s:g}, expected less than cluster.join_timeout_s, "
+                f"{config.cluster.join_timeout_s:g}"
+            )
         if config.elastic.enabled and config.elastic.smallest > size:
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
@@ -125,16 +131,20 @@ class Communicator:
     def _join_elastic(self, smallest: int, largest: int, *, survivor: bool) -> None:
         """Join again and again, as long as others fail meanwhile."""
         wish = Wish(self._first_rank, largest, smallest, self.config.elastic.settle_s, survivor)
-        deadline = self._deadline()
+        log = BoundLog(logging.getLogger("omnireduce"), job=self._job, rank=self._first_rank)
+        deadline, said, pause_s = self._deadline(), "", RETRY_S
         while True:
             try:
                 return self._enter(join(self.config, self._job, wish, deadline))
-            except (AbortedError, TransportError) as error:
-                if time.monotonic() >= deadline:
+            except (AbortedError, TransportError, RefusedError) as error:
+                passes = survivor if isinstance(error, TransportError) else getattr(error, "temporary", True)
+                if not passes or time.monotonic() + pause_s >= deadline:
                     raise
-                log = BoundLog(logging.getLogger("omnireduce"), job=self._job, rank=self._first_rank)
-                log.warning("joining once more: %s", error, extra=tagged("joining_again"))
-                time.sleep(RETRY_S)
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("joining once more: %s", said, extra=tagged("joining_again"))
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     def _enter(self, joined: Joined) -> None:
         """Become a rank of a generation of the job."""

@@ -5,14 +5,16 @@ The words are Horovod's ("Elastic Horovod", documentation): commit, restore, syn
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import AbortedError, OmniReduceError
+from omnireduce.errors import AbortedError, OmniReduceError, UsageError
 from omnireduce.logs import tagged
 from omnireduce.runtime.communicator import Communicator
 
@@ -27,12 +29,16 @@ class NewcomersError(OmniReduceError):
 class ElasticState:
     """What a training loop has achieved: `step`, the number of steps done, and `arrays`, which it changes in place.
 
-    `arrays`: C-contiguous, of the same names, shapes and dtypes on all ranks. A copy of all is kept as of the last
-    commit, at first of what they are now.
+    `arrays`: C-contiguous, of the same names, shapes and dtypes on all ranks; `fingerprint`: bytes that stand for
+    whatever else has to be the same. A copy of the arrays is kept as of the last commit, at first of what they are now.
     """
 
-    def __init__(self, comm: Communicator, arrays: Mapping[str, Array], step: int = 0) -> None:
+    def __init__(
+        self, comm: Communicator, arrays: Mapping[str, Array], step: int = 0, *, fingerprint: bytes = b""
+    ) -> None:
         self._comm, self.arrays, self.step = comm, dict(arrays), step
+        shapes = sorted((name, array.dtype.str, array.shape) for name, array in self.arrays.items())
+        self._fingerprint = hashlib.sha256(msgspec.json.encode(shapes) + fingerprint).digest()
         self._kept = {name: array.copy() for name, array in self.arrays.items()}
         self.committed_step = step
 
@@ -53,14 +59,27 @@ class ElasticState:
 
     def sync(self) -> int:
         """Make all ranks' states that of the one with the most steps; return its rank. All ranks call this when the job
-        is new or formed anew. Raises AbortedError when the job failed, also because arrays differ in size or dtype."""
-        steps = self._comm.allgather(np.array([self.step]), name="step")[:, 0]
-        source = int(steps.argmax())
+        is new or formed anew.
+
+        Raises AbortedError when the job failed; UsageError when this rank's arrays or fingerprint are others: leave
+        then, and the other ranks go on.
+        """
+        mine = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
+        all_ranks = self._comm.allgather(mine, name="step and fingerprint")[:, 0]
+        steps = all_ranks["step"]
+        # Of those that are as far, one of the majority: a worker that does not belong here should be the one to go.
+        alike = [int((all_ranks["fingerprint"] == each["fingerprint"]).sum()) for each in all_ranks]
+        source = max(range(len(steps)), key=lambda rank: (steps[rank], alike[rank], -rank))
+        if all_ranks["fingerprint"][source] != mine["fingerprint"][0]:
+            raise UsageError(
+                f"this worker's state is another than that of rank {source}: expected the same arrays (names, shapes "
+                "and dtypes), configuration and data on every worker"
+            )
         for name in sorted(self.arrays):
             self._comm.broadcast(self.arrays[name], source, name=name)
         self.step = int(steps[source])
         self._keep()
-        return source
+        return int(source)
 
     def _keep(self) -> None:
         for name, array in self.arrays.items():
@@ -78,13 +97,14 @@ def run_elastic(comm: Communicator, state: ElasticState, train: Callable[[int], 
     Raises AbortedError when it failed `attempts` times in a row without a commit, and what `train` and
     `Communicator.reform` raise.
     """
-    fruitless, reached = 0, -1
+    fruitless, reached = 0, 0
     while True:
         try:
-            return train(state.sync())
+            source = state.sync()
+            reached = state.committed_step
+            return train(source)
         except AbortedError as error:
-            fruitless = 0 if state.committed_step > reached else fruitless + 1
-            reached = max(reached, state.committed_step)
+            fruitless = 1 if state.committed_step > reached else fruitless + 1
             if fruitless >= attempts:
                 raise
             log.warning("forming the job anew: %s", error, extra=tagged("reforming"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +16,7 @@ from omnireduce.errors import TransportError
 from omnireduce.layout import Stripes
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import End
+from omnireduce.protocol.effects import AbortKind, End
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.driver import Clock, Driver
@@ -25,9 +26,21 @@ from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire import Endpoint, Hello, Seat, Welcome, encode_control
+from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control
 
+log = logging.getLogger("omnireduce.aggregator")
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
+
+
+def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
+    """What to tell the ranks of a job that could not be made, and whether it may be possible later."""
+    if isinstance(error, OSError | MemoryError):
+        what = "descriptors" if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS else "memory"
+        return f"the aggregator has no {what} for this job: {error}", True
+    failed = tagged("internal_error", job=job)
+    log.exception("internal error at the start of a job; please report it", extra=failed)
+    return "internal error; the log of the aggregator has the details", False
 
 
 class Job:
@@ -91,7 +104,7 @@ class Job:
         """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
         link, welcome = self.links[rank], Welcome(self.generation)
         if hello.smallest:
-            welcome = replace(welcome, seat=Seat(rank, hello.world_size))
+            welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation))
         send_slots = self._results.slots
         receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
         if hello.verbs is not None and isinstance(link, TcpLink):
@@ -121,6 +134,15 @@ class Job:
             who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
             waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
             self.log.warning("%s: %s", self, text, extra=waiting)
+
+    def abort(self, cause: Cause, kind: AbortKind) -> None:
+        """End the job on every rank."""
+        self.driver.perform(self.machine.abort(cause, kind))
+
+    def tell(self, message: ControlMessage) -> None:
+        """Say something to all ranks."""
+        for link in self.links:
+            link.send_control(encode_control(message))
 
     @property
     def traffic(self) -> Traffic:

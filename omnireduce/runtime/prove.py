@@ -76,7 +76,8 @@ def read_message(link: Link, event: Event) -> ControlMessage:
     except ProtocolError as error:
         raise TransportError(f"aggregator {link.peer}: {error}") from error
     if isinstance(message, Refused):
-        raise RefusedError(f"aggregator {link.peer} refused: {shown(message.reason)}")
+        refusal = f"aggregator {link.peer} refused: {shown(message.reason)}"
+        raise RefusedError(refusal, temporary=message.temporary)
     return message
 
 

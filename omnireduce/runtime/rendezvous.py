@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer
 
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet
+SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
 QUIET_S = 2.0  # how long to wait for an aggregator before saying so
 
 
@@ -84,7 +85,8 @@ def join(config: Config, job: str, wish: Wish, deadline: float) -> Joined:
             if first.seat is None or first.seat.rank >= first.seat.world_size:
                 raise TransportError(f"aggregator {visit.links[0].peer} gave no place in an elastic job")
             wish = Wish(first.seat.rank, first.seat.world_size)
-            visit.announce(wish, len(config.cluster.aggregators), formation=first.generation)
+            visit.hurry(max(SEATED_S, 2 * config.elastic.settle_s))
+            visit.announce(wish, len(config.cluster.aggregators), formation=first.seat.formation)
         else:
             visit.announce(wish, len(config.cluster.aggregators))
         welcomes = visit.await_welcomes()
@@ -119,6 +121,10 @@ class _Visit:
             # At once: an aggregator drops who says nothing, and the next one may take long to come up.
             link.send_control(encode_control(_hello(config, self._job, wish, shard, offer, formation)))
 
+    def hurry(self, seconds: float) -> None:
+        """Give up after so long: who has a seat and does not come is left out in the next attempt."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
     def await_welcomes(self) -> list[Welcome]:
         """Wait until every aggregator that was told has said Welcome.
 
@@ -134,7 +140,7 @@ class _Visit:
                 now = time.monotonic()
                 if now >= self._deadline:
                     limit_s = self._config.cluster.join_timeout_s
-                    raise RefusedError(_who_is_missing(waiting, missing, self._job, limit_s))
+                    raise RefusedError(_who_is_missing(waiting, missing, self._job, limit_s), temporary=True)
                 if now >= complain_at:
                     what = _what_is_missing(waiting, missing, self._job)
                     self._log.warning("waiting for %s", what, extra=tagged("waiting_for_ranks"))

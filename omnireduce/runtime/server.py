@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import secrets
 import selectors
 import socket
 import time
@@ -20,21 +21,32 @@ from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.membership import Admit, Announce, Limits, Membership, MembershipEffect
+from omnireduce.protocol.membership import Admit, Announce, Limits, Membership, MembershipEffect, Replace
 from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.job import WARN_AFTER_S, Job
-from omnireduce.runtime.listening import NO_DESCRIPTORS, Listening, MakeLink
+from omnireduce.runtime.job import WARN_AFTER_S, Job, why_not_started
+from omnireduce.runtime.listening import Listening, MakeLink
 from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
 from omnireduce.runtime.time_limit import TimeLimit
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, encode_control, shown
+from omnireduce.wire import (
+    Aborted,
+    Cause,
+    Hello,
+    Leave,
+    Newcomers,
+    Refused,
+    decode_control,
+    encode_control,
+    shown,
+)
 
 log = logging.getLogger("omnireduce.aggregator")
+FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
 LINGER_S = 1.0  # how long a leaver's last output may take
 MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
 
@@ -68,7 +80,7 @@ class ShardServer:
         self._make_job = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces
         )
-        self._membership, self._report = Membership(limits), Report(name, clock)
+        self._membership, self._report = Membership(limits, secrets.randbits(62)), Report(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections: set[Connection] = set()
         self._strangers, self._leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
@@ -176,7 +188,7 @@ class ShardServer:
         count = len(self._connections)
         log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
         link.poll()  # closed with something unread, a local connection would forget our answer
-        link.send_control(encode_control(Refused("too many connections; raise ulimit -n of the aggregator, or wait")))
+        link.send_control(encode_control(Refused(FULL, temporary=True)))
         link.close()
 
     def adopt(self, link: Link) -> None:
@@ -240,21 +252,23 @@ class ShardServer:
             if isinstance(effect, Admit):
                 self._start(effect)
                 continue
+            if isinstance(effect, Replace):
+                self._jobs[effect.generation].abort(effect.cause, "left")
+                continue
             if isinstance(effect, Announce):
-                for link in self._jobs[effect.generation].links:
-                    link.send_control(encode_control(Newcomers(effect.workers)))
+                self._jobs[effect.generation].tell(Newcomers(effect.workers))
                 continue
             connection = effect.key
             assert isinstance(connection, Connection)
             if isinstance(effect.message, Refused):
-                self._refuse(connection, effect.message.reason)
+                self._refuse(connection, effect.message.reason, temporary=effect.message.temporary)
             else:
                 connection.link.send_control(encode_control(effect.message))
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
+    def _refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
         self._report.refused += 1
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
-        connection.link.send_control(encode_control(Refused(reason)))
+        connection.link.send_control(encode_control(Refused(reason, temporary)))
         self._leave(connection)
 
     def _forget(self, connection: Connection) -> None:
@@ -269,16 +283,11 @@ class ShardServer:
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
         except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
-            what = "descriptors" if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS else "memory"
-            reason = f"the aggregator has no {what} for this job: {error}"
-            if not isinstance(error, OSError | MemoryError):
-                failed = tagged("internal_error", job=admit.job)
-                log.exception("internal error at the start of a job; please report it", extra=failed)
-                reason = "internal error; the log of the aggregator has the details"
+            reason, temporary = why_not_started(error, admit.job)
             self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)
             for connection in connections:
-                self._refuse(connection, reason)
+                self._refuse(connection, reason, temporary=temporary)
             return
         self._report.jobs_started += 1
         self._jobs[job.generation] = job
@@ -324,8 +333,7 @@ class ShardServer:
             self._forget(connection)
         elif job is not None and job.generation in self._jobs:
             cause = Cause(f"aggregator {self.name}", reason)
-            for link in job.links:
-                link.send_control(encode_control(Aborted(cause)))
+            job.tell(Aborted(cause))
             self._job_ended(job, End(cause, "internal"))
 
     # departures
@@ -386,7 +394,7 @@ class ShardServer:
             idle = job.machine.idle
             if overdue or idle:
                 cause = Cause(f"aggregator {self.name}", why, orderly=idle)
-                job.driver.perform(job.machine.abort(cause, "shutdown"))
+                job.abort(cause, "shutdown")
         for connection in list(self._connections):
             if connection.job is None and not connection.leaving:
                 self._forget(connection)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from .plan import FAULTS, Plan, draw_plan
+from .plan import Plan, draw_plan
 from .rounds import Outcome, Reaction, play
 from .site import Held, Site
 
@@ -52,9 +52,9 @@ class Campaign:
     """Plays rounds and counts; `say` gets a line for each."""
 
     say: Callable[[str], None]
-    counts: Counter[str] = field(default_factory=Counter)  # rounds by fault
+    counts: Counter[str] = field(default_factory=Counter)  # good rounds, by kind of fault
     reactions: int = 0
-    slowest: dict[str, Reaction] = field(default_factory=dict)  # by fault, as a share of its bound
+    slowest: dict[str, Reaction] = field(default_factory=dict)  # by kind, as a share of its bound
     failed: list[Plan] = field(default_factory=list)
 
     def run(self, seeds: Iterable[int]) -> None:
@@ -76,20 +76,20 @@ class Campaign:
             self.say("\n  ".join([f"{plan.seed} FAILED: {plan}", *str(error).splitlines(), "daemon:", *log, replay]))
             place.__exit__(type(error), error, error.__traceback__)
             return
-        self.counts[plan.fault] += 1
+        self.counts[plan.kind] += 1
         self.reactions += len(outcome.reactions)
         for reaction in outcome.reactions:
-            slowest = self.slowest.setdefault(plan.fault, reaction)
+            slowest = self.slowest.setdefault(plan.kind, reaction)
             if reaction.seconds / reaction.bound_s > slowest.seconds / slowest.bound_s:
-                self.slowest[plan.fault] = reaction
+                self.slowest[plan.kind] = reaction
         said = ", ".join(map(str, outcome.reactions)) or "nobody minds"
         self.say(f"{plan.seed} {plan}: {said}")
 
     def _sum_up(self, seconds: float, *places: _Place) -> None:
-        for fault in FAULTS:
-            slowest = self.slowest.get(fault)
+        for kind, count in sorted(self.counts.items()):
+            slowest = self.slowest.get(kind)
             reaction = f"; slowest: {slowest} of {1000 * slowest.bound_s:.0f}" if slowest else ""
-            self.say(f"{fault}: {self.counts[fault]} rounds{reaction}")
+            self.say(f"{kind}: {count} rounds{reaction}")
         for number, (first, last) in enumerate((site for place in places for site in place.sites), 1):
             for shard, (before, after) in enumerate(zip(first, last, strict=True)):
                 self.say(f"daemon {number}, shard {shard}: at first {before}, at the end {after}")

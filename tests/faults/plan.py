@@ -47,6 +47,11 @@ class Plan:
         return self.fault.split()[0]
 
     @property
+    def kind(self) -> str:
+        """The fault, and whether it hits a job that begins."""
+        return f"{self.fault} while joining" if self.joining else self.fault
+
+    @property
     def hits_shard(self) -> bool:
         return self.fault.endswith("shard")
 

@@ -174,12 +174,13 @@ class _Round:
     def _expect_end_of_joining(self, since: float) -> list[Reaction]:
         """Ranks that were joining all raise in time, or all work, on a shard that was started again meanwhile."""
         bound_s = JOIN_S + DEATH_S
+        begun = {who: member.hear("begins").at for who, member in self._survivors.items()}  # with its data ready
         found = {who: _two_rounds(member, bound_s + OVERDUE_S) for who, member in self._survivors.items()}
         if self._plan.hits_shard and all(report.event == "there" for report in found.values()):
             self._work_on()
             return []
         kinds = ("AbortedError", "RefusedError", "TransportError")
-        return [self._judged(who, report, since, bound_s, kinds) for who, report in found.items()]
+        return [self._judged(who, each, max(since, begun[who]), bound_s, kinds) for who, each in found.items()]
 
     def _judged(self, who: str, found: Report, since: float, bound_s: float, kinds: tuple[str, ...]) -> Reaction:
         seconds = found.at - since

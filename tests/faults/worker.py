@@ -47,7 +47,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Report:
-    """`joined`, `there` (an answer: a round was completed since), `left`, `error`, or `wrong` (a wrong sum)."""
+    """`begins` to join, `joined`, `there` (an answer: a round was completed since), `left`, `error`, or `wrong`: a
+    wrong sum."""
 
     event: str
     at: float
@@ -85,6 +86,7 @@ def report(event: str, **details: str) -> Report:
 def _outcome(order: Order, pipe: Connection) -> Report:
     try:
         config, collectives = configured(order.aggregators, *order.overrides), PREPARE[order.workload](order)
+        pipe.send(report("begins"))
         with Communicator(config, rank=order.rank, size=order.size, job=order.job) as comm:
             pipe.send(report("joined", text=comm.transport))
             _run(comm, collectives, order, pipe)

@@ -73,7 +73,8 @@ def hello_is_proper(hello: Hello) -> bool:
         and 0 <= hello.smallest <= hello.world_size
         and 0 <= hello.settle_s <= 3600
         and hello.formation >= 0
-        and (hello.smallest == 0 or hello.shard == hello.formation == 0)
+        and (hello.smallest == 0 or hello.shard == 0)
+        and (hello.formation == 0 or hello.shard > 0)
         and 0 <= hello.shard < hello.shards <= 4096
         and 2 <= hello.slots <= 64
         and 65536 <= hello.slot_bytes <= 64 << 20

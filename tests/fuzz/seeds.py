@@ -57,7 +57,7 @@ MESSAGES: dict[str, ControlMessage] = {
     "hello-elastic": ELASTIC,
     "pending": Pending([1, 2], 2, "rank 1 was refused"),
     "welcome": Welcome(3, ENDPOINT, "note"),
-    "welcome-seat": Welcome(3, seat=Seat(1, 2)),
+    "welcome-seat": Welcome(3, seat=Seat(1, 2, 9)),
     "newcomers": Newcomers(2),
     "refused": Refused("because"),
     "waiting": Waiting("collective 3", "rank 1", 2.5),

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from omnireduce.protocol.membership import Admit, Announce, Answer, Limits, Membership, MembershipEffect
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
+from omnireduce.protocol.membership import Admit, Announce, Answer, Limits, Membership, MembershipEffect, Replace
+from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
 SETTLE_S = 5.0
+WHY = "had not left when the others had waited long enough to form the job anew"
 
 
 def hello(rank: int, *, smallest: int = 1, largest: int = 3, survivor: bool = False, **changes: Any) -> Hello:
@@ -88,28 +89,106 @@ def test_fewer_than_the_smallest_are_refused_in_the_end() -> None:
     assert "still waiting for rank 1, 2 after 30 s" in answer.message.reason
 
 
+def with_a_free_place(membership: Membership) -> Admit:
+    """Ranks 0 and 1 of up to three run since 5.0."""
+    come(membership, 0, 1, survivor=True)
+    (admit,) = membership.expire(SETTLE_S)
+    assert isinstance(admit, Admit)
+    assert places(admit) == [(0, 0, 2), (1, 1, 2)]
+    return admit
+
+
 def test_a_job_that_is_well_goes_on_and_hears_of_newcomers() -> None:
     membership = Membership(LIMITS)
-    old = running(membership, 0, 1)
-    assert come(membership, 2, now=1.0, largest=2) == [Answer(2, Pending([0, 1], 2))]
-    assert list(membership.expire(2.0)) == [Answer(2, Pending([0, 1], 2)), Announce(old.generation, 1)]
+    old = with_a_free_place(membership)
+    assert come(membership, 2, now=6.0) == [Answer(2, Pending([0, 1], 2))]
+    assert list(membership.expire(7.0)) == [Answer(2, Pending([0, 1], 2)), Announce(old.generation, 1)]
     assert membership.deadline is None
     assert list(membership.expire(1000.0)) == []  # it waits as long as it likes
     membership.finished(old.generation, 1000.0)
-    (admit,) = come(membership, 0, now=1001.0, largest=2, survivor=True)
-    assert places(admit) == [(0, 0, 2), (2, 1, 2)]
+    assert isinstance(come(membership, 0, now=1001.0, survivor=True)[0], Answer)
+    (admit,) = come(membership, 1, now=1002.0, survivor=True)
+    assert places(admit) == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
 
 
-def test_of_too_many_the_survivors_come_first() -> None:
+def test_a_newcomer_that_gives_up_is_taken_back() -> None:
+    membership = Membership(LIMITS)
+    old = with_a_free_place(membership)
+    come(membership, 2, now=6.0)
+    membership.gone(2, 6.5)
+    assert membership.deadline == 0.0
+    assert list(membership.expire(6.5)) == [Announce(old.generation, 0)]
+    assert membership.deadline is None
+
+
+def test_a_job_without_a_free_place_hears_of_nobody_and_keeps_its_workers() -> None:
     membership = Membership(LIMITS)
     old = running(membership, 1, 2)
     come(membership, 0, 5, largest=2)
-    come(membership, 2, 1, largest=2, survivor=True)
-    membership.finished(old.generation, 4.0)
-    (admit,) = membership.expire(4.0)
-    assert isinstance(admit, Admit)
+    assert Announce(old.generation, 0) in list(membership.expire(1.0))
+    assert "2 workers wait to join job 'job' already" in come(membership, 6, largest=2)[0].message.reason
+    membership.finished(old.generation, 2.0)
+    assert isinstance(come(membership, 2, largest=2, survivor=True, now=2.0)[0], Answer)
+    (admit,) = come(membership, 1, largest=2, survivor=True, now=4.0)
     assert places(admit) == [(1, 0, 2), (2, 1, 2)]
-    assert Announce(admit.generation, 2) in list(membership.expire(6.0))
+
+
+def test_newcomers_fill_the_places_of_those_who_do_not_come_back() -> None:
+    membership = Membership(LIMITS)
+    old = running(membership, 0, 1, 2)
+    come(membership, 5)
+    membership.finished(old.generation, 1.0)
+    come(membership, 0, 1, now=2.0, survivor=True)
+    (admit,) = membership.expire(2.0 + SETTLE_S)
+    assert isinstance(admit, Admit)
+    assert places(admit) == [(0, 0, 3), (1, 1, 3), (5, 2, 3)]
+
+
+def test_who_stays_in_the_old_generation_is_not_waited_for() -> None:
+    """A rank that is stopped between the agreement to form the job anew and its own call."""
+    membership = Membership(LIMITS)
+    old = running(membership, 0, 1, 2)
+    membership.departed(old.generation, 0)
+    membership.departed(old.generation, 1)
+    come(membership, 0, 1, now=1.0, survivor=True)
+    assert membership.deadline == 2.0  # news of who is missing
+    list(membership.expire(2.0))
+    assert membership.deadline == 1.0 + SETTLE_S
+    assert list(membership.expire(6.0)) == [Replace(old.generation, Cause("rank 2", WHY))]
+    membership.finished(old.generation, 6.0)
+    (admit,) = membership.expire(6.0 + SETTLE_S)
+    assert isinstance(admit, Admit)
+    assert places(admit) == [(0, 0, 2), (1, 1, 2)]
+
+
+@pytest.mark.parametrize("wrong", [{"smallest": 2}, {"largest": 4}, {"settle_s": 9.0}, {"rank": 0}])
+def test_a_newcomer_that_disagrees_with_a_survivor_is_the_one_to_go(wrong: dict[str, Any]) -> None:
+    membership = Membership(LIMITS)
+    old = running(membership, 0, 1)
+    rank = wrong.pop("rank", 7)
+    list(membership.hello("newcomer", hello(rank, **({"largest": 2} | wrong)), 1.0))
+    membership.finished(old.generation, 2.0)
+    refused, waits = come(membership, 0, now=2.0, largest=2, survivor=True)
+    assert refused.key == "newcomer"
+    assert isinstance(refused.message, Refused)
+    assert waits == Answer(0, Pending([1], 1))
+    (admit,) = come(membership, 1, now=2.0, largest=2, survivor=True)
+    assert places(admit) == [(0, 0, 2), (1, 1, 2)]
+
+
+def test_a_newcomer_with_other_slots_is_refused_at_once() -> None:
+    membership = Membership(LIMITS)
+    running(membership, 0, 1)
+    assert "slots 8 differs from 4" in come(membership, 2, slots=8)[0].message.reason
+
+
+def test_an_elastic_job_has_no_more_room_than_others() -> None:
+    """But for its last generation, which leaves."""
+    membership = Membership(Limits(1, 40, 1 << 26, 30.0, max_ranks=2))
+    there = {"shard": 1, "shards": 2, "smallest": 0, "largest": 1}
+    answers = [come(membership, 0, formation=number, **there)[0] for number in range(1, 9)]
+    assert sum(isinstance(each, Admit) for each in answers) == 2
+    assert answers[-1].message.temporary
 
 
 def test_other_shards_gather_by_formation() -> None:
@@ -133,8 +212,11 @@ def test_other_shards_gather_by_formation() -> None:
         ({}, {"smallest": 4}, "an elastic job of 4 to 3 workers"),
         ({}, {"settle_s": -1.0}, "a job that settles after -1 s"),
         ({}, {"settle_s": float("nan")}, "a job that settles after nan s"),
-        ({}, {"formation": 3}, "an elastic hello on shard 0 for formation 3"),
-        ({}, {"formation": -3, "smallest": 0}, "an elastic hello on shard 0 for formation -3"),
+        ({}, {"formation": 3}, "formation 3 on shard 0"),
+        ({}, {"formation": 3, "smallest": 0}, "formation 3 on shard 0"),
+        ({}, {"formation": -3, "smallest": 0, "shard": 1, "shards": 2}, "formation -3 on shard 1"),
+        ({}, {"formation": 0, "shard": 1, "shards": 2}, "an elastic hello on shard 1"),
+        ({}, {"settle_s": 30.0}, "elastic.settle_s is 30 s, expected less than aggregator.join_timeout_s, 30 s"),
     ],
 )
 def test_workers_that_disagree_are_refused(first: dict[str, Any], second: dict[str, Any], words: str) -> None:
@@ -192,9 +274,16 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert [each.rank for each in effect.hellos] == list(range(len(asked)))
                 assert len(asked) == 3 or (len(asked) == 2 and any(each.survivor for each in asked))
                 survivors = {each.rank for each in asked}
+            elif isinstance(effect, Replace):
+                assert job is not None
+                assert effect.generation == job.generation
+                membership.finished(job.generation, now)
+                membership.released(job.generation)
+                job = None
             elif isinstance(effect, Announce):
                 assert job is not None
-                assert (effect.generation, effect.workers) == (job.generation, len(waiting))
+                assert effect.generation == job.generation
+                assert effect.workers == min(len(waiting), 3 - len(job.keys))
             elif isinstance(effect.message, Refused):
                 del waiting[effect.key]  # type: ignore[arg-type]
         known = {key for each in membership._gathering.values() for key, _ in each.members.values()}

@@ -22,7 +22,7 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
         yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    ranks = [(job, rank) for job, members, *_ in membership._running.values() for rank in members]
+    ranks = [(each.spec.job, rank) for each in membership._running.values() for rank in each.ranks]
     if len(set(ranks)) < len(ranks):
         yield f"a rank is in two generations of its job: {sorted(ranks)}"
     if any(not gathering.members for gathering in membership._gathering.values()):

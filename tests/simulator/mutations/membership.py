@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Mutation
 
 _MEMBERSHIP = "omnireduce.protocol.membership"
+_CHECKS = "omnireduce.protocol.hello_checks"
 _GATHERING = "omnireduce.protocol.gathering"
 
 MUTATIONS = (
@@ -12,8 +13,8 @@ MUTATIONS = (
         "a rank joins a running job twice",
         _MEMBERSHIP,
         "a second process takes part as a rank that is there",
-        "            if hello.rank in running.ranks:\n",
-        "            if hello.rank < 0:\n",
+        '        return taken(running.ranks[hello.rank]) if hello.rank in running.ranks else ""\n',
+        '        return ""\n',
     ),
     Mutation(
         "a rank joins a gathering job twice",
@@ -24,14 +25,14 @@ MUTATIONS = (
     ),
     Mutation(
         "world sizes are not compared",
-        _MEMBERSHIP,
+        _CHECKS,
         "ranks of jobs of different size get together",
         '    "world_size": "start all',
         '    "version": "start all',
     ),
     Mutation(
         "orders of shards are not compared",
-        _MEMBERSHIP,
+        _CHECKS,
         "two ranks send the same blocks to different shards",
         '    "shard": _SAME_LIST,\n',
         "",
@@ -39,7 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         "settings are not compared",
-        _MEMBERSHIP,
+        _CHECKS,
         "ranks deal blocks to shards in different ways, or have slots of other sizes",
         'for name in ("slots", "slot_bytes", "stripe_blocks")',
         "for name in ()",
@@ -49,15 +50,15 @@ MUTATIONS = (
         "hellos are not checked",
         _MEMBERSHIP,
         "who says what cannot be is admitted",
-        "            or _malformed(hello)\n            or self._over_limit",
-        "            or self._over_limit",
+        " or malformed(hello) or self._over_limit",
+        " or self._over_limit",
     ),
     Mutation(
         "versions are not checked",
         _MEMBERSHIP,
         "a worker of another version is admitted",
-        "            other_version(hello.version)\n            or _malformed",
-        "            _malformed",
+        "            other_version(hello.version) or malformed",
+        "            malformed",
         within=2000,
     ),
     Mutation(
@@ -71,15 +72,15 @@ MUTATIONS = (
         "a rank that went still counts",
         _GATHERING,
         "a job begins with a rank that is gone",
-        "        del self.members[rank]\n",
-        "",
+        "        _, hello = self.members.pop(rank)\n",
+        "        _, hello = self.members[rank]\n",
     ),
     Mutation(
         "a job of nobody is kept",
         _MEMBERSHIP,
         "what the first rank said binds those who come after it went",
-        "            if not gathering.members:\n                del self._gathering[place]\n\n",
-        "            if not gathering.members:\n                pass\n\n",
+        "            if not gathering.members:\n                del self._gathering[place]\n",
+        "            if not gathering.members:\n                pass\n",
         within=2000,
     ),
     Mutation(
@@ -100,8 +101,8 @@ MUTATIONS = (
         "too many jobs",
         _MEMBERSHIP,
         "a shard serves more jobs than it may",
-        "len(gathering) + sum(each.job != leaving for each in self._running.values()) >= limits.max_jobs:",
-        "len(gathering) >= limits.max_jobs:",
+        "len(self._gathering) + running >= limits.max_jobs:",
+        "len(self._gathering) >= limits.max_jobs:",
     ),
     Mutation(
         "jobs of any size",
@@ -137,7 +138,7 @@ MUTATIONS = (
         "a draining shard forgets who waits",
         _MEMBERSHIP,
         "those who wait for their peers are not told that the shard stops",
-        '                yield Answer(key, Refused("the aggregator is shutting down"))\n',
+        '                yield Answer(key, Refused("the aggregator is shutting down", temporary=True))\n',
         "                yield from ()\n",
         within=2000,
     ),

@@ -134,14 +134,6 @@ MUTATIONS = (
         within=4000,
     ),
     Mutation(
-        "every stop is orderly",
-        _SERVER,
-        "a rank waits for results that a stopped shard will not send",
-        "why, orderly=idle)",
-        "why, orderly=True)",
-        within=4000,
-    ),
-    Mutation(
         "bad news while joining is nonsense",
         _RENDEZVOUS,
         "a rank that still joins does not learn who failed",

@@ -1,0 +1,93 @@
+"""What is wrong with a hello, by itself or beside that of another worker of its job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.protocol.gathering import member_name
+from omnireduce.wire import SHOWN, Hello
+
+HOST_CHARACTERS = 255
+MAX_SLOTS = 64
+MAX_SHARDS = 4096
+MAX_STRIPE_BLOCKS = 1 << 20
+MIN_TIMEOUT_S = 0.1
+MAX_SETTLE_S = 3600
+MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
+
+_SAME_LIST = "list cluster.aggregators in the same order on every worker"
+ADVICE = {  # for ranks that disagree, by the field of their hello
+    "smallest": "give every worker the same elastic.enabled and elastic.smallest",
+    "settle_s": "give every worker the same elastic.settle_s",
+    "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
+    "shards": _SAME_LIST,
+    "shard": _SAME_LIST,
+    **{name: f"give every worker the same protocol.{name}" for name in ("slots", "slot_bytes", "stripe_blocks")},
+}
+
+
+SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks")  # what a job keeps when it is formed anew
+
+
+def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
+    """How a hello differs from that of another worker of the same job."""
+    for name in names:
+        ours, theirs = getattr(spec, name), getattr(hello, name)
+        if ours != theirs:
+            what = f"{name} {theirs} differs from {ours} of {member_name(spec)} in job '{hello.job}'"
+            return f"{what}: {ADVICE[name]}"
+    return ""
+
+
+def taken(other: Hello) -> str:
+    return f"{member_name(other)} is already in job '{other.job}'; choose another cluster.job"
+
+
+def slot_bytes(hello: Hello) -> int:
+    """Slot memory of the job on this shard: receive slots for every rank, and the results."""
+    return (hello.world_size + 1) * hello.slots * hello.slot_bytes
+
+
+def malformed(hello: Hello) -> str:
+    if not re.match(JOB_PATTERN, hello.job):
+        return f"job {hello.job[:SHOWN]!r}; expected {JOB_ALLOWED}"
+    if len(hello.host) > HOST_CHARACTERS or not hello.host.isprintable():
+        return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
+    if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not hello.smallest):
+        return f"rank {hello.rank} of {hello.world_size} does not exist"
+    if not 2 <= hello.slots <= MAX_SLOTS:
+        return f"{hello.slots} slots; expected 2 to {MAX_SLOTS}"
+    if not MIN_SLOT_BYTES <= hello.slot_bytes <= MAX_SLOT_BYTES or hello.slot_bytes % PAGE:
+        expected = f"a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
+        return f"slots of {hello.slot_bytes} bytes; expected {expected}"
+    if hello.verbs is not None and hello.verbs.address + hello.slots * hello.slot_bytes > 1 << 64:
+        return f"slots from address {hello.verbs.address} on; expected them to end within 64 bits"
+    if not hello.timeout_s >= MIN_TIMEOUT_S:
+        return f"a time-out of {hello.timeout_s:g} s; expected at least {MIN_TIMEOUT_S:g}"
+    return _malformed_shards(hello) or _malformed_elastic(hello)
+
+
+def _malformed_shards(hello: Hello) -> str:
+    if not 0 <= hello.shard < hello.shards:
+        return f"shard {hello.shard} of {hello.shards} does not exist"
+    if hello.shards > MAX_SHARDS:
+        return f"{hello.shards} shards; expected at most {MAX_SHARDS}"
+    if not 1 <= hello.stripe_blocks <= MAX_STRIPE_BLOCKS:
+        return f"stripes of {hello.stripe_blocks} blocks; expected 1 to {MAX_STRIPE_BLOCKS}"
+    return ""
+
+
+def _malformed_elastic(hello: Hello) -> str:
+    if not 0 <= hello.smallest <= hello.world_size:
+        return f"an elastic job of {hello.smallest} to {hello.world_size} workers"
+    if hello.smallest and hello.shard:
+        return f"an elastic hello on shard {hello.shard}; expected one on shard 0"
+    if hello.formation < 0 or (hello.formation and not hello.shard):
+        return (
+            f"formation {hello.formation} on shard {hello.shard}; expected one above 0 on the others, none on shard 0"
+        )
+    if not 0 <= hello.settle_s <= MAX_SETTLE_S:
+        return f"a job that settles after {hello.settle_s:g} s; expected 0 to {MAX_SETTLE_S}"
+    return ""
