@@ -152,6 +152,9 @@ class AggregatorMachine:
         else:
             yield from self._left(rank)
 
+    def heard(self, rank: int, now: float) -> None:
+        """A part of a message came from `rank`, which moves nothing on."""
+
     def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `rank` is over."""
         if not self._ranks[rank].left:

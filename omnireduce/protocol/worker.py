@@ -288,6 +288,10 @@ class WorkerMachine:
             unexpected = f"protocol error: unexpected {type(message).__name__}"
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))
 
+    def heard(self, shard: int, now: float) -> None:
+        """A part of a message came from `shard`."""
+        self._streams[shard].heard(now)
+
     def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `shard` is over. It is told as well: where RDMA failed, control messages may still pass."""
         if self.ended is None and shard not in self._retired:

@@ -24,6 +24,7 @@ class Machine(Protocol):
     def received(self, peer: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]: ...
     def credited(self, peer: int, slot: int, now: float) -> Iterator[Effect]: ...
     def told(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]: ...
+    def heard(self, peer: int, now: float) -> None: ...
     def lost(self, peer: int, reason: str, now: float) -> Iterator[Effect]: ...
     def timer(self, now: float) -> Iterator[Effect]: ...
 
@@ -49,8 +50,13 @@ class Driver:
         self._on_finish, self._on_end, self._on_warn = on_finish, on_end, on_warn
 
     def feed(self, peer: int) -> None:
-        """Give the machine everything that has arrived from `peer`."""
-        self.take(peer, self.links[peer].poll())
+        """Give the machine everything that has arrived from `peer`; of a part of a message, that it has come."""
+        counters = self.links[peer].counters
+        before = counters.received_bytes
+        events = self.links[peer].poll()
+        if counters.received_bytes != before and not events:
+            self.machine.heard(peer, self._clock())
+        self.take(peer, events)
 
     def take(self, peer: int, events: Sequence[Event]) -> None:
         """Give the machine these events of `peer`."""
