@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check simulate fuzz mutations bench bench-quick rdma test-rdma clean
+.PHONY: help demo test lint types check simulate fuzz mutations faults bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -40,6 +40,10 @@ fuzz: $(READY) ## play hostile input from a new seed to both sides; half a minut
 
 mutations: $(READY) ## show that the simulator catches every deliberate bug; about ten minutes
 	@$(BIN)/python -m tests.simulator --mutations
+
+faults: $(READY) ## kill, stop and pause real workers and shards, then thousands of jobs on one daemon; four minutes. ARGS="--rounds 50"
+	@$(BIN)/python -m tests.faults $(or $(ARGS),--rounds 300)
+	@$(if $(ARGS),,$(BIN)/python -m tests.faults soak --jobs 3000)
 
 bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; half an hour. ARGS=--resume goes on
 	@status=0; \

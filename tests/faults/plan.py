@@ -6,7 +6,9 @@ import random
 from dataclasses import dataclass
 
 SHARDS = 2  # of the daemon; a job uses the first, or both
-JOIN_S = 1.0  # how long ranks wait for one that died while it joined
+JOIN_S = (
+    1.5  # how long ranks wait for one that died while they joined; more than until they are told anew who is missing
+)
 FAULTS = {  # how often each is drawn
     "kill worker": 10,
     "stop worker": 5,
