@@ -66,7 +66,7 @@ def test_jobs_beyond_the_descriptors_of_a_daemon(kind: str) -> None:
             peer.hello("gathers", len(peers), FEW)
             answer = peer.control()
             peers.append(peer)
-        assert answer == Refused("too many connections; raise ulimit -n of the aggregator, or wait")
+        assert answer == Refused("too many connections; raise ulimit -n of the aggregator, or wait", temporary=True)
         assert daemon.log.count("cannot accept") == 1
         for comm in admitted:
             comm.shutdown()
