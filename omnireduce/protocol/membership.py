@@ -4,8 +4,8 @@ States of a job name: nobody → gathering (some ranks said hello) → running (
 new generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join
 twice.
 
-Of an elastic job the first shard decides who is in it and what their ranks are. The workers tell the other shards, with
-the generation that the first one gave it, the formation: those who come with different formations never meet.
+Of an elastic job the first shard decides who is in it and what their ranks are, and gives this formation a number. The
+workers tell it the other shards: those who come with different formations never meet.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ MembershipEffect = Answer | Admit | Announce | Replace
 class _Running(NamedTuple):
     spec: Hello  # of the first who said hello
     ranks: dict[int, Hello]  # those that have not left, with the ranks that they have
-    size: int
-    asked: frozenset[int]  # the ranks that they gave in their hellos
+    asked: frozenset[int]  # the ranks that all of them, also who left, gave in their hellos
 
     @property
     def place(self) -> tuple[str, int]:
@@ -201,7 +200,7 @@ class Membership:
         if gathering.spec.smallest:
             hellos = [msgspec.structs.replace(each, formation=self._salt + generation) for each in hellos]
         asked = before - gathering.members.keys()
-        self._running[generation] = _Running(gathering.spec, {each.rank: each for each in hellos}, len(hellos), asked)
+        self._running[generation] = _Running(gathering.spec, {each.rank: each for each in hellos}, asked)
         self._held[generation] = hellos[0]
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
         if not gathering.members:
@@ -216,7 +215,7 @@ class Membership:
         generation = self._generation_of(gathering.spec.job)
         if gathering.held and generation is not None:
             running = self._running[generation]
-            room = running.spec.world_size - running.size if running.spec.smallest else len(gathering.members)
+            room = running.spec.world_size - len(running.asked) if running.spec.smallest else len(gathering.members)
             yield Announce(generation, min(len(gathering.members), room))
 
     def _replace(self, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:

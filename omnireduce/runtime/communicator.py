@@ -137,8 +137,9 @@ class Communicator:
             try:
                 return self._enter(join(self.config, self._job, wish, deadline))
             except (AbortedError, TransportError, RefusedError) as error:
-                passes = survivor if isinstance(error, TransportError) else getattr(error, "temporary", True)
-                if not passes or time.monotonic() + pause_s >= deadline:
+                is_final = isinstance(error, RefusedError) and not error.temporary
+                is_first = isinstance(error, TransportError) and not survivor  # most likely a wrong address
+                if is_final or is_first or time.monotonic() + pause_s >= deadline:
                     raise
                 if str(error) != said:
                     said = str(error)

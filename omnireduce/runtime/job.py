@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -20,6 +19,7 @@ from omnireduce.protocol.effects import AbortKind, End
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.driver import Clock, Driver
+from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.status import LISTED, JobStatus, Traffic, Waiting
 from omnireduce.transport.base import NO_SLOTS, Link
@@ -29,7 +29,6 @@ from omnireduce.transport.tcp import TcpLink
 from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
-NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from omnireduce.logs import tagged
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.reserve import Reserve
+from omnireduce.runtime.reserve import NO_DESCRIPTORS, Reserve
 from omnireduce.transport.base import Link
 
 log = logging.getLogger("omnireduce.aggregator")
-NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)
 PAUSE_S = 1.0  # in which nobody is accepted, when the system has no room for one more
 
 MakeLink = Callable[[socket.socket], Link]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class Reserve:
