@@ -94,7 +94,7 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "auto"
     spin_us: Annotated[
         int, _meta("how long a waiting thread polls before it sleeps", "microseconds", ge=0, le=1_000_000)
-    ] = 20
+    ] = 200
     dead_peer_s: Annotated[
         float,
         _meta(
@@ -175,6 +175,10 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),
     ] = 16_384
     stripe_blocks: Annotated[int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)] = 64
+    whole_bytes: Annotated[
+        int,
+        _meta("tensors of up to so many bytes go to the first shard as a whole", "bytes", ge=0, le=2**30),
+    ] = 1 << 20
 
 
 class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

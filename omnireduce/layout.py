@@ -49,6 +49,13 @@ class Layout:
         """Elements in the short last block; 0 when there is none."""
         return self.elements % self.block_size
 
+    def dealt(self, shards: int, stripe_blocks: int, whole_bytes: int, block_bytes: int) -> Layout:
+        """This tensor dealt to `shards`; if its blocks, of `block_bytes`, take no more than `whole_bytes`, all to the
+        first one."""
+        if self.blocks * block_bytes <= whole_bytes:
+            stripe_blocks = max(stripe_blocks, self.blocks)
+        return Layout(self.elements, self.block_size, shards, stripe_blocks)
+
     def owner(self, block: int) -> int:
         """The shard that reduces `block`."""
         return block // self.stripe_blocks % self.shards

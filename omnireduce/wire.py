@@ -236,6 +236,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     stripe_blocks: int  # how blocks are dealt to shards: ranks that differ would never meet
     timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
     verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
+    whole_bytes: int = 0  # tensors of up to so many bytes go to the first shard as a whole
     tcp_message_bytes: _Positive = 1 << 18  # the longest message that suits this worker if it stays with TCP
     smallest: int = 0  # with how many workers an elastic job may start; 0: with `world_size` only
     settle_s: float = 0.0  # how long an elastic job waits for more of them

@@ -27,6 +27,7 @@ from omnireduce.runtime.communicator import Communicator
 ROOT = Path(__file__).resolve().parent.parent
 READY_S = 120.0  # the first start on a machine compiles the kernels
 WAIT_S = 60.0  # longer than anything here takes on a busy machine, or an emulated one
+WHOLE_BYTES = 0  # `protocol.whole_bytes` in tests
 CLOSED = "closed"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
@@ -40,8 +41,12 @@ def unique_job(stem: str = "test") -> str:
 
 
 def configured(aggregators: Sequence[str], *overrides: str) -> Config:
-    """The defaults with these aggregators and `section.key=value` overrides; the environment does not count."""
-    return load_config(overrides=[f"cluster.aggregators={json.dumps(list(aggregators))}", *overrides], environ={})
+    """The defaults with these aggregators and `section.key=value` overrides; the environment does not count.
+
+    Small tensors go to all shards, as large ones do.
+    """
+    changed = [f"cluster.aggregators={json.dumps(list(aggregators))}", f"protocol.whole_bytes={WHOLE_BYTES}"]
+    return load_config(overrides=[*changed, *overrides], environ={})
 
 
 class Lines:
@@ -74,6 +79,7 @@ class Process:
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
+        kept["OMNIREDUCE_PROTOCOL_WHOLE_BYTES"] = str(WHOLE_BYTES)
         self.popen = subprocess.Popen(
             arguments,
             cwd=ROOT,

@@ -40,6 +40,19 @@ def test_every_block_belongs_to_the_shard_of_its_stripe(elements: int, shards: i
         assert layout.stripes(shard).count(layout.blocks) == len(blocks)
 
 
+@given(elements=SIZES, shards=st.integers(1, 9), stripe=st.integers(1, 20), whole_bytes=st.integers(0, 20_000))
+def test_a_small_tensor_goes_to_the_first_shard_as_a_whole(
+    elements: int, shards: int, stripe: int, whole_bytes: int
+) -> None:
+    striped = Layout(elements, 8, shards, stripe)
+    dealt = Layout(elements, 8).dealt(shards, stripe, whole_bytes, 32)
+    if striped.blocks * 32 > whole_bytes:
+        assert dealt == striped
+    else:
+        assert [shard for shard in range(shards) if dealt.takes_part(shard)] == [0]
+        assert dealt.stripes(0).count(dealt.blocks) == dealt.blocks
+
+
 def test_more_than_2_to_the_31_elements() -> None:
     layout = Layout(2**33 + 5, 256, shards=3, stripe_blocks=64)
     assert (layout.blocks, layout.full_blocks, layout.tail_elements) == (2**25 + 1, 2**25, 5)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from omnireduce.layout import Stripes
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.status import Late, Traffic
 from omnireduce.wire import Descriptor
 
 
 class Account:
-    """Kept by the aggregator's machine of a shard that has these `stripes`.
+    """Kept by the aggregator's machine.
 
     `traffic` counts no bytes. A rank is late by the time that passes between the first message of a collective and its
     own, when that is the last one.
     """
 
-    def __init__(self, ranks: int, stripes: Stripes) -> None:
+    def __init__(self, ranks: int) -> None:
         self.traffic = Traffic()
         self._late_s = [0.0] * ranks
-        self._stripes = stripes
         self._begun_at = 0.0
         self._to_join = 0
 
@@ -36,7 +34,7 @@ class Account:
         """The last result has been sent."""
         more = Traffic(collectives=1)
         if descriptor.kind in ("allreduce", "rows"):  # of the others, ranks send all or nothing by design
-            more.blocks = self._stripes.count(descriptor.layout.blocks)
+            more.blocks = done.stripes.count(descriptor.layout.blocks)
             more.rank_blocks = more.blocks * len(self._late_s)
             more.own_blocks, more.union_blocks = done.received_blocks, done.sent_blocks
         self.traffic.add(more)

@@ -55,7 +55,8 @@ class AggregatorMachine:
 
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
     r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. Blocks of a result
-    take no more than `message_bytes` (None: than fit in a slot), unless one alone takes more. `stripes`: of this shard.
+    take no more than `message_bytes` (None: than fit in a slot), unless one alone takes more. `stripes`: of this shard,
+    in tensors of more than `whole_bytes`.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
     has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
@@ -72,12 +73,13 @@ class AggregatorMachine:
         *,
         message_bytes: int | None = None,
         stripes: Stripes = ALL_STRIPES,
+        whole_bytes: int = 0,
         warn_after_s: float = 1.0,
         reduction: Callable[..., Reduction] = Reduction,
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
         self._arena, self._results = arena, results
-        self._slots, self._stripes = len(results), stripes
+        self._slots, self._stripes, self._whole_bytes = len(results), stripes, whole_bytes
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
@@ -91,7 +93,7 @@ class AggregatorMachine:
         self._warn_after_s = warn_after_s
         self._quiet_since = 0.0
         self._warned_at = 0.0
-        self.account = Account(len(members), stripes)
+        self.account = Account(len(members))
         self.ended: End | None = None
 
     @property
@@ -236,14 +238,15 @@ class AggregatorMachine:
         if header.collective < self._number:
             raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
         key = (descriptor.dtype, descriptor.block_size)
-        if key in self._formats:
-            self._formats[key].begin(descriptor)
-        else:
+        if key not in self._formats:
             self._formats[key] = self._reduction(
-                descriptor, len(self._ranks), self._arena, self._results, self._message_bytes, self._stripes
+                descriptor, len(self._ranks), self._arena, self._results, self._message_bytes
             )
             while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:
                 del self._formats[next(iter(self._formats))]
+        shard, shards, stripe_blocks = self._stripes
+        layout = descriptor.layout.dealt(shards, stripe_blocks, self._whole_bytes, descriptor.block_bytes)
+        self._formats[key].begin(descriptor, layout.stripes(shard))
         self._current, self._descriptor, self._number = self._formats[key], descriptor, header.collective
         self._first = rank, extra
 

@@ -12,7 +12,7 @@ from omnireduce.wire import SHOWN, Hello
 HOST_CHARACTERS = 255
 MAX_SLOTS = 64
 MAX_SHARDS = 4096
-MAX_STRIPE_BLOCKS = 1 << 20
+MAX_STRIPE_BLOCKS, MAX_WHOLE_BYTES = 1 << 20, 1 << 30
 MIN_TIMEOUT_S = 0.1
 MAX_SETTLE_S = 3600
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
@@ -24,11 +24,21 @@ ADVICE = {  # for ranks that disagree, by the field of their hello
     "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
     "shards": _SAME_LIST,
     "shard": _SAME_LIST,
-    **{name: f"give every worker the same protocol.{name}" for name in ("slots", "slot_bytes", "stripe_blocks")},
+    **{
+        name: f"give every worker the same protocol.{name}"
+        for name in ("slots", "slot_bytes", "stripe_blocks", "whole_bytes")
+    },
 }
 
 
-SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks")  # what a job keeps when it is formed anew
+SHAPE = (
+    "shards",
+    "shard",
+    "slots",
+    "slot_bytes",
+    "stripe_blocks",
+    "whole_bytes",
+)  # what a job keeps when it is formed anew
 
 
 def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
@@ -76,6 +86,8 @@ def _malformed_shards(hello: Hello) -> str:
         return f"{hello.shards} shards; expected at most {MAX_SHARDS}"
     if not 1 <= hello.stripe_blocks <= MAX_STRIPE_BLOCKS:
         return f"stripes of {hello.stripe_blocks} blocks; expected 1 to {MAX_STRIPE_BLOCKS}"
+    if not 0 <= hello.whole_bytes <= MAX_WHOLE_BYTES:
+        return f"whole tensors of up to {hello.whole_bytes} bytes; expected 0 to {MAX_WHOLE_BYTES}"
     return ""
 
 

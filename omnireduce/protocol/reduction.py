@@ -20,10 +20,10 @@ NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 
 
 class Reduction:
-    """Work space for collectives of one block format; `begin` makes it ready for the next one.
+    """Work space for collectives of one block format; `begin` makes it ready for one.
 
     `arena`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes).
-    Blocks of a result take no more than `message_bytes`, unless one alone takes more. All are of `stripes`.
+    Blocks of a result take no more than `message_bytes`, unless one alone takes more.
     """
 
     def __init__(
@@ -33,13 +33,12 @@ class Reduction:
         arena: Array,
         results: Array,
         message_bytes: int,
-        stripes: Stripes = ALL_STRIPES,
     ) -> None:
         element = ELEMENT_TYPES[descriptor.dtype]
         self._storage: np.dtype[Any] = element.storage
         self._half, self._brain = element.is_half, element.name == "bfloat16"
         self._block_size, self._block_bytes = descriptor.block_size, descriptor.block_bytes
-        self._slots, self._results, self._stripes = arena, results, stripes
+        self._slots, self._results = arena, results
         self._arena = arena.reshape(-1).view(self._storage)
         self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in results]
         fitting = capacity(arena.shape[1], self._block_bytes)
@@ -51,7 +50,6 @@ class Reduction:
         self._out_indices = np.empty(self.capacity, np.int64)
         self._parts = np.empty((self.capacity, ranks), np.int64)
         self._scratch = np.empty((2, descriptor.block_size if self._half else 0), np.float32)
-        self.begin(descriptor)
 
     @property
     def work_bytes(self) -> int:
@@ -59,8 +57,9 @@ class Reduction:
         arrays = (self._indices, self._parts, self._out_indices, self._scratch)
         return sum(array.nbytes for array in arrays)
 
-    def begin(self, descriptor: Descriptor) -> None:
-        """Start over for a collective of the same dtype and block size."""
+    def begin(self, descriptor: Descriptor, stripes: Stripes = ALL_STRIPES) -> None:
+        """Start a collective of this dtype and block size, whose blocks are all of `stripes`."""
+        self.stripes = stripes
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
         # 16-bit floats go through float32 and back, which may change the bits of a NaN
         self._sole_is_result = descriptor.op == "sum" and not self._half
@@ -83,8 +82,8 @@ class Reduction:
         own = self._indices[rank, : header.block_count]
         if not admit_indices(message_indices(self._slots[row], header), low, header.frontier, own):
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
-        if self._stripes.shards > 1 and not all_owned(own, *self._stripes):
-            raise ProtocolError(f"blocks of another shard than {self._stripes.shard} of {self._stripes.shards}")
+        if self.stripes.shards > 1 and not all_owned(own, *self.stripes):
+            raise ProtocolError(f"blocks of another shard than {self.stripes.shard} of {self.stripes.shards}")
         self._position[rank], self._count[rank] = 0, header.block_count
         self._start[rank] = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
         self._unused[rank] = header.block_count

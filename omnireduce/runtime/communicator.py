@@ -269,9 +269,8 @@ class Communicator:
     def barrier(self) -> None:
         """Return when all ranks have called it. Raises what `allreduce` raises, but for UsageError."""
         empty = np.zeros(0, BYTES)
-        layout = self._layout(0, 8)
         descriptor = Descriptor("barrier", "", "sum", BYTES.name, 0, 8)
-        self._submit(descriptor, DenseTensor(None, empty, layout, np.uint64(0)), empty).wait()
+        self._submit(descriptor, DenseTensor(None, empty, self._layout(descriptor), np.uint64(0)), empty).wait()
 
     def allreduce_rows(self, indices: Array, values: Array, n_rows: int, *, name: str = "") -> tuple[Array, Array]:
         """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
@@ -298,9 +297,9 @@ class Communicator:
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
             raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
         numbers, rows = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
-        with self._engine.exclusively():  # the pool is the machine's, too
-            operand = RowSet(numbers, rows, self._layout(n_rows * length, length), self._pool)
         descriptor = Descriptor("rows", check_name(name), "sum", element.name, n_rows * length, length)
+        with self._engine.exclusively():  # the pool is the machine's, too
+            operand = RowSet(numbers, rows, self._layout(descriptor), self._pool)
         return self._engine.submit(descriptor, operand, lambda: operand.result, reads=(indices, values)).wait()
 
     def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> Handle[Array]:
@@ -320,7 +319,7 @@ class Communicator:
             if np.may_share_memory(source, target):
                 raise UsageError("out overlaps x; leave out away to work in place")
         descriptor = Descriptor("allreduce", check_name(name), checked_op, element.name, source.size, block_size)
-        operand = DenseTensor(source, target, self._layout(source.size, block_size), element.zero_mask)
+        operand = DenseTensor(source, target, self._layout(descriptor), element.zero_mask)
         reads = () if target is source else (source,)
         return self._submit(descriptor, operand, x if out is None else out, reads=reads, writes=(target,))
 
@@ -341,7 +340,7 @@ class Communicator:
         size = max(8, min(self.config.protocol.block_size * dtype.itemsize, 1 << 15) // 8 * 8)  # fits any slot
         descriptor = Descriptor(cast(Any, kind), check_name(name), "sum", BYTES.name, target.size, size, note)
         operand = DenseTensor(
-            target if in_place else source, target, self._layout(target.size, size), element_type(BYTES).zero_mask
+            target if in_place else source, target, self._layout(descriptor), element_type(BYTES).zero_mask
         )
         self._submit(descriptor, operand, target, reads=reads, writes=(target,)).wait()
 
@@ -356,8 +355,11 @@ class Communicator:
     ) -> Handle[Array]:
         return self._engine.submit(descriptor, operand, lambda: result, reads=reads, writes=writes)
 
-    def _layout(self, elements: int, block_size: int) -> Layout:
-        return Layout(elements, block_size, self.shards, self.config.protocol.stripe_blocks)
+    def _layout(self, descriptor: Descriptor) -> Layout:
+        protocol = self.config.protocol
+        return descriptor.layout.dealt(
+            self.shards, protocol.stripe_blocks, protocol.whole_bytes, descriptor.block_bytes
+        )
 
 
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()

@@ -68,6 +68,10 @@ class Driver:
     def push(self) -> None:
         """Let the machine do what it can, and hand all output to the system."""
         self.perform(self.machine.advance(self._clock()))
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand all output to the system."""
         for link in self.links:
             link.flush()
 
@@ -77,12 +81,15 @@ class Driver:
         self._keep_deadline(self._clock())
 
     def turn(self) -> None:
-        """Feed from all peers, push, then keep the deadline, if it had passed before: when this process was stopped
-        meanwhile, much may have come that the machine does not know yet, and it must not judge that nothing came."""
+        """Feed from all peers, let the machine do what it can, then keep the deadline, if it had passed before: when
+        this process was stopped meanwhile, much may have come that the machine does not know yet, and it must not judge
+        that nothing came.
+
+        Credits gather until `flush`, which is for whoever is going to wait."""
         now = self._clock()
         for peer in range(len(self.links)):
             self.feed(peer)
-        self.push()
+        self.perform(self.machine.advance(self._clock()))
         self._keep_deadline(now)
 
     def _keep_deadline(self, now: float) -> None:

@@ -207,7 +207,9 @@ class Engine:
         self._driving = True
         try:
             self._driver.turn()
+            # The last credits of a collective leave with the next one's first message, and wake nobody on their own.
             while not done() and self._machine.ended is None:
+                self._driver.flush()
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
@@ -299,6 +301,7 @@ class Engine:
             while not self._machine.said_goodbye and not all(link.over for link in self._links):
                 if time.monotonic() >= deadline:
                     break
+                self._driver.flush()
                 self._block(deadline)
                 self._driver.turn()
             self._close_links()

@@ -209,6 +209,7 @@ def _hello(config: Config, job: str, wish: Wish, shard: int, offer: Offer | None
         host=socket.gethostname(),
         pid=os.getpid(),
         stripe_blocks=config.protocol.stripe_blocks,
+        whole_bytes=config.protocol.whole_bytes,
         timeout_s=config.cluster.timeout_s,
         verbs=None if offer is None else offer.endpoint,
         tcp_message_bytes=config.protocol.tcp_message_bytes,

@@ -256,6 +256,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"job": ""}, "expected a string of 1 to 128 characters"),
     ({"job": "j" * 10_000}, "expected a string of 1 to 128 characters"),
     ({"stripe_blocks": 0}, "stripes of 0 blocks; expected 1 to 1048576"),
+    ({"whole_bytes": -1}, "whole tensors of up to -1 bytes; expected 0 to 1073741824"),
     ({"stripe_blocks": 2**40}, "stripes of 1099511627776 blocks; expected 1 to 1048576"),
     ({"verbs": endpoint(gid="zz:1")}, "malformed control message"),
     ({"verbs": endpoint(gid="fe80::1%eth0")}, "malformed control message"),

@@ -149,6 +149,7 @@ def test_a_rank_cannot_join_twice() -> None:
         {"slots": 5},
         {"slot_bytes": 131072},
         {"stripe_blocks": 32},
+        {"whole_bytes": 1 << 20},
     ],
 )
 def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
@@ -160,7 +161,7 @@ def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
     assert "rank 0 (host h, pid 100) in job 'job'" in reason
     assert reason.endswith(
         "the same protocol." + name
-        if name.startswith(("slot", "stripe"))
+        if name.startswith(("slot", "stripe", "whole"))
         else "list cluster.aggregators in the same order on every worker"
         if name == "shards"
         else "different jobs under different names (cluster.job)"

@@ -17,6 +17,7 @@ def draw_plan(seed: int) -> Plan:
     rng = random.Random(f"{seed}/plan")
     jobs = tuple(_draw_job(rng, f"job{i}") for i in range(rng.choice([1, 1, 2, 3])))
     network, protocol = _draw_network(rng), _draw_protocol(rng, len(jobs))
+    protocol = replace(protocol, whole_bytes=random.Random(f"{seed}/whole").choice([0, 0, 1 << 10]))
     options: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     if rng.random() < 0.85:

@@ -59,6 +59,7 @@ class ProtocolPlan:
     join_timeout_s: float = 15.0
     aggregator_join_timeout_s: float = 25.0
     max_jobs: int = 9
+    whole_bytes: int = 0
 
 
 @dataclass(frozen=True)

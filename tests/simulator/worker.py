@@ -161,7 +161,7 @@ class Worker(Process):
         hello = Hello(
             PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, shard, protocol.shards,
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
-            protocol.timeout_s, tcp_message_bytes=protocol.message_bytes,
+            protocol.timeout_s, whole_bytes=protocol.whole_bytes, tcp_message_bytes=protocol.message_bytes,
         )  # fmt: skip
         return msgspec.structs.replace(hello, **self.nonsense)
 
@@ -193,6 +193,8 @@ class Worker(Process):
     def _run(self, driver: Driver) -> None:
         driver.turn()
         self._submit(driver)
+        if self._under_way or self._machine.ended is not None:  # as a thread does before it waits
+            driver.flush()
         if self._machine.ended is not None:
             self._leave()
             return
@@ -212,8 +214,12 @@ class Worker(Process):
                 return
             what = self.program[self._submitted]
             self._submitted += 1
-            work = Work(what, self.rank, self.ranks, self.protocol.shards, self.protocol.stripe_blocks, self._pool)
-            number = self._machine.submit(what.descriptor(), work.operand, now)
+            descriptor, protocol = what.descriptor(), self.protocol
+            layout = descriptor.layout.dealt(
+                protocol.shards, protocol.stripe_blocks, protocol.whole_bytes, descriptor.block_bytes
+            )
+            work = Work(what, self.rank, self.ranks, layout, self._pool)
+            number = self._machine.submit(descriptor, work.operand, now)
             self._under_way[number] = work
             self._think_until = now + self._random.uniform(0, self.job.think_s)
             if self._submitted == len(self.program) // 2:

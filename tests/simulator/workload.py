@@ -107,9 +107,8 @@ class Work:
     Half of the ranks let the result replace what they bring, the others have it put elsewhere.
     """
 
-    def __init__(self, what: Collective, rank: int, ranks: int, shards: int, stripe_blocks: int, pool: Pool) -> None:
-        self.what = what
-        self.layout = Layout(what.elements, what.block_size, shards, stripe_blocks)
+    def __init__(self, what: Collective, rank: int, ranks: int, layout: Layout, pool: Pool) -> None:
+        self.what, self.layout = what, layout
         self._brought = contribution(what, rank, ranks)
         self._memory = np.full(self._brought.nbytes + 2 * GUARD, GUARD_BYTE, np.uint8)
         self._target = self._memory[GUARD : GUARD + self._brought.nbytes].view(self._brought.dtype)

@@ -42,7 +42,7 @@ MUTATIONS = (
         "settings are not compared",
         _CHECKS,
         "ranks deal blocks to shards in different ways, or have slots of other sizes",
-        'for name in ("slots", "slot_bytes", "stripe_blocks")',
+        'for name in ("slots", "slot_bytes", "stripe_blocks", "whole_bytes")',
         "for name in ()",
         within=2000,
     ),
