@@ -5,7 +5,7 @@ A block message fills the start of a slot, so that every transport moves one con
     header (64 bytes) | blocks (count × block bytes) | padding to 8 | indices (count × int64) | extra
 
 In a result the bits of an index above MAX_BLOCKS may say that one rank alone contributed (1 + its number): that rank
-has the block already.
+has the block already, and the result that it is sent may leave these blocks out, though not their indices.
 Everything little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the
 others. The end of a collective is a frontier equal to its number of blocks. Control messages are msgpack, tagged by
 type.
@@ -26,7 +26,7 @@ from omnireduce.layout import Layout
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, Status, StatusRequest
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
@@ -35,7 +35,7 @@ MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to mark
 SHOWN = 200  # characters of a peer's malformed message that an error repeats
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what bytes from a peer can make msgspec raise
 
-_HEADER = struct.Struct("<QqIII")
+_HEADER = struct.Struct("<QqIIII")
 
 
 class Header(NamedTuple):
@@ -46,6 +46,12 @@ class Header(NamedTuple):
     block_count: int
     block_bytes: int
     extra_bytes: int
+    left_out: int = 0  # of the blocks that `block_count` counts
+
+    @property
+    def indices_start(self) -> int:
+        """Where in the message its indices begin."""
+        return _indices_start(self.block_count - self.left_out, self.block_bytes)
 
 
 class Descriptor(msgspec.Struct, frozen=True, array_like=True):
@@ -118,11 +124,20 @@ def block_rows(slot: Array, block_bytes: int, dtype: np.dtype[Any]) -> Array:
     return slot[HEADER_BYTES : HEADER_BYTES + rows * block_bytes].view(dtype).reshape(rows, -1)
 
 
-def seal(slot: Array, collective: int, frontier: int, indices: Array, block_bytes: int, extra: bytes = b"") -> int:
-    """Complete a message whose blocks are already in `slot`; return its length in bytes."""
-    start = _indices_start(indices.size, block_bytes)
+def seal(
+    slot: Array,
+    collective: int,
+    frontier: int,
+    indices: Array,
+    block_bytes: int,
+    extra: bytes = b"",
+    *,
+    left_out: int = 0,
+) -> int:
+    """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes."""
+    start = _indices_start(indices.size - left_out, block_bytes)
     stop = start + indices.size * 8
-    _HEADER.pack_into(slot.data, 0, collective, frontier, indices.size, block_bytes, len(extra))
+    _HEADER.pack_into(slot.data, 0, collective, frontier, indices.size, block_bytes, len(extra), left_out)
     slot[start:stop].view(np.int64)[:] = indices
     if extra:
         slot[stop : stop + len(extra)] = np.frombuffer(extra, np.uint8)
@@ -134,9 +149,11 @@ def read_header(slot: Array, nbytes: int) -> Header:
     if nbytes < HEADER_BYTES or nbytes > slot.size:
         raise ProtocolError(f"a block message of {nbytes} bytes; expected {HEADER_BYTES} to {slot.size}")
     header = Header._make(_HEADER.unpack_from(slot.data))
+    if header.left_out > header.block_count:
+        raise ProtocolError(f"a block message that leaves out more than it has: {header}")
     if header.extra_bytes > EXTRA_BYTES or header.block_count > capacity(slot.size, header.block_bytes):
         raise ProtocolError(f"a block message that claims more than its slot holds: {header}")
-    expected = _indices_start(header.block_count, header.block_bytes) + header.block_count * 8 + header.extra_bytes
+    expected = header.indices_start + header.block_count * 8 + header.extra_bytes
     if nbytes != expected:
         raise ProtocolError(f"a block message of {nbytes} bytes whose header means {expected}: {header}")
     return header
@@ -144,12 +161,12 @@ def read_header(slot: Array, nbytes: int) -> Header:
 
 def message_indices(slot: Array, header: Header) -> Array:
     """The message's indices, still in memory that the peer may be able to write."""
-    start = _indices_start(header.block_count, header.block_bytes)
+    start = header.indices_start
     return slot[start : start + header.block_count * 8].view(np.int64)
 
 
 def message_extra(slot: Array, header: Header) -> bytes:
-    start = _indices_start(header.block_count, header.block_bytes) + header.block_count * 8
+    start = header.indices_start + header.block_count * 8
     return slot[start : start + header.extra_bytes].tobytes()
 
 

@@ -10,25 +10,28 @@ AHEAD = 1024  # words between what is copied and what is fetched
 
 
 @kernel
-def scatter_blocks(target: Array, rows: Array, indices: Array, unchanged: Array) -> None:
-    """Write `rows[k]` to `target[indices[k]]`, except where `unchanged[k]`: there it stands already.
+def scatter_blocks(target: Array, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+    """Write the row of each index to `target` there, except where `unchanged`: there it stands already.
 
-    `target`, `rows`: uint64 (…, words per block); `indices` were checked before.
+    `target`, `rows`: uint64 (…, words per block); `indices` were checked before. `left_out`: what is unchanged has no
+    row.
     """
-    width = rows.shape[1]
+    width, at = rows.shape[1], 0
     ahead = max(1, AHEAD // width)
     for k in range(indices.size):
         later = k + ahead
         if later < indices.size and not unchanged[later]:
-            row, out = rows[later], target[indices[later]]
+            row, out = rows[min(at + ahead, rows.shape[0] - 1)], target[indices[later]]
             for i in range(0, width, LINE):
                 prefetch(row, i)
                 prefetch_to_write(out, i)
         if unchanged[k]:
+            at += not left_out
             continue
-        row, out = rows[k], target[indices[k]]
+        row, out = rows[at], target[indices[k]]
         for i in range(row.size):
             out[i] = row[i]
+        at += 1
 
 
 @kernel

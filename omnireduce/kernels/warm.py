@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.merge import mark_sole, plan_union, split_marks
+from omnireduce.kernels.merge import leave_out, mark_sole, plan_union, split_marks
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
@@ -21,6 +21,8 @@ def warm_up_aggregator() -> None:
     all_owned(one, 0, 1, 1)
     plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, 0)
     mark_sole(parts, 0, one.copy())
+    row = np.zeros((1, 8), np.uint8)
+    leave_out(one, 0, row, row.copy(), 1)
     scratch = np.zeros((2, 8), np.float32)
     for storage in STORAGES:
         reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, 0, np.zeros((1, 8), storage))
@@ -41,7 +43,7 @@ def warm_up_worker() -> None:
     all_owned(index, 0, 1, 1)
     unchanged = np.zeros(1, np.bool_)
     split_marks(index, 0, index.copy(), unchanged)
-    scatter_blocks(words, words.copy(), index, unchanged)
+    scatter_blocks(words, words.copy(), index, unchanged, False)
 
 
 def _as_callers_have_it(array: Array) -> tuple[Array, Array]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
@@ -28,6 +30,8 @@ from omnireduce.wire import (
     message_extra,
     read_header,
 )
+
+PAGE = 4096
 
 
 @dataclass(slots=True)
@@ -56,7 +60,8 @@ class AggregatorMachine:
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
     r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. Blocks of a result
     take no more than `message_bytes` (None: than fit in a slot), unless one alone takes more. `stripes`: of this shard,
-    in tensors of more than `whole_bytes`.
+    in tensors of more than `whole_bytes`. Ranks in `inline` are sent bytes, not slots that all share: their results
+    leave out what they have already.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
     has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
@@ -74,6 +79,7 @@ class AggregatorMachine:
         message_bytes: int | None = None,
         stripes: Stripes = ALL_STRIPES,
         whole_bytes: int = 0,
+        inline: Iterable[int] = (),
         warn_after_s: float = 1.0,
         reduction: Callable[..., Reduction] = Reduction,
     ) -> None:
@@ -81,6 +87,8 @@ class AggregatorMachine:
         self._arena, self._results = arena, results
         self._slots, self._stripes, self._whole_bytes = len(results), stripes, whole_bytes
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
+        own_bytes = min(results.shape[1], 2 * self._message_bytes + PAGE) // PAGE * PAGE
+        self._own = {rank: np.empty((self._slots, own_bytes), np.uint8) for rank in inline}  # costs nothing until used
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
@@ -286,7 +294,8 @@ class AggregatorMachine:
     def _emit(self, current: Reduction) -> Send:
         slot, self._filling = self._filling, -1
         complete = current.complete
-        nbytes = current.seal(slot, self._number)
+        own = {rank: memory[slot] for rank, memory in self._own.items()}
+        nbytes, shorter = current.seal(slot, self._number, own)
         self._readers[slot] = set(range(len(self._ranks)))
         if complete:
             assert self._descriptor is not None
@@ -295,7 +304,7 @@ class AggregatorMachine:
             self._number += 1
             for state in self._ranks:
                 state.joined = False
-        return Send(ALL, slot, nbytes)
+        return Send(ALL, slot, nbytes, shorter)
 
     def _release(self, rank: int, slot: int) -> None:
         readers = self._readers[slot]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
+from omnireduce.dtypes import Array
 from omnireduce.wire import Cause, ControlMessage
 
 ALL = -1
@@ -12,11 +15,15 @@ ABORT_KINDS: tuple[str, ...] = get_args(AbortKind)
 
 
 class Send(NamedTuple):
-    """Send `nbytes` of send slot `slot` to `peer`, or to ALL."""
+    """Send `nbytes` of send slot `slot` to `peer`, or to ALL; but to a peer in `instead`, that message (uint8).
+
+    Such a message, too, stays as it is until the peer has returned the credit of the slot.
+    """
 
     peer: int
     slot: int
     nbytes: int
+    instead: Mapping[int, Array] = MappingProxyType({})
 
 
 class Return(NamedTuple):

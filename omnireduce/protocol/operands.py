@@ -37,8 +37,11 @@ class Operand(Protocol):
         """Fill `rows` and `indices` with the shard's next non-zero blocks, looking at no more than `span` blocks."""
         ...
 
-    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
-        """Take result blocks; `indices` ascend and are in range; `unchanged`: bool, this worker alone contributed."""
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        """Take result blocks; `indices` ascend and are in range; `unchanged`: bool, this worker alone contributed.
+
+        `left_out`: what is unchanged has no row. Raises ProtocolError when this worker cannot have it.
+        """
         ...
 
     def finish(self) -> None:
@@ -116,13 +119,22 @@ class DenseTensor:
                 self._target.tail[:] = 0
         return count, block + 1
 
-    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
-        if not self._in_place:
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        if not self._in_place and not left_out:
             unchanged[:] = False
         if indices.size and indices[-1] == self.layout.full_blocks:
-            self._target.tail[0] = rows[indices.size - 1]
-            indices = indices[:-1]
-        scatter_blocks(self._target.full, rows, indices, unchanged)
+            self._put_tail(rows, unchanged, left_out)
+            indices, unchanged = indices[:-1], unchanged[:-1]
+        scatter_blocks(self._target.full, rows, indices, unchanged, left_out)
+        if left_out and not self._in_place:
+            own = indices[unchanged]
+            self._target.full[own] = self._source.full[own]
+
+    def _put_tail(self, rows: Array, unchanged: Array, left_out: bool) -> None:
+        if unchanged[-1]:
+            self._target.tail[0] = self._source.tail[0]
+        else:
+            self._target.tail[0] = rows[unchanged.size - 1 - (np.count_nonzero(unchanged) if left_out else 0)]
 
     def finish(self) -> None:
         self._target.store_tail()

@@ -3,19 +3,23 @@ filled."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import SOLE_SHIFT, mark_sole, plan_union
+from omnireduce.kernels.merge import SOLE_SHIFT, leave_out, mark_sole, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices, all_owned
 from omnireduce.layout import ALL_STRIPES, Stripes
 from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Descriptor, Header, block_rows, capacity, message_indices, seal
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
+WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes
+BYTE = np.dtype(np.uint8)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 
 
@@ -74,7 +78,7 @@ class Reduction:
     def open(self, rank: int, row: int, header: Header) -> None:
         """Make the message in arena row `row` the one that `rank`'s blocks are taken from. Raises ProtocolError."""
         before = self._frontier[rank]  # a message that does not raise it would be one of endless many
-        if header.block_bytes != self._block_bytes or not before < header.frontier <= self.blocks:
+        if header.left_out or header.block_bytes != self._block_bytes or not before < header.frontier <= self.blocks:
             raise ProtocolError(
                 f"a message that does not fit its collective of {self.blocks} blocks, after frontier {before}: {header}"
             )
@@ -133,11 +137,32 @@ class Reduction:
             reduce_blocks(self._op, self._arena, parts, first, out)
         return True
 
-    def seal(self, slot: int, number: int) -> int:
-        """Complete the result message in `slot` and start an empty one; return its length in bytes."""
+    def seal(
+        self, slot: int, number: int, own: Mapping[int, Array] = MappingProxyType({})
+    ) -> tuple[int, dict[int, Array]]:
+        """Complete the result message in `slot` and start an empty one.
+
+        Returns its length in bytes, and the messages of ranks in `own` that are better off with less: what they have
+        already is left out. These are in the memory that `own` gives for them, uint8 (bytes,).
+        """
         indices = self._out_indices[: self.written]
         cut_short = self.full and any(self._unused)
         frontier = int(indices[-1]) % MAX_BLOCKS + 1 if cut_short else self.watermark
         self.sent_blocks += self.written
         self.written = 0
-        return seal(self._results[slot], number, frontier, indices, self._block_bytes)
+        nbytes = seal(self._results[slot], number, frontier, indices, self._block_bytes)
+        shorter: dict[int, Array] = {}
+        if self._sole_is_result:
+            for rank, memory in own.items():
+                left_out = self._leave_out(rank, self._results[slot], indices, memory)
+                if left_out:
+                    size = seal(memory, number, frontier, indices, self._block_bytes, left_out=left_out)
+                    shorter[rank] = memory[:size]
+        return nbytes, shorter
+
+    def _leave_out(self, rank: int, result: Array, indices: Array, memory: Array) -> int:
+        """Copy the blocks that `rank` does not have from `result` to `memory`; return how many it has."""
+        if capacity(memory.size, self._block_bytes) < max(1, indices.size):
+            return 0
+        rows, room = (block_rows(each, self._block_bytes, BYTE) for each in (result, memory))
+        return leave_out(indices, rank, rows, room, max(1, indices.size // WORTH_LEAVING_OUT))

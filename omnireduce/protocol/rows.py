@@ -7,6 +7,7 @@ import sys
 import numpy as np
 
 from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import pack_rows
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import Packed
@@ -71,13 +72,25 @@ class RowSet:
         frontier = layout.blocks if cursor == len(self._numbers) else int(self._numbers[cursor])
         return Packed(count, cursor, frontier)
 
-    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start, stop = self._count, self._count + indices.size
         if stop > len(self._union_numbers):
             self._reserve(max(stop, 2 * start))
         self._union_numbers[start:stop] = indices
-        self._union[start:stop] = rows[: indices.size]
+        if left_out:
+            self._put_own(self._union[start:stop], indices, unchanged)
+            self._union[start:stop][~unchanged] = rows[: indices.size - np.count_nonzero(unchanged)]
+        else:
+            self._union[start:stop] = rows[: indices.size]
         self._count = stop
+
+    def _put_own(self, union: Array, indices: Array, own: Array) -> None:
+        """Take the `own` rows from what this worker brought. Raises ProtocolError."""
+        wanted = indices[own]
+        places = np.searchsorted(self._numbers, wanted)
+        if places.size and (places[-1] == len(self._numbers) or np.any(self._numbers[places] != wanted)):
+            raise ProtocolError("a result that leaves out rows which this worker does not have")
+        union[own] = self._bytes[places]
 
     def _reserve(self, count: int) -> None:
         """Make room for `count` rows of the union, or more."""

@@ -129,7 +129,10 @@ class _Stream:
             raise ProtocolError(f"a result whose block indices do not ascend below its frontier: {header}")
         if operand.layout.shards > 1 and not all_owned(indices, *operand.layout.stripes(self.shard)):
             raise ProtocolError(f"a result with blocks of another shard: {header}")
-        operand.put(block_rows(memory, operand.block_bytes, operand.row_dtype), indices, unchanged)
+        if header.left_out and header.left_out != np.count_nonzero(unchanged):
+            raise ProtocolError(f"a result that leaves out other blocks than those of this rank alone: {header}")
+        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
+        operand.put(rows, indices, unchanged, header.left_out > 0)
         self._result_frontier = header.frontier
         if header.frontier < blocks:
             return None

@@ -118,8 +118,9 @@ class Driver:
 
     def _send(self, effect: Send) -> None:
         if effect.peer == ALL:
-            for link in self.links:  # gathered until the end of the turn: waking all ranks for each result costs more
-                link.send(effect.slot, effect.nbytes)
+            # gathered until the end of the turn: waking all ranks for each result costs more
+            for peer, link in enumerate(self.links):
+                link.send(effect.slot, effect.nbytes, effect.instead.get(peer))
         else:
             self.links[effect.peer].send(effect.slot, effect.nbytes)
             self.links[effect.peer].flush()  # the peer can merge this while the next message is packed

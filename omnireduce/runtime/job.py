@@ -96,6 +96,7 @@ class Job:
             message_bytes=min(over_tcp, default=None),
             stripes=Stripes(self._spec.shard, self._spec.shards, self._spec.stripe_blocks),
             whole_bytes=self._spec.whole_bytes,
+            inline=[rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
             reduction=Reduction if self._trace is None else self._trace.reduction,
         )

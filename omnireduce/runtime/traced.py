@@ -25,7 +25,7 @@ class TracedLink(Link):
 
     def __init__(self, link: Link, number: int, recorder: Recorder) -> None:
         super().__init__(link.peer)
-        self.kind = link.kind
+        self.kind, self.inline = link.kind, link.inline
         self._link, self._number, self._recorder = link, number, recorder
         self.counters, self.send_slots, self.receive_slots = link.counters, link.send_slots, link.receive_slots
         self._gathers = link.kind != "verbs"  # until `flush`; RDMA writes leave at once
@@ -57,9 +57,9 @@ class TracedLink(Link):
 
     # output
 
-    def send(self, slot: int, nbytes: int) -> None:
-        with self._leaving(What.MESSAGE_OUT, nbytes):
-            self._link.send(slot, nbytes)
+    def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
+        with self._leaving(What.MESSAGE_OUT, nbytes if instead is None else instead.size):
+            self._link.send(slot, nbytes, instead)
 
     def return_credit(self, slot: int) -> None:
         with self._leaving(What.CREDIT_OUT, slot):
@@ -145,9 +145,9 @@ class TracedOperand:
         self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
         return packed
 
-    def put(self, rows: Array, indices: Array, unchanged: Array) -> None:
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start = now()
-        self._operand.put(rows, indices, unchanged)
+        self._operand.put(rows, indices, unchanged, left_out)
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
 
     def finish(self) -> None:

@@ -70,6 +70,7 @@ class Link(ABC):
     """One end of a reliable, ordered, credit-controlled path to a peer."""
 
     kind: str
+    inline = False  # block messages travel as bytes, so they need not lie in the send slot
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -88,11 +89,15 @@ class Link(ABC):
         """Give the link its slots, each uint8 (slots, slot bytes). Before that only control messages may flow."""
         self.send_slots, self.receive_slots = send_slots, receive_slots
 
-    def send(self, slot: int, nbytes: int) -> None:
-        """Send the first `nbytes` bytes of send slot `slot`."""
+    def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
+        """Send the first `nbytes` bytes of send slot `slot`, or all of `instead` (uint8), if this link is `inline`."""
         assert slot not in self._under_way, f"send slot {slot} was sent twice without a credit"
+        assert instead is None or self.inline, f"a link by {self.kind} sends slots"
         self._under_way.add(slot)
-        self._send(slot, nbytes)
+        if instead is None:
+            self._send(slot, nbytes)
+        else:
+            self._send_instead(slot, instead)
 
     def return_credit(self, slot: int) -> None:
         """Hand receive slot `slot` back to the peer."""
@@ -115,6 +120,9 @@ class Link(ABC):
 
     @abstractmethod
     def _send(self, slot: int, nbytes: int) -> None: ...
+
+    def _send_instead(self, slot: int, message: Array) -> None:
+        raise NotImplementedError
 
     @abstractmethod
     def _return_credit(self, slot: int) -> None: ...

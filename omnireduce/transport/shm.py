@@ -28,7 +28,6 @@ class ShmLink(StreamLink):
     """
 
     kind = "shm"
-    inline = False
 
     def __init__(self, sock: socket.socket, peer: str, *, takes_memory: bool = False) -> None:
         super().__init__(sock, peer)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from omnireduce.dtypes import Array
 from omnireduce.transport.base import Control, Event, Lost, Received
 from omnireduce.transport.inproc import FRAME_BYTES, InprocLink, wire_bytes
 
@@ -34,6 +35,7 @@ class SimLink(InprocLink):
         super().__init__(peer)
         self.on_ready: Callable[[], None] = lambda: None
         self._network, self._delay_s, self._pipe_bytes = network, delay_s, pipe_bytes
+        self._instead: dict[int, Array] = {}  # messages that are sent and not credited, by slot
         self._mapped = False  # this end uses the peer's slots as its own, as with shared memory
         self._output: deque[Event] = deque()
         self._in_pipe = 0
@@ -60,6 +62,14 @@ class SimLink(InprocLink):
         return bool(self._output) and not self._lost
 
     # output
+
+    def _send(self, slot: int, nbytes: int) -> None:
+        self._instead.pop(slot, None)
+        super()._send(slot, nbytes)
+
+    def _send_instead(self, slot: int, message: Array) -> None:
+        super()._send(slot, message.size)
+        self._instead[slot] = message
 
     def _return_credit(self, slot: int) -> None:
         if not self._mapped:  # a mapped slot may still be read by others
@@ -99,7 +109,7 @@ class SimLink(InprocLink):
         events = super().poll()
         for event in events:
             if isinstance(event, Received) and not (self._mapped or self.other._mapped):
-                sent = self.other.send_slots[event.slot]
+                sent = self.other._instead.get(event.slot, self.other.send_slots[event.slot])
                 self.receive_slots[event.slot, : event.nbytes] = sent[: event.nbytes]
             self.other._read_by_peer(wire_bytes(event))
         return events

@@ -32,8 +32,6 @@ SMALL_LIMIT = 1 << 20  # bytes of frames and control messages that may wait for 
 class StreamLink(Link):
     """A link over a connected, non-blocking stream socket. `inline` says whether DATA frames carry the bytes."""
 
-    inline: bool
-
     def __init__(self, sock: socket.socket, peer: str) -> None:
         super().__init__(peer)
         sock.setblocking(False)
@@ -75,11 +73,19 @@ class StreamLink(Link):
     # output
 
     def _send(self, slot: int, nbytes: int) -> None:
-        self._small += FRAME.pack(DATA, slot, nbytes)
-        self.counters.sent_bytes += FRAME.size + nbytes
+        self._announce(slot, nbytes)
         if self.inline and nbytes:
             self._queue_small()
             self._output.append(self._send_views[slot][:nbytes])
+
+    def _send_instead(self, slot: int, message: Array) -> None:
+        self._announce(slot, message.size)
+        self._queue_small()
+        self._output.append(message.data)
+
+    def _announce(self, slot: int, nbytes: int) -> None:
+        self._small += FRAME.pack(DATA, slot, nbytes)
+        self.counters.sent_bytes += FRAME.size + nbytes
 
     def _return_credit(self, slot: int) -> None:
         self._small += FRAME.pack(CREDIT, slot, 0)

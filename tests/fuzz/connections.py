@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from harness import Guarded
 
+from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError, ProtocolError
 from omnireduce.protocol.handshake import Candidate, Gate
 from omnireduce.protocol.membership import Limits
@@ -40,8 +41,8 @@ class InlineLink(StreamLink):
         self._theirs: set[int] = set()  # receive slots that were reported and not returned
         self._ours: set[int] = set()  # send slots that were sent and not credited
 
-    def send(self, slot: int, nbytes: int) -> None:
-        super().send(slot, nbytes)
+    def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
+        super().send(slot, nbytes, instead)
         self._ours.add(slot)
 
     def return_credit(self, slot: int) -> None:

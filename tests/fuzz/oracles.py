@@ -62,7 +62,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 3
+        hello.version == 4
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255
@@ -81,22 +81,27 @@ def hello_is_proper(hello: Hello) -> bool:
         and hello.slot_bytes % 4096 == 0
         and (hello.world_size + 1) * hello.slots * hello.slot_bytes <= MAX_BYTES
         and 1 <= hello.stripe_blocks <= 2**20
+        and 0 <= hello.whole_bytes <= 2**30
         and hello.timeout_s >= 0.1
         and hello.tcp_message_bytes >= 1
         and (hello.verbs is None or hello.verbs.address + hello.slots * hello.slot_bytes <= 2**64)
     )
 
 
-def _parts(message: bytes) -> tuple[int, int, int, list[int], bytes] | None:
-    """Collective, frontier, bytes per block, indices and extra of a block message whose parts fit together."""
+def _parts(message: bytes) -> tuple[int, int, int, list[int], bytes, int] | None:
+    """Collective, frontier, bytes per block, indices, extra, and how many blocks are left out, of a block message whose
+    parts fit together."""
     if not 64 <= len(message) <= SLOT_BYTES:
         return None
     number, frontier, count, size, extra_bytes = struct.unpack_from("<QqIII", message)
-    start = (64 + count * size + 7) // 8 * 8
+    left_out = int.from_bytes(message[28:32], "little")
+    if left_out > count:
+        return None
+    start = (64 + (count - left_out) * size + 7) // 8 * 8
     stop = start + 8 * count
     if extra_bytes > 1024 or count * (size + 8) > SLOT_BYTES - 64 - 1024 - 8 or len(message) != stop + extra_bytes:
         return None
-    return number, frontier, size, list(struct.unpack_from(f"<{count}q", message, start)), message[stop:]
+    return number, frontier, size, list(struct.unpack_from(f"<{count}q", message, start)), message[stop:], left_out
 
 
 def _fit(indices: list[int], low: int, high: int) -> bool:
@@ -109,9 +114,16 @@ def first_message_is_proper(message: bytes) -> bool:
     parts = _parts(message)
     if parts is None:
         return False
-    number, frontier, size, indices, extra = parts
+    number, frontier, size, indices, extra, left_out = parts
     blocks = TENSOR.layout.blocks
-    return number == 0 and size == 32 and 0 <= frontier <= blocks and extra == FIRST and _fit(indices, 0, frontier)
+    return (
+        not left_out
+        and number == 0
+        and size == 32
+        and 0 <= frontier <= blocks
+        and extra == FIRST
+        and _fit(indices, 0, frontier)
+    )
 
 
 def result_is_proper(message: bytes) -> bool:
@@ -119,7 +131,10 @@ def result_is_proper(message: bytes) -> bool:
     parts = _parts(message)
     if parts is None:
         return False
-    number, frontier, size, marked, extra = parts
+    number, frontier, size, marked, extra, left_out = parts
     indices = [index % 2**48 for index in marked]  # above are the marks
+    own = [index >> 48 for index in marked].count(1)  # marks of rank 0, which this is
+    if left_out not in (0, own):
+        return False
     fits = 0 <= frontier <= TENSOR.layout.blocks and _fit(indices, 0, frontier)
     return number == 0 and size == 32 and not extra and fits

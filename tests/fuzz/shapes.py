@@ -12,7 +12,7 @@ from omnireduce.transport.stream import CONTROL, DATA, FRAME
 from omnireduce.wire import UNDECODABLE
 
 EDGES = [0, 1, 2, 7, 8, 9, 37, 38, 39, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**47, 2**48, 2**62, 2**63 - 1]
-HEADER = struct.Struct("<QqIII")
+HEADER = struct.Struct("<QqIIII")
 HEADER_BYTES = 64
 NUMBERS = st.sampled_from(EDGES) | st.sampled_from(EDGES).map(lambda edge: -edge - 1)
 VALUES = (
@@ -53,12 +53,15 @@ def block(draw: st.DrawFn, message: bytes) -> bytes:
         return message
     fields = list(HEADER.unpack_from(message))
     count, size = fields[2], fields[3]
-    start = (HEADER_BYTES + count * size + 7) // 8 * 8
+    left_out = fields[5]
+    if left_out > count:
+        return message
+    start = (HEADER_BYTES + (count - left_out) * size + 7) // 8 * 8
     if start + count * 8 + fields[4] != len(message):
         return message
     indices = list(struct.unpack_from(f"<{count}q", message, start))
-    blocks, extra = message[HEADER_BYTES : HEADER_BYTES + count * size], message[start + count * 8 :]
-    what = draw(st.integers(0, 4))
+    blocks, extra = message[HEADER_BYTES : HEADER_BYTES + (count - left_out) * size], message[start + count * 8 :]
+    what = draw(st.integers(0, 5))
     if what == 0:
         at = draw(st.integers(0, 1))
         fields[at] = max(0 if at == 0 else -(2**63), draw(NUMBERS | st.integers(0, 50)))
@@ -70,9 +73,14 @@ def block(draw: st.DrawFn, message: bytes) -> bytes:
     elif what == 3:
         size = draw(st.sampled_from([0, 1, 4, 8, 16, 64, 1024]))
         blocks = bytes(len(indices) * size)
+    elif what == 4:  # a result that leaves out blocks, most of the time those of the receiver alone
+        mine = [draw(st.booleans()) for _ in indices]
+        indices = [index % 2**48 | own << 48 for index, own in zip(indices, mine, strict=True)]
+        blocks = bytes((len(indices) - min(sum(mine), draw(st.sampled_from([sum(mine), 0, 1])))) * size)
     else:
         extra = packed(draw, extra) if draw(st.booleans()) else draw(st.binary(max_size=40))
-    fields[2:] = [len(indices), size, len(extra)]
+    left_out = len(indices) - len(blocks) // size if size else 0
+    fields[2:] = [len(indices), size, len(extra), left_out]
     head = (HEADER.pack(*fields).ljust(HEADER_BYTES, b"\0") + blocks).ljust(
         (HEADER_BYTES + len(blocks) + 7) // 8 * 8, b"\0"
     )

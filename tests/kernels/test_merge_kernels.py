@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_values
 from samples import DTYPES, Array, sparse_tensor
 
-from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, mark_sole, plan_union, split_marks
+from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, mark_sole, plan_union, split_marks
 from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
 from omnireduce.layout import Layout
 
@@ -133,8 +133,30 @@ def test_scatter_blocks(seed: int, blocks: int, words: int, spare: int) -> None:
     expected = target.copy()
     unchanged = rng.random(indices.size) < 0.5
     expected[indices[~unchanged]] = rows[: indices.size][~unchanged]
-    scatter_blocks(target, rows, indices, unchanged)
+    there = target.copy()
+    scatter_blocks(there, rows, indices, unchanged, False)
+    assert (there == expected).all()
+    fewer = np.concatenate([rows[: indices.size][~unchanged], rows[indices.size :]])
+    scatter_blocks(target, fewer, indices, unchanged, True)
     assert (target == expected).all()
+
+
+@given(seed=SEEDS, count=st.integers(0, 30), width=st.integers(1, 40), least=st.integers(1, 30))
+def test_leave_out(seed: int, count: int, width: int, least: int) -> None:
+    rng = np.random.default_rng(seed)
+    owners = rng.integers(0, 4, count)  # 0: nobody alone; else 1 + the rank
+    marked = np.arange(count) + FAR | owners << SOLE_SHIFT
+    rows = rng.integers(0, 256, (count, width), np.uint8)
+    for rank in range(3):
+        out = np.full((count, width), 0xA5, np.uint8)
+        wanted = rows[owners != rank + 1]
+        if count - len(wanted) < least:
+            assert leave_out(marked, rank, rows, out, least) == 0
+            assert (out == 0xA5).all()
+        else:
+            assert leave_out(marked, rank, rows, out, least) == count - len(wanted)
+            assert (out[: len(wanted)] == wanted).all()
+            assert (out[len(wanted) :] == 0xA5).all()
 
 
 def add_slowly(values: Array, order: Array, starts: Array) -> Array:

@@ -159,7 +159,7 @@ def test_packing_and_placing_beyond_2_to_the_31_words(vast: Array, shards: int) 
     assert (indices[:count].tolist(), following) == ([last - 3, last], last + 1)
     assert (rows[0] == 7).all()
     assert (rows[1] == np.arange(64)).all()
-    scatter_blocks(vast, rows[1::-1], np.array([2**25 + 1, last]), np.zeros(2, np.bool_))
+    scatter_blocks(vast, rows[1::-1], np.array([2**25 + 1, last]), np.zeros(2, np.bool_), False)
     assert (vast[2**25 + 1] == np.arange(64)).all()
     assert (vast[last] == 7).all()
 

@@ -37,7 +37,7 @@ for element in ELEMENT_TYPES.values():
             operand = DenseTensor(x, target, layout, element.zero_mask)
             rows = np.zeros((8, size // 8), np.uint64)
             operand.pack(0, 0, 64, rows, np.zeros(8, np.int64))
-            operand.put(rows, np.arange(8), np.zeros(8, np.bool_))
+            operand.put(rows, np.arange(8), np.zeros(8, np.bool_), True)
         for numbers in (np.arange(3), np.array([2, 0, 2])):
             rows = RowSet(*combine_duplicates(numbers, np.ascontiguousarray(values), element.is_half), layout, Pool())
             rows.pack(0, 0, 64, np.zeros((8, size), np.uint8), np.zeros(8, np.int64))

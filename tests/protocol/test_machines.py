@@ -26,6 +26,8 @@ from omnireduce.wire import (
     Refused,
     Waiting,
     Welcome,
+    encode_descriptor,
+    seal,
 )
 
 CONTROL: list[ControlMessage] = [
@@ -327,3 +329,42 @@ def test_a_crowd_that_is_waited_for_is_named_in_part() -> None:
     assert ends[0].cause is not None
     assert ends[0].cause.culprit.startswith("rank 0 (host hhh")
     assert ends[0].cause.culprit.endswith("and 995 more")
+
+
+MINE, OTHERS = 1 << 48, 2 << 48  # marks of an index: worker 0 alone, or worker 1, contributed
+
+
+@pytest.mark.parametrize(
+    ("indices", "left_out", "taken"),
+    [
+        ([0, 2 | MINE], 1, True),
+        ([0, 2 | MINE], 0, True),
+        ([0 | MINE, 2 | MINE], 2, True),
+        ([0 | MINE, 2 | MINE], 1, False),
+        ([0, 2 | OTHERS], 1, False),
+        ([0, 2], 1, False),
+    ],
+)
+def test_a_result_may_leave_out_what_this_worker_alone_has(indices: list[int], left_out: int, taken: bool) -> None:
+    bench = worker()
+    submit(bench)
+    bench.advance()
+    blocks = np.array(indices, np.int64)
+    bench.receive(0, lambda slot: seal(slot, 0, BLOCKS, blocks, BLOCK * 4, left_out=left_out))
+    if taken:
+        assert bench.ended is None
+    else:
+        assert bench.ended is not None
+        assert bench.ended.cause is not None
+        assert bench.ended.cause.culprit == "aggregator a:1"
+        assert "leaves out other blocks than those of this rank alone" in bench.ended.cause.reason
+
+
+def test_a_worker_may_leave_nothing_out() -> None:
+    bench = aggregator()
+    first = encode_descriptor(DESCRIPTOR)
+    bench.receive(1, lambda slot: seal(slot, 0, 3, np.array([0, 1 | OTHERS]), BLOCK * 4, first, left_out=1))
+    bench.advance()
+    assert bench.ended is not None
+    assert bench.ended.cause is not None
+    assert bench.ended.cause.culprit == "rank 1"

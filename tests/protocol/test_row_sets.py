@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
 from omnireduce.protocol.rows import Pool, RowSet
 
@@ -40,8 +41,27 @@ def test_a_union_larger_than_expected_in_stripes_of_several_shards(shards: int) 
         for shard in range(shards):
             own = np.array([row for row in range(rows) if layout.owner(row) == shard])
             for part in np.array_split(own, 3):
-                operand.put(values[part].view(np.uint8), part, np.zeros(len(part), np.bool_))
+                operand.put(values[part].view(np.uint8), part, np.zeros(len(part), np.bool_), False)
         operand.finish()
         numbers, union = operand.result
         assert numbers.tolist() == list(range(rows))
         assert np.array_equal(union, values)
+
+
+def test_rows_that_are_left_out_are_those_that_were_brought() -> None:
+    width = 3
+    values = np.arange(4 * width, dtype=np.float32).reshape(4, width)
+    operand = RowSet(np.array([2, 5, 9]), values[:3], Layout(10 * width, width), Pool())
+    operand.put(values[3:].view(np.uint8), np.array([2, 3, 9]), np.array([True, False, True]), True)
+    operand.finish()
+    numbers, union = operand.result
+    assert numbers.tolist() == [2, 3, 9]
+    assert np.array_equal(union, values[[0, 3, 2]])
+
+
+@pytest.mark.parametrize("unknown", [1, 4, 10])
+@pytest.mark.parametrize("brought", [[], [2, 5, 9]])
+def test_rows_that_were_not_brought_cannot_be_left_out(unknown: int, brought: list[int]) -> None:
+    operand = RowSet(np.array(brought, np.int64), np.ones((len(brought), 2), np.float32), Layout(40, 2), Pool())
+    with pytest.raises(ProtocolError, match="rows which this worker does not have"):
+        operand.put(np.zeros((0, 8), np.uint8), np.array([unknown]), np.array([True]), True)

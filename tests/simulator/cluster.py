@@ -163,6 +163,7 @@ class Cluster:
         ours, theirs = sim_pair(target.address, client.name, self.world, delay_s, self.plan.network.pipe_bytes)
         same_host = self.world.random(f"memory/{client.name}").random() < self.plan.network.shared_memory
         ours.kind = theirs.kind = "shm" if same_host else "tcp"  # type: ignore[misc]
+        theirs.inline = not same_host
         ours.on_ready = client.wake
         ours.most_events = client.most_events
         self._links += [ours, theirs]

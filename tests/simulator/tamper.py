@@ -9,13 +9,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
+import numpy as np
+
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Credited, Event, Received
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire import HEADER_BYTES, Header, Refused, encode_control, message_indices, read_header
+from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Header, Refused, encode_control, message_indices, read_header
 
-_HEADER = struct.Struct("<QqIII")
+_HEADER = struct.Struct("<QqIIII")
 FAR = 1 << 40  # a block number that no tensor here has
 NO_SLOT = 63  # more than any plan has
 
@@ -119,12 +121,25 @@ def _unexpected_extra(slot: Array, nbytes: int, header: Header, before: Header |
     return nbytes + 8
 
 
+def _left_out_of_others(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.left_out == 0:
+        return None
+    message_indices(slot, header)[:] &= MAX_BLOCKS - 1  # without the marks: of nobody alone
+    return nbytes
+
+
+def _more_left_out(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    _rewrite(slot, header._replace(left_out=header.block_count + 1))
+    return nbytes
+
+
 _BOTH: tuple[Rule, ...] = (
     _frontier_too_far, _frontier_back, _index_past_frontier, _index_of_before, _index_negative, _indices_unordered,
     _index_twice, _other_collective, _other_block_size, _more_than_there_is, _longer, _shorter_than_a_header,
+    _more_left_out,
 )  # fmt: skip
 _MESSAGES = (*_BOTH, _frontier_kept, _bad_descriptor)
-_RESULTS = (*_BOTH, _unexpected_extra)
+_RESULTS = (*_BOTH, _unexpected_extra, _left_out_of_others)
 _STRAY: dict[str, Event] = {  # events that have no place there, each before an honest message
     "stray message": Received(NO_SLOT, HEADER_BYTES),
     "stray credit": Credited(NO_SLOT),
@@ -138,26 +153,34 @@ LIES: tuple[Rule | str, ...] = (*_RESULTS, *_STRAY)
 
 def break_rule(link: SimLink, rule: Rule | str, broken: Callable[[], None]) -> None:
     """Let `link` break `rule` with the first message that it fits; call `broken` when that leaves."""
-    honest, before = link._send, [Header(-1, 0, 0, 0, 0)]
+    send_slot, send_instead, before = link._send, link._send_instead, [Header(-1, 0, 0, 0, 0)]
 
     def send(slot: int, nbytes: int) -> None:
+        pass_on(slot, nbytes, link.send_slots[slot], lambda length: send_slot(slot, length))
+
+    def instead(slot: int, message: Array) -> None:
+        memory = np.zeros(link.send_slots.shape[1], np.uint8)
+        memory[: message.size] = message
+        pass_on(slot, message.size, memory, lambda length: send_instead(slot, memory[:length]))
+
+    def pass_on(slot: int, nbytes: int, memory: Array, honest: Callable[[int], None]) -> None:
         try:
-            header = read_header(link.send_slots[slot], nbytes)
+            header = read_header(memory, nbytes)
         except ProtocolError:  # on its way to another rank this result was changed already
-            honest(slot, nbytes)
+            honest(nbytes)
             return
         changed: int | None = nbytes
         if callable(rule):
             same = header.collective == before[0].collective
-            changed = rule(link.send_slots[slot], nbytes, header, before[0] if same else None)
+            changed = rule(memory, nbytes, header, before[0] if same else None)
         elif rule != TWICE:
             link._output.append(_STRAY[rule])
         before[0] = header
-        honest(slot, nbytes if changed is None else changed)
+        honest(nbytes if changed is None else changed)
         if rule == TWICE:
             link._output.append(Received(slot, nbytes))
         if changed is not None:
-            link._send = honest  # type: ignore[method-assign]
+            link._send, link._send_instead = send_slot, send_instead  # type: ignore[method-assign]
             broken()
 
-    link._send = send  # type: ignore[method-assign]
+    link._send, link._send_instead = send, instead  # type: ignore[method-assign]

@@ -46,6 +46,27 @@ def test_a_message_arrives_whole_whatever_its_length(pair: Pair) -> None:
             assert pair.collect(sender, 1) == [Credited(slot)]
 
 
+def test_other_memory_arrives_like_a_slot_where_messages_travel_as_bytes(pair: Pair) -> None:
+    message = np.random.default_rng(1).integers(0, 256, SLOT_BYTES // 2, np.uint8)
+    for sender, receiver in directions(pair):
+        if not sender.inline:
+            with pytest.raises(AssertionError, match="sends slots"):
+                sender.send(1, 8, message)
+            continue
+        kept = fill(sender, 1, SLOT_BYTES, 2)
+        sender.send(1, SLOT_BYTES, message)
+        (event,) = pair.collect(receiver, 1)
+        assert event == Received(1, message.size)
+        assert content(receiver, event) == message.tobytes()
+        assert sender.send_slots[1, :SLOT_BYTES].tobytes() == kept
+        receiver.return_credit(1)
+        assert pair.collect(sender, 1) == [Credited(1)]
+        fill(sender, 1, 8, 3)
+        sender.send(1, 8)
+        (event,) = pair.collect(receiver, 1)
+        assert event == Received(1, 8)
+
+
 def test_a_control_message_arrives_whole_whatever_its_length(pair: Pair) -> None:
     bodies = [b"", b"x", bytes(range(256)), b"y" * CONTROL_BODY]
     for sender, receiver in directions(pair):

@@ -181,6 +181,27 @@ MUTATIONS = (
         within=4000,
     ),
     Mutation(
+        "shard leaves out what another rank has",
+        _REDUCTION,
+        "a rank misses the blocks of another one",
+        "self._leave_out(rank, self._results[slot]",
+        "self._leave_out(rank ^ 1, self._results[slot]",
+    ),
+    Mutation(
+        "one memory for all that leaves something out",
+        _MACHINE,
+        "a message is overwritten that is not sent yet",
+        "{rank: memory[slot] for",
+        "{rank: memory[0] for",
+    ),
+    Mutation(
+        "small tensors are divided on the shard",
+        _MACHINE,
+        "a shard takes blocks of a small tensor for those of another",
+        "begin(descriptor, layout.stripes(shard))",
+        "begin(descriptor, self._stripes)",
+    ),
+    Mutation(
         "every op marks a lone contributor",
         _REDUCTION,
         "a rank keeps its own block where a minimum, a mean or a product is another",

@@ -178,6 +178,27 @@ MUTATIONS = (
         "            unchanged[:] = unchanged\n",
     ),
     Mutation(
+        "what is left out stays away out of place",
+        _OPERANDS,
+        "blocks that this rank alone has do not get into another array",
+        "        if left_out and not self._in_place:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "a last block that is left out is taken from the message",
+        _OPERANDS,
+        "a short last block that this rank alone has is what lies in the slot",
+        "        if unchanged[-1]:\n",
+        "        if unchanged[-1] and self._in_place:\n",
+    ),
+    Mutation(
+        "rows of this rank alone stay away",
+        _ROWS,
+        "rows that are left out are what was in the memory before",
+        "            self._put_own(self._union[start:stop], indices, unchanged)\n",
+        "",
+    ),
+    Mutation(
         "rows are lent while in use",
         _ROWS,
         "memory of a result is lent to the next collective",
