@@ -95,11 +95,13 @@ class Result:
 
 @dataclass
 class Measured:
-    """A case with its results, by label. `union_density` and `density` are as the data came out."""
+    """A case with its results, by label. Densities are as the data came out; `others_density`: of the union of all
+    ranks but one."""
 
     case: Case
     density: float
     union_density: float
+    others_density: float
     results: dict[str, Result]
 
     def best_rival(self) -> Result | None:
@@ -144,7 +146,8 @@ class Contest:
         for number in range(WARM_UP + case.rounds):
             for entrant in order(entrants, number):
                 self._round(entrant, case, number, results[entrant.label])
-        return Measured(case, told[0]["density"], told[0]["union_density"], results)
+        densities = (told[0][name] for name in ("density", "union_density", "others_density"))
+        return Measured(case, *densities, results)
 
     def _round(self, entrant: Entrant, case: Case, number: int, result: Result) -> None:
         """One round of one entrant. The service's every result is checked, of the others those of the warm-up."""

@@ -144,13 +144,13 @@ def _time_over_ranks(rows: list[Row], transport: str) -> Figure:
 
 
 def _share_of_bound(rows: list[Row]) -> Figure:
-    figure, axes = _over_density("100 MiB between hosts with shaped links", "share of the links' bound")
+    figure, axes = _over_density("100 MiB between hosts with shaped links", "share of what the links allow")
     ours = [
         row | {"line": f"{row['layout']}, {row['ranks']} ranks, {row['rate']}"}
         for row in rows
         if row["entrant"] == OURS
     ]
-    for label, points in _curves(ours, "line", "density", "share").items():
+    for label, points in _curves(ours, "line", "density", "share_of_least").items():
         axes.plot(*zip(*points, strict=True), "o-", label=label)
     axes.axhline(1, color="grey", linewidth=1)
     axes.set_xlim(left=0.007)

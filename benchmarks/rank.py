@@ -36,7 +36,12 @@ class Rank:
         self._data = Dataset(elements, "float32", block_size, density, overlap, "sum", size, seed, distribution)
         self._tensor = np.ones(elements, np.float32)
         self._row = block_size
-        return {"density": self._data.density, "union_density": self._data.union_density}
+        data = self._data
+        return {
+            "density": data.density,
+            "union_density": data.union_density,
+            "others_density": data.others_density,
+        }
 
     def round(self, kind: str, method: str, number: int, check: bool) -> dict[str, Any]:
         """Exchange the tensor of round `number`."""

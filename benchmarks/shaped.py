@@ -5,6 +5,9 @@ down, so an exchange of S bytes takes at least max(D, Du) S / B. Colocated: a ra
 carries, each way, the blocks for the other shards and the results of its own one for the other ranks: at least
 (N-1)/N (D + Du) S / B, which for dense tensors is the bound of a ring. B is the goodput measured in the same run.
 
+These are the bounds of a service that sends the union to every rank (`bound_ms`, `share`). A rank needs only what
+others contributed: with that density in the place of Du there is a lower one (`least_ms`, `share_of_least`).
+
 The first bytes of a round pass unshaped, as many as a shaper's burst has: the links were idle since the last one. Both
 bounds are less by that, since the link that carries most has it once: `(bytes of that link - burst) / B`. Shapers that
 a byte passes one after the other have their bursts at the same time, so that one of them counts.
@@ -53,10 +56,11 @@ class Setting:
         """Whom the service is compared with."""
         return ("gloo",) if self.layout == "colocated" else ()
 
-    def bound_ms(self, measured: Measured, bytes_per_s: float) -> float:
-        """The least time that the links allow after a pause, in which their shapers have saved up a burst."""
-        own, union = measured.density, measured.union_density
-        load = max(own, union) if self.layout == "dedicated" else (self.ranks - 1) / self.ranks * (own + union)
+    def bound_ms(self, measured: Measured, bytes_per_s: float, down: float) -> float:
+        """The least time that the links allow after a pause, in which their shapers have saved up a burst, when blocks
+        of density `down` are sent to every rank."""
+        own = measured.density
+        load = max(own, down) if self.layout == "dedicated" else (self.ranks - 1) / self.ranks * (own + down)
         shaped = max(0.0, load * measured.case.elements * 4 - BURST_BYTES)
         return 1e3 * shaped / bytes_per_s
 
@@ -107,9 +111,14 @@ def _run_setting(setting: Setting, cases: Sequence[Case], sets: Sequence[str]) -
     with _shaped(setting, sets, gloo=setting.layout == "colocated") as (contest, bytes_per_s):
         for case in cases:
             measured = contest.run(case)
-            bound = setting.bound_ms(measured, bytes_per_s)
-            more = {"layout": setting.layout, "rate": setting.rate, "link_bytes_per_s": bytes_per_s, "bound_ms": bound}
-            rows = [row | more | {"share": bound / row["ms"]} for row in rows_of(measured)]
+            bound = setting.bound_ms(measured, bytes_per_s, measured.union_density)
+            least = setting.bound_ms(measured, bytes_per_s, measured.others_density)
+            more = {"layout": setting.layout, "rate": setting.rate, "link_bytes_per_s": bytes_per_s}
+            more |= {"bound_ms": bound, "least_ms": least}
+            rows = [
+                row | more | {"share": bound / row["ms"], "share_of_least": least / row["ms"]}
+                for row in rows_of(measured)
+            ]
             yield Outcome(case, rows, _verdicts(setting, measured, bound))
 
 

@@ -119,6 +119,12 @@ class Dataset:
         """Blocks chosen on at least one rank / blocks; 0 for an empty tensor."""
         return share_set(self._union)
 
+    @property
+    def others_density(self) -> float:
+        """Blocks chosen on another rank than a given one / blocks, mean over ranks; 0 for an empty tensor."""
+        count = np.sum(self._masks, axis=0)
+        return float(np.mean([share_set(count > mask) for mask in self._masks]))
+
     def fill(self, rank: int, round_number: int, out: Array) -> None:
         """Write the tensor of `rank` in one round to `out`, a contiguous array of any shape."""
         for first, rows in self._chunks(out):

@@ -101,6 +101,8 @@ def test_matches_numpy(
         assert [int(each.sum()) for each in flags] == [chosen] * world_size
         assert data.density == (chosen / blocks if blocks else 0)
         assert data.union_density == (np.logical_or.reduce(flags).sum() / blocks if blocks else 0)
+        needed = [np.logical_or.reduce([*flags[:rank], *flags[rank + 1 :]]).sum() for rank in range(world_size)]
+        assert data.others_density == pytest.approx(np.mean(needed) / blocks if blocks else 0)
         if overlap == "full":
             assert all(np.array_equal(flags[0], each) for each in flags)
         if overlap == "none":

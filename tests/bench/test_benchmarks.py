@@ -39,7 +39,7 @@ def measured(case: Case, shards: Sequence[int] = (), **ms: float) -> Measured:
         LABELS[key]: Result(LABELS[key], key in ("mpich", "gloo"), [value] * 3, [0.1] * 3, shard_bytes=list(shards))
         for key, value in ms.items()
     }
-    return Measured(case, case.density, case.density, results)
+    return Measured(case, case.density, case.density, case.density, results)
 
 
 def complete(case: Case, **ms: float) -> Measured:
@@ -246,10 +246,10 @@ def test_shaped_links_are_left_out_loudly_where_they_cannot_be(tmp_path: Path, m
 
 @pytest.mark.parametrize(("layout", "load"), [("dedicated", 0.5), ("colocated", 0.75 * (0.25 + 0.5))])
 def test_what_a_link_lets_pass_at_once_is_no_part_of_its_bound(layout: str, load: float) -> None:
-    found = replace(measured(Case("tcp", 4, "100 MiB", 0.25)), union_density=0.5)
-    assert Setting(layout, 4, "1gbit").bound_ms(found, 1e6) == (load * 104_857_600 - 262_144) / 1e3
+    found = measured(Case("tcp", 4, "100 MiB", 0.25))
+    assert Setting(layout, 4, "1gbit").bound_ms(found, 1e6, 0.5) == (load * 104_857_600 - 262_144) / 1e3
     tiny = measured(Case("tcp", 4, "64 KiB", 0.25))
-    assert Setting(layout, 4, "1gbit").bound_ms(tiny, 1e6) == 0
+    assert Setting(layout, 4, "1gbit").bound_ms(tiny, 1e6, 0.5) == 0
 
 
 def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
     found.add(outcome(measured(Case("shm", 2, "100 MiB", 0.1, kind="skew"), [1, 1], ours=1.0)))
     shaped = Results(tmp_path, "testbed.json")
     one = outcome(measured(Case("tcp", 2, "100 MiB", 1.0, links="dedicated 1gbit"), ours=1.0))
-    more = {"layout": "dedicated", "rate": "1gbit", "share": 0.9}
+    more = {"layout": "dedicated", "rate": "1gbit", "share_of_least": 0.9}
     shaped.add(replace(one, rows=[row | more for row in one.rows]))
     for out in ("first", "second"):
         done = command("plot", "--results", tmp_path, "--out", tmp_path / out)

@@ -207,6 +207,7 @@ def test_the_service_on_shaped_links_has_rows_and_verdicts(tmp_path: Path) -> No
         assert row["wrong"] == 0
         assert (line["peer"], line["peer_value"], line["value"]) == ("union bound", row["bound_ms"], row["ms"])
         assert row["share"] == line["ratio"]
+        assert (row["least_ms"] < row["bound_ms"]) == (row["density"] < 1)
     assert namespaces_of(os.getpid()) == []
 
 
