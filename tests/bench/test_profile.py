@@ -13,10 +13,10 @@ from benchmarks.__main__ import main
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
-    options = ["--transport", transport, "--shards", "2", "--size", "1 MiB", "--density", "0.1", "--rounds", "4"]
+    options = ["--transport", transport, "--shards", "2", "--size", "16 MiB", "--density", "0.1", "--rounds", "4"]
     done = CliRunner().invoke(main, ["profile", *options, "--results", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert f"{transport}, 2 ranks, 2 shards, 1 MiB, density 0.1; 4 collectives of 1.049M bytes" in done.output
+    assert f"{transport}, 2 ranks, 2 shards, 16 MiB, density 0.1; 4 collectives of 16.78M bytes" in done.output
     rows = [line.split()[:2] for line in done.output.splitlines() if line.startswith(("rank", "shard"))]
     assert rows == [["rank", "0"], ["rank", "1"], ["shard", "0"], ["shard", "1"], ["rank", "0,"], ["rank", "1,"]]
     assert done.output.count("scan only") == 2
@@ -25,7 +25,7 @@ def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert lanes == {1: "rank 0", 2: "rank 1", 3: "shard 0", 4: "shard 1"}
     sizes = [event["args"]["bytes"] for event in events if event["name"] == "collective" and event["pid"] == 1]
-    assert sizes.count(1 << 20) == 4  # the warm-up is left out; barriers are there
+    assert sizes.count(1 << 24) == 4  # the warm-up is left out; barriers are there
     assert {event["pid"] for event in events if event["name"] == "merge"} == {3, 4}
 
 
