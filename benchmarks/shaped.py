@@ -6,7 +6,8 @@ carries, each way, the blocks for the other shards and the results of its own on
 (N-1)/N (D + Du) S / B, which for dense tensors is the bound of a ring. B is the goodput measured in the same run.
 
 These are the bounds of a service that sends the union to every rank (`bound_ms`, `share`). A rank needs only what
-others contributed: with that density in the place of Du there is a lower one (`least_ms`, `share_of_least`).
+others contributed: with that density in the place of Du there is a lower one (`least_ms`, `share_of_least`), which the
+service can only come near where what it leaves out is an eighth of a message or more.
 
 The first bytes of a round pass unshaped, as many as a shaper's burst has: the links were idle since the last one. Both
 bounds are less by that, since the link that carries most has it once: `(bytes of that link - burst) / B`. Shapers that

@@ -19,7 +19,7 @@ import msgspec
 import toml
 from msgspec.structs import asdict
 
-from omnireduce.config_keys import KEYS, SECTIONS, Key, conflicts, names_in, parse_address, show, unknown
+from omnireduce.config_keys import KEYS, SECTIONS, Key, conflicts, is_loopback, names_in, parse_address, show, unknown
 from omnireduce.config_schema import (
     Aggregator,
     Bench,
@@ -223,6 +223,13 @@ class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the st
 def dump_config(config: Config) -> str:
     """The whole configuration as TOML; loading it gives an equal one."""
     return toml.dumps(msgspec.to_builtins(config), encoder=_Encoder())
+
+
+def whole_bytes(config: Config) -> int:
+    """`protocol.whole_bytes` where all aggregators are reached by loopback. Elsewhere 0: shards on other hosts share
+    the load of every tensor, for each has a link of its own."""
+    local = all(is_loopback(parse_address(address)[0]) for address in config.cluster.aggregators)
+    return config.protocol.whole_bytes if local else 0
 
 
 _REFERENCE_HEAD = """\

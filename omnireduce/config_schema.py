@@ -177,7 +177,13 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stripe_blocks: Annotated[int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)] = 64
     whole_bytes: Annotated[
         int,
-        _meta("tensors of up to so many bytes go to the first shard as a whole", "bytes", ge=0, le=2**30),
+        _meta(
+            "tensors of up to so many bytes go to the first shard as a whole, where all aggregators are reached by "
+            "loopback",
+            "bytes",
+            ge=0,
+            le=2**30,
+        ),
     ] = 1 << 20
 
 
@@ -198,7 +204,8 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         _meta(
             "most slot memory of one job on one shard, which is (world size + 1) x protocol.slots x "
-            "protocol.slot_bytes: the default is enough for 226 ranks with the default slots",
+            "protocol.slot_bytes: the default is enough for 226 ranks with the default slots; over tcp results may "
+            "take as much again",
             "bytes",
             ge=2**20,
             le=2**40,

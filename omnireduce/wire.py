@@ -35,7 +35,7 @@ MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to mark
 SHOWN = 200  # characters of a peer's malformed message that an error repeats
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what bytes from a peer can make msgspec raise
 
-_HEADER = struct.Struct("<QqIIII")
+_HEADER = struct.Struct("<QqIIII32x")  # what is not used is 0
 
 
 class Header(NamedTuple):
@@ -113,6 +113,11 @@ def capacity(slot_bytes: int, block_bytes: int) -> int:
     return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + 8))
 
 
+def room_for(message_bytes: int) -> int:
+    """The size of a slot for blocks of 8 bytes or more, each with its index, that take `message_bytes` in all."""
+    return (HEADER_BYTES + 2 * message_bytes + EXTRA_BYTES + 15) // 8 * 8
+
+
 def largest_block(slot_bytes: int) -> int:
     """The size in bytes of the largest block that fits in one slot."""
     return slot_bytes - HEADER_BYTES - EXTRA_BYTES - 16
@@ -137,6 +142,7 @@ def seal(
     """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes."""
     start = _indices_start(indices.size - left_out, block_bytes)
     stop = start + indices.size * 8
+    slot[HEADER_BYTES + (indices.size - left_out) * block_bytes : start] = 0
     _HEADER.pack_into(slot.data, 0, collective, frontier, indices.size, block_bytes, len(extra), left_out)
     slot[start:stop].view(np.int64)[:] = indices
     if extra:

@@ -18,6 +18,7 @@ from omnireduce.config import (
     override_config,
     parse_address,
     reference_toml,
+    whole_bytes,
 )
 from omnireduce.config_keys import KEYS
 from omnireduce.dtypes import ELEMENT_TYPES
@@ -388,3 +389,16 @@ def test_threads_may_be_the_first_to_load_it() -> None:
     for _ in range(4):
         done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, check=False, timeout=60)
         assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("aggregators", "expected"),
+    [
+        (["127.0.0.1:7400", "localhost:7401", "[::1]:7402", "127.9.9.9:1"], 5000),
+        (["127.0.0.1:7400", "10.0.0.1:7400"], 0),
+        (["node1:7400"], 0),
+    ],
+)
+def test_tensors_stay_whole_only_where_all_shards_are_on_this_host(aggregators: list[str], expected: int) -> None:
+    changes = {"cluster.aggregators": aggregators, "protocol.whole_bytes": 5000}
+    assert whole_bytes(override_config(load_config(environ={}), changes, source="test")) == expected

@@ -179,6 +179,16 @@ def test_the_longest_name_leaves_room_in_the_extra() -> None:
     assert len(encode_descriptor(descriptor)) <= EXTRA_BYTES
 
 
+@pytest.mark.parametrize("block_bytes", [8, 12, 20])
+def test_nothing_that_was_in_the_memory_before_travels(block_bytes: int) -> None:
+    """A result may lie in memory that held another job's."""
+    slot = np.full(4096, 0xA5, np.uint8)
+    block_rows(slot, block_bytes, BYTES)[:2] = 1
+    nbytes = seal(slot, 0, 9, np.array([1, 4, 7]), block_bytes, left_out=1)
+    assert read_header(slot, nbytes).left_out == 1
+    assert 0xA5 not in slot[:nbytes]
+
+
 def test_a_descriptor_in_words() -> None:
     descriptor = Descriptor("allreduce", "fc1.weight", "sum", "float32", 1000, 256)
     assert str(descriptor) == "allreduce 'fc1.weight' float32[1000] sum, blocks of 256"

@@ -6,8 +6,8 @@ The estimate for world size N, link bandwidth B in each direction, tensor bytes 
     dense ring all-reduce: time = Ld + 2 (N - 1) / N S / B              (Patarasu and Yuan 2009)
 
 Du assumes that the workers' non-zero blocks are where they are independently of each other (random overlap);
-overlap that is greater makes Du smaller and the service faster. Du is also what comes down at most: over TCP a worker
-is not sent blocks that it alone has, D (1 - D)**(N - 1) of them. Each block also carries its index and each
+overlap that is greater makes Du smaller and the service faster. Du is also what comes down at most: of a sum over TCP a
+worker need not be sent what it alone has, D (1 - D)**(N - 1). Each block also carries its index and each
 direction one header, which these numbers include. L and Ld are what a collective costs however small it is, as
 measured on one host (docs/performance.md): they decide for small tensors. Left out are computation, the latency of
 the network, and shards that share a link with workers.

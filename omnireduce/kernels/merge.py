@@ -64,8 +64,8 @@ def mark_sole(parts: Array, first: int, out_indices: Array) -> None:
 def leave_out(marked: Array, rank: int, rows: Array, out: Array, least: int) -> int:
     """Copy the rows whose index has no mark of `rank` to the start of `out`; return how many were left out.
 
-    `rows`, `out`: uint8 (indices or more, block bytes). If fewer than `least` would
-    be left out, nothing is copied and 0 returned.
+    `rows`, `out`: uint8 (indices or more, block bytes). If fewer than `least` would be left out, nothing is
+    copied and 0 returned.
     """
     found = 0
     for k in range(marked.size):

@@ -29,9 +29,8 @@ from omnireduce.wire import (
     listed,
     message_extra,
     read_header,
+    room_for,
 )
-
-PAGE = 4096
 
 
 @dataclass(slots=True)
@@ -87,8 +86,8 @@ class AggregatorMachine:
         self._arena, self._results = arena, results
         self._slots, self._stripes, self._whole_bytes = len(results), stripes, whole_bytes
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
-        own_bytes = min(results.shape[1], 2 * self._message_bytes + PAGE) // PAGE * PAGE
-        self._own = {rank: np.empty((self._slots, own_bytes), np.uint8) for rank in inline}  # costs nothing until used
+        shape = self._slots, min(results.shape[1], room_for(self._message_bytes))
+        self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
@@ -294,8 +293,8 @@ class AggregatorMachine:
     def _emit(self, current: Reduction) -> Send:
         slot, self._filling = self._filling, -1
         complete = current.complete
-        own = {rank: memory[slot] for rank, memory in self._own.items()}
-        nbytes, shorter = current.seal(slot, self._number, own)
+        memories = {rank: memory[slot] for rank, memory in self._shorter.items()}
+        nbytes, shorter = current.seal(slot, self._number, memories)
         self._readers[slot] = set(range(len(self._ranks)))
         if complete:
             assert self._descriptor is not None

@@ -31,14 +31,8 @@ ADVICE = {  # for ranks that disagree, by the field of their hello
 }
 
 
-SHAPE = (
-    "shards",
-    "shard",
-    "slots",
-    "slot_bytes",
-    "stripe_blocks",
-    "whole_bytes",
-)  # what a job keeps when it is formed anew
+# what a job keeps when it is formed anew
+SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks", "whole_bytes")
 
 
 def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:

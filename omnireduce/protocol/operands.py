@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import pack_blocks
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
@@ -120,6 +121,8 @@ class DenseTensor:
         return count, block + 1
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        if left_out and self._silent:
+            raise ProtocolError("a result that leaves out blocks which this worker did not bring")
         if not self._in_place and not left_out:
             unchanged[:] = False
         if indices.size and indices[-1] == self.layout.full_blocks:

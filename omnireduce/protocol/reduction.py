@@ -138,12 +138,12 @@ class Reduction:
         return True
 
     def seal(
-        self, slot: int, number: int, own: Mapping[int, Array] = MappingProxyType({})
+        self, slot: int, number: int, memories: Mapping[int, Array] = MappingProxyType({})
     ) -> tuple[int, dict[int, Array]]:
         """Complete the result message in `slot` and start an empty one.
 
-        Returns its length in bytes, and the messages of ranks in `own` that are better off with less: what they have
-        already is left out. These are in the memory that `own` gives for them, uint8 (bytes,).
+        Returns its length in bytes, and the messages of those ranks in `memories` that are better off with less: what
+        they have already is left out. These lie in the memory given for the rank, uint8 (bytes,).
         """
         indices = self._out_indices[: self.written]
         cut_short = self.full and any(self._unused)
@@ -153,7 +153,7 @@ class Reduction:
         nbytes = seal(self._results[slot], number, frontier, indices, self._block_bytes)
         shorter: dict[int, Array] = {}
         if self._sole_is_result:
-            for rank, memory in own.items():
+            for rank, memory in memories.items():
                 left_out = self._leave_out(rank, self._results[slot], indices, memory)
                 if left_out:
                     size = seal(memory, number, frontier, indices, self._block_bytes, left_out=left_out)

@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from omnireduce.config import Config, check_config
+from omnireduce.config import Config, check_config, whole_bytes
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import AbortedError, ConfigError, RefusedError, TransportError, UsageError
@@ -95,7 +95,7 @@ class Communicator:
         check_trace(config.trace)
         warm_up_worker()
         self._job, self._first_rank, self._largest = name, rank, size
-        self._pool = Pool()
+        self._pool, self._whole_bytes = Pool(), whole_bytes(config)
         if config.elastic.enabled:
             self._join_elastic(config.elastic.smallest, size, survivor=False)
         else:
@@ -356,9 +356,8 @@ class Communicator:
         return self._engine.submit(descriptor, operand, lambda: result, reads=reads, writes=writes)
 
     def _layout(self, descriptor: Descriptor) -> Layout:
-        protocol = self.config.protocol
         return descriptor.layout.dealt(
-            self.shards, protocol.stripe_blocks, protocol.whole_bytes, descriptor.block_bytes
+            self.shards, self.config.protocol.stripe_blocks, self._whole_bytes, descriptor.block_bytes
         )
 
 

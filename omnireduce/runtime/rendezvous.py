@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from omnireduce.config import Config, parse_address
+from omnireduce.config import Config, parse_address, whole_bytes
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.runtime.engine import error_of
@@ -209,7 +209,7 @@ def _hello(config: Config, job: str, wish: Wish, shard: int, offer: Offer | None
         host=socket.gethostname(),
         pid=os.getpid(),
         stripe_blocks=config.protocol.stripe_blocks,
-        whole_bytes=config.protocol.whole_bytes,
+        whole_bytes=whole_bytes(config),
         timeout_s=config.cluster.timeout_s,
         verbs=None if offer is None else offer.endpoint,
         tcp_message_bytes=config.protocol.tcp_message_bytes,

@@ -37,7 +37,7 @@ class StreamLink(Link):
         sock.setblocking(False)
         self._sock = sock
         self._small = bytearray()
-        self._output: deque[memoryview] = deque()  # slots, which are writable, and small frames, which are not
+        self._output: deque[memoryview] = deque()  # messages, which are writable, and small frames, which are not
         self._output_dead = False
         self._output_error = ""  # what killed it, if the reading side cannot tell
         self._buffer = bytearray(READ_BYTES)

@@ -99,6 +99,25 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
     assert gained == 4 * 700
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_last_credits_wait_for_the_next_collective(daemon: Daemon, transport: str) -> None:
+    """They need not wake a shard on their own."""
+    job, step = unique_job("credits"), threading.Barrier(3)
+
+    def run(comm: Communicator) -> None:
+        for _ in range(2):
+            comm.allreduce(np.ones(8, np.float32))  # one message to the first shard, and one from it
+            step.wait(WAIT_S)
+            step.wait(WAIT_S)
+
+    running = start_job(configured(daemon.addresses, f"transport.kind={transport}"), 2, run, job)
+    for _ in range(2):
+        step.wait(WAIT_S)
+        assert [each.results_in_use for each in jobs(daemon, job)] == [1, 0, 0]
+        step.wait(WAIT_S)
+    running.results()
+
+
 @pytest.mark.parametrize("transport", KINDS)
 def test_a_stopped_rank_is_the_one_that_is_waited_for(daemon: Daemon, transport: str) -> None:
     job, patient = unique_job("straggler"), ["cluster.timeout_s=60", f"transport.kind={transport}"]

@@ -102,8 +102,10 @@ def worker() -> Bench:
     return Bench(machine, 2, lambda shard, slot: slots[shard][1][slot])
 
 
-def submit(bench: Bench, elements: int = BLOCK * BLOCKS) -> None:
+def submit(bench: Bench, elements: int = BLOCK * BLOCKS) -> Array:
+    """Submit a tensor of ones, to be summed in place, and return it."""
     x = np.ones(elements, np.float32)
     operand = DenseTensor(x, x, Layout(elements, BLOCK, 2, 1), element_type(x.dtype).zero_mask)
     assert isinstance(bench.machine, WorkerMachine)
     bench.machine.submit(DESCRIPTOR, operand, bench.now)
+    return x

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_bench import BLOCK, BLOCKS, DESCRIPTOR, RANKS, SLOTS, Bench, aggregator, garbage, message, submit, worker
+from samples import Array
 
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import ALL, End, Finish, Send, Tell, Warn
@@ -26,6 +27,7 @@ from omnireduce.wire import (
     Refused,
     Waiting,
     Welcome,
+    block_rows,
     encode_descriptor,
     seal,
 )
@@ -347,12 +349,19 @@ MINE, OTHERS = 1 << 48, 2 << 48  # marks of an index: worker 0 alone, or worker 
 )
 def test_a_result_may_leave_out_what_this_worker_alone_has(indices: list[int], left_out: int, taken: bool) -> None:
     bench = worker()
-    submit(bench)
+    x = submit(bench)
     bench.advance()
     blocks = np.array(indices, np.int64)
-    bench.receive(0, lambda slot: seal(slot, 0, BLOCKS, blocks, BLOCK * 4, left_out=left_out))
+
+    def result(slot: Array) -> int:
+        block_rows(slot, BLOCK * 4, x.dtype)[: len(indices) - left_out] = 2
+        return seal(slot, 0, BLOCKS, blocks, BLOCK * 4, left_out=left_out)
+
+    bench.receive(0, result)
     if taken:
         assert bench.ended is None
+        changed = [index for index in indices if not index & MINE]
+        assert [int(value) for value in x.reshape(-1, BLOCK)[:, 0]] == [1 + (at in changed) for at in range(BLOCKS)]
     else:
         assert bench.ended is not None
         assert bench.ended.cause is not None
@@ -363,8 +372,9 @@ def test_a_result_may_leave_out_what_this_worker_alone_has(indices: list[int], l
 def test_a_worker_may_leave_nothing_out() -> None:
     bench = aggregator()
     first = encode_descriptor(DESCRIPTOR)
-    bench.receive(1, lambda slot: seal(slot, 0, 3, np.array([0, 1 | OTHERS]), BLOCK * 4, first, left_out=1))
+    bench.receive(1, lambda slot: seal(slot, 0, 3, np.array([0, 1]), BLOCK * 4, first, left_out=1))
     bench.advance()
     assert bench.ended is not None
     assert bench.ended.cause is not None
     assert bench.ended.cause.culprit == "rank 1"
+    assert "a message that does not fit its collective" in bench.ended.cause.reason

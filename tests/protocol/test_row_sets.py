@@ -7,6 +7,7 @@ import pytest
 
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
+from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.rows import Pool, RowSet
 
 
@@ -65,3 +66,9 @@ def test_rows_that_were_not_brought_cannot_be_left_out(unknown: int, brought: li
     operand = RowSet(np.array(brought, np.int64), np.ones((len(brought), 2), np.float32), Layout(40, 2), Pool())
     with pytest.raises(ProtocolError, match="rows which this worker does not have"):
         operand.put(np.zeros((0, 8), np.uint8), np.array([unknown]), np.array([True]), True)
+
+
+def test_who_brought_nothing_cannot_have_a_block() -> None:
+    operand = DenseTensor(None, np.ones(16, np.float32), Layout(16, 8), np.uint64(0))
+    with pytest.raises(ProtocolError, match="blocks which this worker did not bring"):
+        operand.put(np.zeros((0, 4), np.uint64), np.array([1]), np.array([True]), True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
-from tensors import sparse
+from tensors import Array, sparse
 from transports import KINDS
 
 from omnireduce import Communicator, Config, Statistics
@@ -91,3 +93,28 @@ def test_every_kind_of_collective_counts(local: Config) -> None:
         return comm.statistics().collectives
 
     assert run_job(local, 2, run) == [6, 6]
+
+
+def test_small_tensors_move_nothing_on_other_shards_than_the_first(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, "protocol.whole_bytes=262144")
+    small, large = np.ones(65_536, np.float32), np.ones(65_537, np.float32)
+
+    def moved(comm: Communicator, exchange: Callable[[], object]) -> list[bool]:
+        before = comm.statistics().shard_bytes
+        exchange()
+        return [now > then for now, then in zip(comm.statistics().shard_bytes, before, strict=True)]
+
+    def run(comm: Communicator) -> list[list[bool]]:
+        rows = np.arange(256), np.ones((256, 256), np.float32)
+        results: list[Array] = []
+        found = [
+            moved(comm, lambda: results.append(comm.allreduce(small.copy()))),
+            moved(comm, lambda: results.append(comm.broadcast(small * (1 + comm.rank), root=1))),
+            moved(comm, lambda: results.append(comm.allreduce_rows(*rows, 256)[1])),
+            moved(comm, lambda: results.append(comm.allreduce(large.copy()))),
+        ]
+        assert all((each == 2).all() for each in results)
+        return found
+
+    for found in run_job(config, 2, run):
+        assert found == [[True, False, False]] * 3 + [[True, True, True]]

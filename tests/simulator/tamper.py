@@ -128,6 +128,15 @@ def _left_out_of_others(slot: Array, nbytes: int, header: Header, before: Header
     return nbytes
 
 
+def _leaves_out(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count == 0:
+        return None
+    rest, fewer = slot[header.indices_start : nbytes].copy(), header._replace(left_out=1)
+    _rewrite(slot, fewer)
+    slot[fewer.indices_start : fewer.indices_start + rest.size] = rest
+    return fewer.indices_start + rest.size
+
+
 def _more_left_out(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     _rewrite(slot, header._replace(left_out=header.block_count + 1))
     return nbytes
@@ -138,7 +147,7 @@ _BOTH: tuple[Rule, ...] = (
     _index_twice, _other_collective, _other_block_size, _more_than_there_is, _longer, _shorter_than_a_header,
     _more_left_out,
 )  # fmt: skip
-_MESSAGES = (*_BOTH, _frontier_kept, _bad_descriptor)
+_MESSAGES = (*_BOTH, _frontier_kept, _bad_descriptor, _leaves_out)
 _RESULTS = (*_BOTH, _unexpected_extra, _left_out_of_others)
 _STRAY: dict[str, Event] = {  # events that have no place there, each before an honest message
     "stray message": Received(NO_SLOT, HEADER_BYTES),

@@ -191,8 +191,8 @@ MUTATIONS = (
         "one memory for all that leaves something out",
         _MACHINE,
         "a message is overwritten that is not sent yet",
-        "{rank: memory[slot] for",
-        "{rank: memory[0] for",
+        "{rank: memory[slot] for rank, memory in self._shorter",
+        "{rank: memory[0] for rank, memory in self._shorter",
     ),
     Mutation(
         "small tensors are divided on the shard",
@@ -200,6 +200,14 @@ MUTATIONS = (
         "a shard takes blocks of a small tensor for those of another",
         "begin(descriptor, layout.stripes(shard))",
         "begin(descriptor, self._stripes)",
+    ),
+    Mutation(
+        "a rank may leave out blocks",
+        _REDUCTION,
+        "blocks are read that a rank did not send",
+        "if header.left_out or header.block_bytes",
+        "if header.block_bytes",
+        within=4000,
     ),
     Mutation(
         "every op marks a lone contributor",
