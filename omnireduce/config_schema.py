@@ -93,7 +93,14 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _meta('"auto" picks for each link: shm on one host, verbs where both ends have it on the way, else tcp'),
     ] = "auto"
     spin_us: Annotated[
-        int, _meta("how long a waiting thread polls before it sleeps", "microseconds", ge=0, le=1_000_000)
+        int,
+        _meta(
+            "how long a thread that waits for a tensor of up to 1 MiB polls before it sleeps; for a larger one a "
+            "tenth of it",
+            "microseconds",
+            ge=0,
+            le=1_000_000,
+        ),
     ] = 200
     dead_peer_s: Annotated[
         float,

@@ -28,6 +28,7 @@ from omnireduce.wire import Cause, Descriptor, shown
 
 T = TypeVar("T")
 PEEKED = [(-1, 0)]  # a link has news that no descriptor told
+SMALL_BYTES = 1 << 20  # of a tensor whose exchange is worth polling for: most of it is waiting, for a short time
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
 
@@ -70,7 +71,8 @@ class Engine:
     """Drives the worker machine over `links` (one per shard); its warnings go to `log`."""
 
     def __init__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog) -> None:
-        self._machine, self._links, self._spin_s = machine, links, spin_s
+        self._machine, self._links = machine, links
+        self._longest_spin_s = self._spin_s = spin_s
         self._driver = Driver(
             machine,
             links,
@@ -132,6 +134,8 @@ class Engine:
             with self._aborting_when_interrupted():
                 number = self._machine.submit(descriptor, operand, time.monotonic())
                 self._handles[number] = handle
+                is_small = operand.layout.blocks * operand.block_bytes <= SMALL_BYTES
+                self._spin_s = self._longest_spin_s / (1 if is_small else 10)
                 self._driver.push()  # whoever drives keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
                     os.eventfd_write(self._wake, 1)
