@@ -45,14 +45,14 @@ faults: $(READY) ## kill, stop and pause real workers and shards, then thousands
 	@$(BIN)/python -m tests.faults $(or $(ARGS),--rounds 300)
 	@$(if $(ARGS),,$(BIN)/python -m tests.faults soak --jobs 3000)
 
-bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; half an hour. ARGS=--resume goes on
+bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; twenty minutes. ARGS=--resume goes on
 	@status=0; \
 	$(BIN)/python -m benchmarks run $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
 	$(BIN)/python -m pip install --quiet -e '.[plot]' && $(BIN)/python -m benchmarks plot || status=1; \
 	exit $$status
 
-bench-quick: $(READY) ## measure what has a target: on this host and, as root, on shaped links; nine minutes
+bench-quick: $(READY) ## measure what has a target: on this host and, as root, on shaped links; six minutes
 	@status=0; \
 	$(BIN)/python -m benchmarks run --quick $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \

@@ -1,0 +1,160 @@
+"""What an exchange costs, counted, not timed: calls of functions, system calls, wide instructions.
+
+The limits are what it was when they were written, and a twentieth: who goes beyond one on purpose raises it and says
+why.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import pytest
+
+from omnireduce.dtypes import Array, element_type
+from omnireduce.kernels import pack, reduce
+from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.operands import DenseTensor
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.driver import Driver
+from omnireduce.transport.shm import ShmLink
+from omnireduce.wire import Descriptor, capacity
+
+SLOTS, SLOT_BYTES, BLOCK = 3, 1 << 19, 256
+RANK_CALLS, SHARD_CALLS = 207, 320  # of an exchange of one message per rank and one result
+MESSAGE_CALLS = 441  # of one more message per rank, and its result, on both ranks and the shard together
+
+
+class Exchange(NamedTuple):
+    """Two ranks and a shard in one thread, over socket pairs."""
+
+    workers: list[Driver]
+    shard: Driver
+
+    def run(self, tensors: list[Array], counted: Callable[[str], Any]) -> None:
+        """Sum `tensors` in place, with the calls of "rank 0" and of the "shard" within `counted` of that name."""
+        for rank, (driver, x) in enumerate(zip(self.workers, tensors, strict=True)):
+            with counted(f"rank {rank}"):
+                machine = driver.machine
+                assert isinstance(machine, WorkerMachine)
+                descriptor = Descriptor("allreduce", "", "sum", "float32", x.size, BLOCK)
+                operand = DenseTensor(x, x, descriptor.layout, element_type(x.dtype).zero_mask)
+                machine.submit(descriptor, operand, time.monotonic())
+                driver.push()
+        for _ in range(1000):
+            with counted("shard"):
+                for rank in range(len(tensors)):
+                    self.shard.feed(rank)
+                self.shard.advance()
+            for rank, driver in enumerate(self.workers):
+                with counted(f"rank {rank}"):
+                    driver.turn()
+                    busy = bool(driver.machine.deadline)
+                    if busy:
+                        driver.flush()
+            if not any(driver.machine.deadline for driver in self.workers):
+                return
+        pytest.fail("the exchange does not end")
+
+
+@pytest.fixture
+def exchange() -> Iterator[Exchange]:
+    arena, results = np.zeros((2 * SLOTS, SLOT_BYTES), np.uint8), np.zeros((SLOTS, SLOT_BYTES), np.uint8)
+    workers, links = [], []
+    for rank in range(2):
+        near, far = socket.socketpair()
+        own = arena[rank * SLOTS : (rank + 1) * SLOTS]
+        link, other = ShmLink(near, "shard"), ShmLink(far, f"rank {rank}")
+        link.attach(own, results)
+        other.attach(results, own)
+        machine = WorkerMachine([(own, results)], ["shard"], "me", rank=rank, scan_span=1 << 14, timeout_s=60.0)
+        workers.append(Driver(machine, [link], time.monotonic))
+        links.append(other)
+    shard = Driver(AggregatorMachine(["rank 0", "rank 1"], arena, results), links, time.monotonic)
+    made = Exchange(workers, shard)
+    made.run(
+        [np.ones(BLOCK, np.float32) for _ in range(2)], lambda name: counting(Counter())
+    )  # work space is made once
+    yield made
+    for driver in (*workers, shard):
+        for each in driver.links:
+            each.close()
+
+
+@contextmanager
+def counting(found: Counter[str]) -> Iterator[None]:
+    """Count the calls in this thread: "" all of them, and those of each function in C by its name."""
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            found[""] += 1
+        if event == "c_call":
+            found[argument.__name__] += 1
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def cost(exchange: Exchange, blocks: int, density: float = 1.0) -> dict[str, Counter[str]]:
+    """The calls of an exchange of so many blocks, by "rank 0", "rank 1" and "shard"."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in ("rank 0", "rank 1", "shard")}
+    chosen = np.random.default_rng(1).random(blocks) < density
+    tensors = [np.repeat(chosen, BLOCK).astype(np.float32) for _ in range(2)]
+    exchange.run(tensors, lambda name: counting(found[name]))
+    assert all((x == 2 * np.repeat(chosen, BLOCK)).all() for x in tensors)
+    return found
+
+
+def test_an_exchange_costs_no_more_calls_than_it_did(exchange: Exchange) -> None:
+    found = cost(exchange, 4)
+    assert found["rank 0"][""] <= RANK_CALLS
+    assert found["shard"][""] <= SHARD_CALLS
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+def test_a_block_costs_no_call(exchange: Exchange, density: float) -> None:
+    few, many = cost(exchange, 4), cost(exchange, 400, density)
+    assert {name: calls[""] for name, calls in few.items()} == {name: calls[""] for name, calls in many.items()}
+
+
+def test_one_more_message_costs_no_more_calls_than_it_did(exchange: Exchange) -> None:
+    fitting = capacity(SLOT_BYTES, BLOCK * 4)
+    one, five = (sum(calls[""] for calls in cost(exchange, n * fitting).values()) for n in (1, 5))
+    assert (five - one) / 4 <= MESSAGE_CALLS
+
+
+def test_an_exchange_costs_one_send_per_rank_and_direction(exchange: Exchange) -> None:
+    """The last credits of an exchange leave with the next one's first message."""
+    for _ in range(2):
+        found = cost(exchange, 4)
+        assert [calls["sendmsg"] for calls in found.values()] == [1, 1, 2]
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have other instructions")
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "wide"),
+    [
+        (pack._pack_run, "(u8[:,::1], u8[:,::1], b1, u8, i8, i8, i8, u8[:,::1], i8[::1], i8)", "v?por"),
+        (reduce.reduce_blocks, "(i8, f4[::1], i8[:,::1], i8, f4[:,::1])", "v?addps"),
+    ],
+    ids=["pack", "reduce"],
+)
+def test_kernels_work_on_several_words_at_once(kernel: Any, arguments: str, wide: str) -> None:
+    fresh = numba.njit(arguments, nogil=True, error_model="numpy")(kernel.py_func)  # one from the cache shows no code
+    (code,) = fresh.inspect_asm().values()
+    assert re.search(rf"\b{wide}", code)
