@@ -170,7 +170,7 @@ MUTATIONS = (
         "a frontier behind the end is taken",
         "or not before < header.frontier <= self.blocks:",
         "or not before < header.frontier:",
-        within=4000,
+        within=6000,
     ),
     Mutation(
         "a rank may go back",

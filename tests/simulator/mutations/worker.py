@@ -58,7 +58,7 @@ MUTATIONS = (
         "results may go back behind the frontier",
         "admit_indices(indices, self._result_frontier, header.frontier, indices)",
         "admit_indices(indices, 0, header.frontier, indices)",
-        within=2000,
+        within=4000,
     ),
     Mutation(
         "worker takes results that go back",
