@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from omnireduce.errors import UsageError
 
 Array = NDArray[Any]
+BYTES = np.dtype(np.uint8)
 ALL_BITS = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 

@@ -4,22 +4,20 @@ filled."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.dtypes import BYTES, ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import SOLE_SHIFT, leave_out, mark_sole, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices, all_owned
-from omnireduce.layout import ALL_STRIPES, Stripes
+from omnireduce.layout import Stripes
 from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Descriptor, Header, block_rows, capacity, message_indices, seal
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes
-BYTE = np.dtype(np.uint8)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 
 
@@ -61,7 +59,7 @@ class Reduction:
         arrays = (self._indices, self._parts, self._out_indices, self._scratch)
         return sum(array.nbytes for array in arrays)
 
-    def begin(self, descriptor: Descriptor, stripes: Stripes = ALL_STRIPES) -> None:
+    def begin(self, descriptor: Descriptor, stripes: Stripes) -> None:
         """Start a collective of this dtype and block size, whose blocks are all of `stripes`."""
         self.stripes = stripes
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
@@ -137,9 +135,7 @@ class Reduction:
             reduce_blocks(self._op, self._arena, parts, first, out)
         return True
 
-    def seal(
-        self, slot: int, number: int, memories: Mapping[int, Array] = MappingProxyType({})
-    ) -> tuple[int, dict[int, Array]]:
+    def seal(self, slot: int, number: int, memories: Mapping[int, Array]) -> tuple[int, dict[int, Array]]:
         """Complete the result message in `slot` and start an empty one.
 
         Returns its length in bytes, and the messages of those ranks in `memories` that are better off with less: what
@@ -164,5 +160,5 @@ class Reduction:
         """Copy the blocks that `rank` does not have from `result` to `memory`; return how many it has."""
         if capacity(memory.size, self._block_bytes) < max(1, indices.size):
             return 0
-        rows, room = (block_rows(each, self._block_bytes, BYTE) for each in (result, memory))
+        rows, room = (block_rows(each, self._block_bytes, BYTES) for each in (result, memory))
         return leave_out(indices, rank, rows, room, max(1, indices.size // WORTH_LEAVING_OUT))

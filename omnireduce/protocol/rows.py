@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import pack_rows
 from omnireduce.layout import Layout
@@ -47,7 +47,7 @@ class RowSet:
     numbers, int64 (m,), ascending, and their sums, (m, row length), in memory of `pool`.
     """
 
-    row_dtype = np.dtype(np.uint8)
+    row_dtype = BYTES
 
     def __init__(self, numbers: Array, values: Array, layout: Layout, pool: Pool) -> None:
         self.layout = layout

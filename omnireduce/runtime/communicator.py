@@ -18,7 +18,7 @@ import numpy as np
 
 from omnireduce.config import Config, check_config, whole_bytes
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.dtypes import Array, element_type
+from omnireduce.dtypes import BYTES, Array, element_type
 from omnireduce.errors import AbortedError, ConfigError, RefusedError, TransportError, UsageError
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
@@ -43,7 +43,6 @@ from omnireduce.runtime.traced import trace_worker
 from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, Descriptor
 
 LONGEST_RETRY_S = 2.0
-BYTES = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

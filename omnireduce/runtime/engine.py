@@ -211,9 +211,8 @@ class Engine:
         self._driving = True
         try:
             self._driver.turn()
-            # The last credits of a collective leave with the next one's first message, and wake nobody on their own.
             while not done() and self._machine.ended is None:
-                self._driver.flush()
+                self._driver.flush()  # not after the last turn: those credits can leave with the next first message
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
                     return

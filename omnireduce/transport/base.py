@@ -122,6 +122,7 @@ class Link(ABC):
     def _send(self, slot: int, nbytes: int) -> None: ...
 
     def _send_instead(self, slot: int, message: Array) -> None:
+        """Only links that are `inline` are asked to."""
         raise NotImplementedError
 
     @abstractmethod

@@ -60,8 +60,7 @@ class Exchange(NamedTuple):
             for rank, driver in enumerate(self.workers):
                 with counted(f"rank {rank}"):
                     driver.turn()
-                    busy = bool(driver.machine.deadline)
-                    if busy:
+                    if driver.machine.deadline:  # as a thread does before it waits
                         driver.flush()
             if not any(driver.machine.deadline for driver in self.workers):
                 return
@@ -83,9 +82,8 @@ def exchange() -> Iterator[Exchange]:
         links.append(other)
     shard = Driver(AggregatorMachine(["rank 0", "rank 1"], arena, results), links, time.monotonic)
     made = Exchange(workers, shard)
-    made.run(
-        [np.ones(BLOCK, np.float32) for _ in range(2)], lambda name: counting(Counter())
-    )  # work space is made once
+    first = [np.ones(BLOCK, np.float32) for _ in range(2)]  # makes the work space, which later ones find
+    made.run(first, lambda name: counting(Counter()))
     yield made
     for driver in (*workers, shard):
         for each in driver.links:
