@@ -26,7 +26,7 @@ from omnireduce.layout import Layout
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, Status, StatusRequest
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 NAME_CHARACTERS = 200
