@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from omnireduce.config import Config
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
-from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.observe import MONITOR
 from omnireduce.runtime.server import ShardServer

@@ -27,6 +27,7 @@ def _meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> 
 
 
 JOB_PATTERN = r"^[A-Za-z0-9._:@+-]{1,128}\Z"
+LAUNCH_PATTERN = r"^[A-Za-z0-9._:@+-]{0,128}\Z"
 JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
 _ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
 
@@ -59,6 +60,15 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             'name of the job, the same on every worker; "auto" takes the launcher\'s own id, or "default"',
             pattern=JOB_PATTERN,
             allowed=JOB_ALLOWED,
+        ),
+    ] = "auto"
+    launch: Annotated[
+        str,
+        _meta(
+            "what tells this launch from another one, the same on every worker of it: workers of different launches "
+            'never meet, whatever their job is called; "auto" takes what the launcher gives, "" tells nothing apart',
+            pattern=LAUNCH_PATTERN,
+            allowed=f'"auto", "" or {JOB_ALLOWED}',
         ),
     ] = "auto"
     timeout_s: Annotated[float, _meta("longest time that one collective may take", "seconds", ge=0.1, le=86400)] = 60.0

@@ -180,9 +180,13 @@ _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
+_I32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # what a hello says is bounded before it is looked at
+_Formation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Message = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+_Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
 
 
@@ -248,23 +252,25 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     job: str
-    rank: int
-    world_size: int
-    shard: int
-    shards: int
-    slots: int
-    slot_bytes: int
+    rank: _I32
+    world_size: _I32
+    shard: _I32
+    shards: _I32
+    slots: _I32
+    slot_bytes: _I32
     host: str
-    pid: int
-    stripe_blocks: int  # how blocks are dealt to shards: ranks that differ would never meet
+    pid: _I32
+    stripe_blocks: _I32  # how blocks are dealt to shards: ranks that differ would never meet
     timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
     verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
-    whole_bytes: int = 0  # tensors of up to so many bytes go to the first shard as a whole
-    tcp_message_bytes: _Positive = 1 << 18  # the longest message that suits this worker if it stays with TCP
-    smallest: int = 0  # with how many workers an elastic job may start; 0: with `world_size` only
+    whole_bytes: _I32 = 0  # this worker can have tensors of up to so many bytes go to the first shard as a whole
+    tcp_message_bytes: _Message = 1 << 18  # the longest message that suits this worker if it stays with TCP
+    smallest: _I32 = 0  # with how many workers an elastic job may start; 0: with `world_size` only
     settle_s: float = 0.0  # how long an elastic job waits for more of them
-    survivor: bool = False  # was in an earlier generation
-    formation: int = 0  # of an elastic job, beyond its first shard: what the first one gave
+    launch: str = ""  # what tells launches apart: ranks of different ones never meet; empty: nothing is known
+    formation: _Formation = 0  # of an elastic job, beyond its first shard: what the first one gave
+    survived: _Formation = 0  # the formation that this worker was in before; 0: it comes new
+    ticket: _Ticket = b""  # what the first shard gave to the members of that formation
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -276,24 +282,27 @@ class Pending(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Rank `rank` of `world_size`. `formation` is what the worker tells the other shards."""
+    """Rank `rank` of `world_size`. `formation` is what the worker tells the other shards; `ticket` proves later that it
+    was in it."""
 
     rank: _U32
     world_size: _U32
     formation: _Positive
+    ticket: _Ticket
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start.
 
     `verbs` answers the worker's; without it blocks go over this connection, and `note` says why. `seat` is the worker's
-    place in an elastic job.
+    place in an elastic job. `whole_bytes`: the least that its ranks said.
     """
 
     generation: _Positive
     verbs: Endpoint | None = None
     note: _Text = ""
     seat: Seat | None = None
+    whole_bytes: _I32 = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

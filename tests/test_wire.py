@@ -11,7 +11,7 @@ from samples import DTYPES
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ProtocolError
-from omnireduce.runtime.engine import error_of
+from omnireduce.protocol.effects import error_of
 from omnireduce.wire import (
     EXTRA_BYTES,
     HEADER_BYTES,

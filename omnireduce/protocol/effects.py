@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 from omnireduce.dtypes import Array
-from omnireduce.wire import Cause, ControlMessage
+from omnireduce.errors import AbortedError, ClosedError, CollectiveTimeoutError, OmniReduceError
+from omnireduce.wire import Cause, ControlMessage, shown
 
 ALL = -1
 AbortKind = Literal["timeout", "lost", "violation", "mismatch", "worker", "relayed", "left", "shutdown", "internal"]
@@ -65,3 +66,11 @@ class Warn(NamedTuple):
 
 
 Effect = Send | Return | Tell | Finish | End | Warn
+
+
+def error_of(cause: Cause | None) -> OmniReduceError:
+    """The exception for the end of a job."""
+    if cause is None:
+        return ClosedError("the communicator was shut down; make a new one to go on")
+    kind = CollectiveTimeoutError if cause.timeout else AbortedError
+    return kind(shown(cause.culprit), shown(cause.reason))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +23,32 @@ def member_name(hello: Hello) -> str:
     return worker_name(hello.rank, hello.host, hello.pid)
 
 
+class Place(NamedTuple):
+    """Where workers meet: only those of the same job, launch and formation do."""
+
+    job: str
+    launch: str
+    formation: int
+
+    @classmethod
+    def of(cls, hello: Hello) -> Place:
+        return cls(hello.job, hello.launch, hello.formation)
+
+
+class Standing(IntEnum):
+    """What a worker is to an elastic job."""
+
+    NEWCOMER = 0
+    CLAIMANT = 1  # says that it was in the job, of which nothing is known here, as after a restart of the daemon
+    SURVIVOR = 2  # has the ticket of the last formation
+
+
+class Member(NamedTuple):
+    key: Hashable
+    hello: Hello
+    standing: Standing
+
+
 @dataclass(slots=True)
 class Gathering:
     """Those of one job who said hello, by the rank that they gave; `spec` is the hello of the first.
@@ -30,6 +57,8 @@ class Gathering:
     is well. It starts at once when `spec.world_size` workers are here and all of `expected`, the ranks that the workers
     of the last generation gave. When no survivor has come or gone for `spec.settle_s`, it starts with fewer, if there
     is one among them, or without those who were expected. Every other job starts when all are here.
+
+    It may take the room of generation `replaces`, once that has given it back.
     """
 
     spec: Hello
@@ -38,38 +67,41 @@ class Gathering:
     changed_at: float
     held: bool = False
     expected: frozenset[int] = frozenset()
+    replaces: int | None = None
     is_news: bool = False  # who is missing has changed since
-    members: dict[int, tuple[Hashable, Hello]] = field(default_factory=dict)
+    members: dict[int, Member] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
-    missing: list[int] = field(init=False)  # ascending: each newcomer is told of the first few
+    rival: str = ""  # that ranks of another launch wait under the same name
+    _from: int = 0  # all ranks below it are here
+    _inside: int = 0  # members whose rank is below the world size
 
-    def __post_init__(self) -> None:
-        self.missing = list(range(self.spec.world_size))
-
-    def add(self, key: Hashable, hello: Hello, now: float) -> None:
-        self.members[hello.rank] = key, hello
-        at = bisect_left(self.missing, hello.rank)
-        if at < len(self.missing) and self.missing[at] == hello.rank:
-            del self.missing[at]
-        if hello.survivor or len(self.members) == 1:
+    def add(self, member: Member, now: float) -> None:
+        rank = member.hello.rank
+        self._inside += rank not in self.members and rank < self.spec.world_size
+        self.members[rank] = member
+        if member.standing or len(self.members) == 1:
             self.changed_at = now  # newcomers, who may come and go as they like, keep nobody waiting
         self.is_news = self.held or len(self.members) > 1
-        if self.refused is not None and self.refused[0] == hello.rank:
+        if self.refused is not None and self.refused[0] == rank:
             self.refused = None
 
     def remove(self, rank: int, now: float) -> None:
         """The connection of this one is over."""
-        _, hello = self.members.pop(rank)
-        if rank < self.spec.world_size:
-            insort(self.missing, rank)
+        member = self.members.pop(rank)
+        self._inside -= rank < self.spec.world_size
+        self._from = min(self._from, rank)
         self.is_news = True
-        if hello.survivor:
+        if member.standing:
             self.changed_at = now
 
     def accept(self, spec: Hello) -> None:
         """From now on this is what the others are compared with."""
         self.spec = spec
-        self.missing = [rank for rank in range(spec.world_size) if rank not in self.members]
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        self._from = 0
+        self._inside = sum(rank < self.spec.world_size for rank in self.members)
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
@@ -77,7 +109,12 @@ class Gathering:
 
     @property
     def has_survivors(self) -> bool:
-        return any(hello.survivor for _, hello in self.members.values())
+        return any(member.standing for member in self.members.values())
+
+    @property
+    def is_led(self) -> bool:
+        """Somebody is here who has proved to have been in the job."""
+        return any(member.standing is Standing.SURVIVOR for member in self.members.values())
 
     @property
     def is_full(self) -> bool:
@@ -102,25 +139,44 @@ class Gathering:
     def take(self) -> list[tuple[Hashable, Hello]]:
         """Take out those with whom the job starts, in rank order, with the ranks that they get: where there are too
         many, survivors first."""
-        order = sorted(self.members, key=lambda rank: (not self.members[rank][1].survivor, rank))
+        order = sorted(self.members, key=lambda rank: (-self.members[rank].standing, rank))
         taken = [self.members.pop(rank) for rank in sorted(order[: self.spec.world_size])]
-        self.missing = [rank for rank in range(self.spec.world_size) if rank not in self.members]
+        self._count_anew()
         return [
-            (key, msgspec.structs.replace(hello, rank=rank, world_size=len(taken)))
-            for rank, (key, hello) in enumerate(taken)
+            (member.key, msgspec.structs.replace(member.hello, rank=rank, world_size=len(taken)))
+            for rank, member in enumerate(taken)
         ]
 
+    def missing(self) -> list[int]:
+        """The first ranks that are not here, at most LISTED: no list is as long as the world size that a peer says."""
+        found: list[int] = []
+        while self._from in self.members:
+            self._from += 1
+        for rank in range(self._from, self.spec.world_size):
+            if rank not in self.members:
+                found.append(rank)
+                if len(found) == LISTED:
+                    break
+        return found
+
+    @property
+    def total_missing(self) -> int:
+        return self.spec.world_size - self._inside
+
     def pending(self) -> Pending:
-        return Pending(self.missing[:LISTED], len(self.missing), self.note)
+        return Pending(self.missing(), self.total_missing, self.note)
 
     @property
     def note(self) -> str:
-        return "" if self.refused is None else self.refused[1]
+        return self.rival if self.refused is None else self.refused[1]
 
     def too_late(self, limit_s: float) -> str:
         """What to say to those who have waited for the others for longer than this."""
-        ranks = ", ".join(map(str, self.missing[:LISTED])) + (" …" if len(self.missing) > LISTED else "")
-        reason = f"job '{self.spec.job}' was still waiting for rank {ranks} after {limit_s:g} s"
+        missing = self.missing()
+        what = "rank " + ", ".join(map(str, missing)) + (" …" if self.total_missing > len(missing) else "")
+        if not missing:
+            what = "its last generation to give back its memory"
+        reason = f"job '{self.spec.job}' was still waiting for {what} after {limit_s:g} s"
         return reason + (f" ({self.note})" if self.note else "")
 
     def status(self, now: float) -> JobStatus:
@@ -129,6 +185,6 @@ class Gathering:
             generation=0,
             world_size=self.spec.world_size,
             joined=len(self.members),
-            missing=self.missing[:LISTED],
+            missing=self.missing(),
             age_s=now - self.since,
         )

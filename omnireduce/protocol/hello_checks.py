@@ -13,7 +13,7 @@ HOST_CHARACTERS = 255
 MAX_SLOTS = 64
 MAX_SHARDS = 4096
 MAX_STRIPE_BLOCKS, MAX_WHOLE_BYTES = 1 << 20, 1 << 30
-MIN_TIMEOUT_S = 0.1
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400
 MAX_SETTLE_S = 3600
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
@@ -24,15 +24,12 @@ ADVICE = {  # for ranks that disagree, by the field of their hello
     "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
     "shards": _SAME_LIST,
     "shard": _SAME_LIST,
-    **{
-        name: f"give every worker the same protocol.{name}"
-        for name in ("slots", "slot_bytes", "stripe_blocks", "whole_bytes")
-    },
+    **{name: f"give every worker the same protocol.{name}" for name in ("slots", "slot_bytes", "stripe_blocks")},
 }
 
 
 # what a job keeps when it is formed anew
-SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks", "whole_bytes")
+SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks")
 
 
 def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
@@ -57,6 +54,8 @@ def slot_bytes(hello: Hello) -> int:
 def malformed(hello: Hello) -> str:
     if not re.match(JOB_PATTERN, hello.job):
         return f"job {hello.job[:SHOWN]!r}; expected {JOB_ALLOWED}"
+    if hello.launch and not re.match(JOB_PATTERN, hello.launch):
+        return f"launch {hello.launch[:SHOWN]!r}; expected nothing, or {JOB_ALLOWED}"
     if len(hello.host) > HOST_CHARACTERS or not hello.host.isprintable():
         return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
     if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not hello.smallest):
@@ -68,8 +67,8 @@ def malformed(hello: Hello) -> str:
         return f"slots of {hello.slot_bytes} bytes; expected {expected}"
     if hello.verbs is not None and hello.verbs.address + hello.slots * hello.slot_bytes > 1 << 64:
         return f"slots from address {hello.verbs.address} on; expected them to end within 64 bits"
-    if not hello.timeout_s >= MIN_TIMEOUT_S:
-        return f"a time-out of {hello.timeout_s:g} s; expected at least {MIN_TIMEOUT_S:g}"
+    if not MIN_TIMEOUT_S <= hello.timeout_s <= MAX_TIMEOUT_S:
+        return f"a time-out of {hello.timeout_s:g} s; expected {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S}"
     return _malformed_shards(hello) or _malformed_elastic(hello)
 
 
@@ -88,6 +87,8 @@ def _malformed_shards(hello: Hello) -> str:
 def _malformed_elastic(hello: Hello) -> str:
     if not 0 <= hello.smallest <= hello.world_size:
         return f"an elastic job of {hello.smallest} to {hello.world_size} workers"
+    if hello.survived and not hello.smallest:
+        return f"a survivor of formation {hello.survived} in a job that is not elastic"
     if hello.smallest and hello.shard:
         return f"an elastic hello on shard {hello.shard}; expected one on shard 0"
     if hello.formation < 0 or (hello.formation and not hello.shard):

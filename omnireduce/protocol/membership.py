@@ -4,37 +4,28 @@ States of a job name: nobody → gathering (some ranks said hello) → running (
 new generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join
 twice.
 
+Ranks of different launches never meet, even where they give their jobs the same name.
+
 Of an elastic job the first shard decides who is in it and what their ranks are, and gives this formation a number. The
-workers tell it the other shards: those who come with different formations never meet.
+workers tell it the other shards: those who come with different formations never meet. A ticket proves to the first
+shard who was in the last formation: such a survivor goes before newcomers, and may end what still runs of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
-from omnireduce.protocol.gathering import Gathering, member_name
-from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, slot_bytes, taken
+from omnireduce.protocol import tickets
+from omnireduce.protocol.gathering import Gathering, Member, Place, Standing, member_name
+from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, taken
+from omnireduce.protocol.limits import Limits
 from omnireduce.status import JobStatus
-from omnireduce.wire import Cause, Hello, Pending, Refused, listed, other_version
+from omnireduce.wire import Cause, Hello, Pending, Refused, listed, other_version, shown
 
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one shard allows: jobs at once, ranks and bytes of slots of one job, seconds to gather; ranks and bytes of
-    all jobs together."""
-
-    max_jobs: int
-    max_world_size: int
-    max_job_bytes: int
-    join_timeout_s: float
-    max_ranks: int = 1 << 62
-    max_bytes: int = 1 << 62
 
 
 class Answer(NamedTuple):
@@ -71,27 +62,28 @@ MembershipEffect = Answer | Admit | Announce | Replace
 
 
 class _Running(NamedTuple):
+    place: Place
     spec: Hello  # of the first who said hello
+    formation: int  # its number, which no other generation has
     ranks: dict[int, Hello]  # those that have not left, with the ranks that they have
     asked: frozenset[int]  # the ranks that all of them, also who left, gave in their hellos
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.spec.job, self.spec.formation
 
 
 class Membership:
     """Admission to the jobs of one shard."""
 
-    def __init__(self, limits: Limits, salt: int = 0) -> None:
-        """`salt`: another one in every process, so that formations of different ones differ."""
-        self._limits, self._salt = limits, salt
-        self._gathering: dict[tuple[str, int], Gathering] = {}  # by job and formation
+    def __init__(self, limits: Limits, salt: int = 0, key: bytes = b"") -> None:
+        """`salt`: another one in every process, so that formations of different ones differ. `key`, for tickets: the
+        same in a process that takes the place of another, and known to nobody else."""
+        self._limits, self._salt, self._key = limits, salt, key
+        self._gathering: dict[Place, Gathering] = {}
+        self._of_name: dict[tuple[str, int], list[Place]] = {}  # places of those, by job and formation
         self._waiting: dict[Hashable, Hello] = {}  # of each connection in them
         self._running: dict[int, _Running] = {}
         self._held: dict[int, Hello] = {}  # by generation, what its size and memory follow from, until it is released
         self._next_generation = 1
         self._deserted: set[int] = set()  # generations whose newcomers have gone
+        self._has_freed_room = False
         self.draining = False
 
     @property
@@ -100,14 +92,18 @@ class Membership:
         waiting = self._gathering.values()
         ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if each.is_news]
-        ends += [at for at in (each.settles_at() for each in waiting) if at is not None]
-        ends += [0.0] if self._deserted else []
+        ends += [at for each in waiting if not self._lacks_room(each) and (at := each.settles_at()) is not None]
+        ends += [0.0] if self._deserted or self._has_freed_room else []
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float) -> Iterator[MembershipEffect]:
         """A worker asks to join."""
-        yield from self._make_way(hello, now)
-        (wrong, temporary), place = self._objection(hello), (hello.job, hello.formation)
+        place, standing = Place.of(hello), Standing.NEWCOMER
+        wrong, temporary = self._unfit(hello)  # first: nothing may depend on numbers without bounds
+        if not wrong:
+            standing = self._standing(hello, place)
+            yield from self._make_way(hello, place, standing, now)
+            wrong, temporary = self._objection(hello, place, standing)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             if place in self._gathering and not malformed(hello):
@@ -116,13 +112,11 @@ class Membership:
                 waiting.is_news = True
             return
         if place not in self._gathering:
-            generation = self._generation_of(hello.job) if hello.smallest else None
-            last = frozenset[int]() if generation is None else self._running[generation].asked
-            self._gathering[place] = Gathering(hello, now, now, now, generation is not None, last)
+            self._open(place, hello, now)
         gathering = self._gathering[place]
-        gathering.add(key, hello, now)
+        gathering.add(Member(key, hello, standing), now)
         self._waiting[key] = hello
-        if gathering.complete(now):
+        if self._may_start(gathering, now):
             yield self._admit(place)
         else:
             yield Answer(key, gathering.pending())
@@ -131,12 +125,12 @@ class Membership:
         """A connection that was not yet admitted is over."""
         hello = self._waiting.pop(key, None)
         if hello is not None:
-            place = hello.job, hello.formation
+            place = Place.of(hello)
             gathering = self._gathering[place]
             gathering.remove(hello.rank, now)
             if not gathering.members:
-                del self._gathering[place]
-                generation = self._generation_of(hello.job)
+                self._close(place)
+                generation = self._generation_of(place)
                 if gathering.held and generation is not None:
                     self._deserted.add(generation)
 
@@ -149,31 +143,32 @@ class Membership:
         """A running generation is over; its ranks may still be leaving."""
         over = self._running.pop(generation, None)
         self._deserted.discard(generation)
-        if over is not None and over.place in self._gathering and self._generation_of(over.spec.job) is None:
+        if over is not None and over.place in self._gathering and self._generation_of(over.place) is None:
             self._gathering[over.place].release(now)
 
     def released(self, generation: int) -> None:
         """A generation that is over has given back its memory and its connections."""
         self._held.pop(generation, None)
+        self._has_freed_room |= any(each.replaces == generation for each in self._gathering.values())
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
-        limit_s = self._limits.join_timeout_s
+        limit_s, self._has_freed_room = self._limits.join_timeout_s, False
         while self._deserted:
             yield Announce(self._deserted.pop(), 0)
         for place, gathering in list(self._gathering.items()):
-            if gathering.complete(now):
+            if self._may_start(gathering, now):
                 yield self._admit(place)
             elif not gathering.held and now - gathering.since >= limit_s:
-                del self._gathering[place]
+                self._close(place)
                 reason = gathering.too_late(limit_s)
-                for key, _ in gathering.members.values():
+                for key, *_ in gathering.members.values():
                     del self._waiting[key]
                     yield Answer(key, Refused(reason, temporary=True))
             elif gathering.held and gathering.has_settled(now):
-                yield from self._replace(gathering, now)
+                yield from self._replace(place, gathering, now)
             elif gathering.is_news and now - gathering.told_at >= NEWS_S:
-                yield from self._tell_news(gathering, now)
+                yield from self._tell_news(place, gathering, now)
 
     def gathering(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
@@ -183,12 +178,44 @@ class Membership:
         """Admit nobody any more."""
         self.draining = True
         for gathering in self._gathering.values():
-            for key, _ in gathering.members.values():
+            for key, *_ in gathering.members.values():
                 yield Answer(key, Refused("the aggregator is shutting down", temporary=True))
         self._gathering.clear()
+        self._of_name.clear()
         self._waiting.clear()
 
-    def _admit(self, place: tuple[str, int]) -> Admit:
+    # gatherings
+
+    def _open(self, place: Place, hello: Hello, now: float) -> None:
+        """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
+        generation = self._generation_of(place) if hello.smallest else None
+        last = frozenset[int]() if generation is None else self._running[generation].asked
+        gathering = Gathering(hello, now, now, now, generation is not None, last, self._replaced_by(hello))
+        others = self._of_name.setdefault((place.job, place.formation), [])
+        for other in others[:1]:
+            gathering.rival = _rival(self._gathering[other].spec, hello)
+            self._gathering[other].rival = _rival(hello, self._gathering[other].spec)
+            self._gathering[other].is_news = True
+        others.append(place)
+        self._gathering[place] = gathering
+
+    def _close(self, place: Place) -> None:
+        del self._gathering[place]
+        name = place.job, place.formation
+        self._of_name[name].remove(place)
+        if not self._of_name[name]:
+            del self._of_name[name]
+
+    def _may_start(self, gathering: Gathering, now: float) -> bool:
+        return gathering.complete(now) and not self._lacks_room(gathering)
+
+    def _lacks_room(self, gathering: Gathering) -> bool:
+        """Whether it has to wait until the generation whose place it takes has given back its memory."""
+        if gathering.replaces not in self._held:
+            return False
+        return bool(self._limits.beyond(gathering.spec, len(self._running), self._held.values()))
+
+    def _admit(self, place: Place) -> Admit:
         """Start a job with those who are here; who is left over waits for the next generation."""
         gathering = self._gathering[place]
         before = frozenset(gathering.members)
@@ -196,123 +223,134 @@ class Membership:
         for key, _ in ranked:
             del self._waiting[key]
         generation, self._next_generation = self._next_generation, self._next_generation + 1
-        hellos = [hello for _, hello in ranked]
-        if gathering.spec.smallest:
-            hellos = [msgspec.structs.replace(each, formation=self._salt + generation) for each in hellos]
+        formation, hellos = place.formation, [hello for _, hello in ranked]
+        if not formation:  # this is the first shard: it may be formed anew
+            formation = self._salt + generation
+            entry = tickets.ticket(self._key, gathering.spec, formation)
+            hellos = [msgspec.structs.replace(each, formation=formation, ticket=entry) for each in hellos]
         asked = before - gathering.members.keys()
-        self._running[generation] = _Running(gathering.spec, {each.rank: each for each in hellos}, asked)
+        ranks = {each.rank: each for each in hellos}
+        self._running[generation] = _Running(place, gathering.spec, formation, ranks, asked)
         self._held[generation] = hellos[0]
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
+        gathering.replaces = generation
         if not gathering.members:
-            del self._gathering[place]
+            self._close(place)
         return Admit(generation, gathering.spec.job, [key for key, _ in ranked], hellos)
 
-    def _tell_news(self, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
+    def _tell_news(self, place: Place, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
         gathering.told_at, gathering.is_news = now, False
         pending = gathering.pending()
-        for key, _ in gathering.members.values():
+        for key, *_ in gathering.members.values():
             yield Answer(key, pending)
-        generation = self._generation_of(gathering.spec.job)
+        generation = self._generation_of(place)
         if gathering.held and generation is not None:
             running = self._running[generation]
             room = running.spec.world_size - len(running.asked) if running.spec.smallest else len(gathering.members)
             yield Announce(generation, min(len(gathering.members), room))
 
-    def _replace(self, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
+    def _replace(self, place: Place, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
         """Survivors wait, and the generation that they left still runs."""
         gathering.changed_at = now
-        generation = self._generation_of(gathering.spec.job)
+        generation = self._generation_of(place)
         assert generation is not None
         late = listed([f"rank {rank}" for rank in sorted(self._running[generation].ranks)])
         why = "had not left when the others had waited long enough to form the job anew"
         yield Replace(generation, Cause(late, why))
 
-    def _generation_of(self, job: str) -> int | None:
+    def _generation_of(self, place: Place) -> int | None:
         """The newest generation of a job that runs on this shard as the first one."""
-        return max((number for number, each in self._running.items() if each.place == (job, 0)), default=None)
+        if place.formation:
+            return None
+        return max((number for number, each in self._running.items() if each.place == place), default=None)
 
-    def _make_way(self, hello: Hello, now: float) -> Iterator[MembershipEffect]:
-        """Survivors go first: newcomers who disagree with one, or gave his rank, are refused, not he."""
-        place = hello.job, hello.formation
+    # who may come
+
+    def _standing(self, hello: Hello, place: Place) -> Standing:
+        """What a worker that is fit to join is to its job. Beside a generation that runs, only its members survive."""
+        if not hello.survived:
+            return Standing.NEWCOMER
+        generation, has_ticket = self._generation_of(place), tickets.is_valid(self._key, hello)
+        if generation is None:
+            return Standing.SURVIVOR if has_ticket else Standing.CLAIMANT
+        is_member = has_ticket and hello.survived == self._running[generation].formation
+        return Standing.SURVIVOR if is_member else Standing.NEWCOMER
+
+    def _make_way(self, hello: Hello, place: Place, standing: Standing, now: float) -> Iterator[MembershipEffect]:
+        """Survivors go first: others who disagree with one, or gave his rank, are refused, not he."""
         gathering = self._gathering.get(place)
-        if gathering is None or not hello.survivor or gathering.has_survivors or malformed(hello):
+        if gathering is None or standing is not Standing.SURVIVOR:
             return
-        for key, other in list(gathering.members.values()):
-            wrong = taken(hello) if other.rank == hello.rank else difference(hello, other)
+        is_led = gathering.is_led
+        for key, other, others_standing in list(gathering.members.values()):
+            if others_standing is Standing.SURVIVOR:
+                continue
+            differs = "" if is_led else difference(hello, other)
+            wrong = taken(hello) if other.rank == hello.rank else differs
             if wrong:
                 self.gone(key, now)
                 yield Answer(key, Refused(wrong))
-        gathering.accept(hello)
+        if not is_led:
+            gathering.accept(hello)
 
-    def _objection(self, hello: Hello) -> tuple[str, bool]:
-        """Why `hello` cannot join, and whether it might later; empty when it can."""
-        limits = self._limits
+    def _unfit(self, hello: Hello) -> tuple[str, bool]:
+        """Why `hello` cannot join whoever else is here, and whether it might later; empty when it can."""
         if self.draining:
             return "the aggregator is shutting down", True
-        wrong = (
-            other_version(hello.version) or malformed(hello) or self._over_limit(hello, limits) or self._conflict(hello)
-        )
-        full = "" if wrong or (hello.job, hello.formation) in self._gathering else self._no_room(hello, limits)
-        return wrong or full, bool(full)
+        return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
 
-    def _over_limit(self, hello: Hello, limits: Limits) -> str:
-        if hello.smallest and hello.settle_s >= limits.join_timeout_s:
-            limit = f"aggregator.join_timeout_s, {limits.join_timeout_s:g} s"
-            return f"elastic.settle_s is {hello.settle_s:g} s, expected less than {limit}"
-        if hello.world_size > limits.max_world_size:
-            return f"world size {hello.world_size}; aggregator.max_world_size is {limits.max_world_size}: raise it"
-        need = slot_bytes(hello)
-        if need > limits.max_job_bytes:
-            return (
-                f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {limits.max_job_bytes}: "
-                "raise it on the aggregator, or lower protocol.slots or protocol.slot_bytes"
-            )
-        return ""
+    def _objection(self, hello: Hello, place: Place, standing: Standing) -> tuple[str, bool]:
+        """Why `hello` cannot join beside those who are here, and whether it might later; empty when it can."""
+        wrong = self._conflict(hello, place, standing)
+        full = "" if wrong or place in self._gathering else self._no_room(hello)
+        return wrong or full, bool(full) or standing is Standing.CLAIMANT
 
-    def _no_room(self, hello: Hello, limits: Limits) -> str:
+    def _no_room(self, hello: Hello) -> str:
         """Why there is no room for one more job; those that gather count as if they ran."""
         leaving = self._replaced_by(hello)
-        running = len(self._running.keys() - {leaving})
-        if len(self._gathering) + running >= limits.max_jobs:
-            return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
         others = [each.spec for each in self._gathering.values()]
         others += [each for number, each in self._held.items() if number != leaving]
-        ranks, held = sum(each.world_size for each in others), sum(map(slot_bytes, others))
-        if ranks + hello.world_size > limits.max_ranks:
-            wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
-            return f"{wanted} are more than aggregator.max_ranks, {limits.max_ranks}: raise it, or wait"
-        if held + slot_bytes(hello) > limits.max_bytes:
-            wanted = f"{held} bytes of slots of other jobs and {slot_bytes(hello)} of this one"
-            return f"{wanted} are more than aggregator.max_bytes, {limits.max_bytes}: raise it, or wait"
-        return ""
+        jobs = len(self._gathering) + len(self._running.keys() - {leaving})
+        return self._limits.beyond(hello, jobs, others)
 
     def _replaced_by(self, hello: Hello) -> int | None:
-        """The one generation whose room an elastic job takes: its last one, which may still be leaving."""
+        """The generation whose room an elastic job takes: its last one, unless another that gathers takes it."""
         if not hello.smallest and not hello.formation:
             return None
-        last = [number for number, each in self._held.items() if each.job == hello.job]
-        return max(last, default=None)
+        name = hello.job, hello.launch, bool(hello.smallest)
+        mine = [number for number, each in self._held.items() if (each.job, each.launch, bool(each.smallest)) == name]
+        last = max(mine, default=None)
+        return None if any(each.replaces == last for each in self._gathering.values()) else last
 
-    def _conflict(self, hello: Hello) -> str:
+    def _conflict(self, hello: Hello, place: Place, standing: Standing) -> str:
         for running in self._running.values():
-            if running.place == (hello.job, hello.formation):
-                wrong = _wrong_beside(running, hello)
+            if running.place == place:
+                wrong = _wrong_beside(running, hello, standing)
                 if wrong:
                     return wrong
-        gathering = self._gathering.get((hello.job, hello.formation))
+        gathering = self._gathering.get(place)
         if gathering is None:
             return ""
         if hello.rank in gathering.members:
-            return taken(gathering.members[hello.rank][1])
-        if hello.smallest and not hello.survivor and gathering.is_full:
+            return taken(gathering.members[hello.rank].hello)
+        if hello.smallest and not standing and gathering.is_full:
             return f"{len(gathering.members)} workers wait to join job '{hello.job}' already; it has no place for more"
         return difference(gathering.spec, hello)
 
 
-def _wrong_beside(running: _Running, hello: Hello) -> str:
+def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:
     """What is wrong with a hello to a job that runs."""
     if not hello.smallest:
         if running.spec.smallest:
             return f"job '{hello.job}' runs, and is elastic: {ADVICE['smallest']}"
         return taken(running.ranks[hello.rank]) if hello.rank in running.ranks else ""
-    return "" if hello.survivor else difference(running.spec, hello, SHAPE)
+    return "" if standing else difference(running.spec, hello, SHAPE)
+
+
+def _rival(other: Hello, hello: Hello) -> str:
+    """What a worker is told whose peers may be those of `other`'s launch."""
+    launches = " and ".join(shown(each.launch or "none") for each in (hello, other))
+    return (
+        f"{member_name(other)} waits for a job of this name, too, but in another launch ({launches}): "
+        "give all their workers the same cluster.launch if they belong together, else another cluster.job"
+    )

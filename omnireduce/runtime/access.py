@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omnireduce.protocol.handshake import Gate
 from omnireduce.secret import NONCE_BYTES, Secret
@@ -16,12 +16,14 @@ from omnireduce.transport.shm import ShmLink
 @dataclass(frozen=True, slots=True)
 class Access:
     """`secret`: what workers must prove to know. `any_local_user`: who shares memory may be anybody on this host.
-    `tls`: what comes by TCP must come by TLS.
+    `tls`: what comes by TCP must come by TLS. `ticket_key`: survivors of elastic jobs are known by it, also by a shard
+    that takes the place of another.
     """
 
     secret: Secret | None = None
     any_local_user: bool = False
     tls: ssl.SSLContext | None = None
+    ticket_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def gate(self, link: Link) -> Gate:
         """What stands between a new connection and its Hello."""

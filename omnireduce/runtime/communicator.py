@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import socket
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import numpy as np
+from msgspec.structs import replace
 
-from omnireduce.config import Config, check_config, whole_bytes
+from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.dtypes import BYTES, Array, element_type
-from omnireduce.errors import AbortedError, ConfigError, RefusedError, TransportError, UsageError
+from omnireduce.errors import ConfigError, UsageError
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
@@ -36,13 +36,11 @@ from omnireduce.runtime.arguments import (
     flat_view,
 )
 from omnireduce.runtime.engine import Engine, Handle
-from omnireduce.runtime.launcher import whole
-from omnireduce.runtime.rendezvous import RETRY_S, Joined, Wish, join
+from omnireduce.runtime.launcher import DEFAULT_JOB, launch_id, whole
+from omnireduce.runtime.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.trace import check_trace
 from omnireduce.runtime.traced import trace_worker
 from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, Descriptor
-
-LONGEST_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Communicator:
         if not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
         self.local_rank, self.config = local_rank, config
-        name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
+        name = job or (config.cluster.job if config.cluster.job != "auto" else DEFAULT_JOB)
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
         if config.elastic.enabled and config.elastic.settle_s >= config.cluster.join_timeout_s:
@@ -93,12 +91,18 @@ class Communicator:
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
         warm_up_worker()
-        self._job, self._first_rank, self._largest = name, rank, size
-        self._pool, self._whole_bytes = Pool(), whole_bytes(config)
+        self._job, self._largest, self._pool = name, size, Pool()
+        launch = launch_id() if config.cluster.launch == "auto" else config.cluster.launch
+        self._hello = hello_of(config, name, launch, rank, size)
+        self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
+        if size > 1 and not launch and name == DEFAULT_JOB:
+            self._log.warning(
+                "nothing tells this launch from another one of %d workers: if two may run at once on these "
+                "aggregators, set another cluster.job for each", size, extra=tagged("no_launch_id"),
+            )  # fmt: skip
         if config.elastic.enabled:
-            self._join_elastic(config.elastic.smallest, size, survivor=False)
-        else:
-            self._enter(join(config, name, Wish(rank, size), self._deadline()))
+            self._hello = replace(self._hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
+        self._enter(join(config, self._hello))
 
     def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
         """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
@@ -117,39 +121,22 @@ class Communicator:
         if not 1 <= smallest <= largest:
             raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest")
         self.shutdown()
-        self._join_elastic(smallest, largest, survivor=True)
+        hello = replace(self._hello, world_size=largest, smallest=smallest, settle_s=self.config.elastic.settle_s)
+        if self._seat is not None:
+            hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
+        self._enter(join(self.config, hello))
 
     @property
     def newcomers(self) -> int:
         """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
         return self._machine.newcomers
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self.config.cluster.join_timeout_s
-
-    def _join_elastic(self, smallest: int, largest: int, *, survivor: bool) -> None:
-        """Join again and again, as long as others fail meanwhile."""
-        wish = Wish(self._first_rank, largest, smallest, self.config.elastic.settle_s, survivor)
-        log = BoundLog(logging.getLogger("omnireduce"), job=self._job, rank=self._first_rank)
-        deadline, said, pause_s = self._deadline(), "", RETRY_S
-        while True:
-            try:
-                return self._enter(join(self.config, self._job, wish, deadline))
-            except (AbortedError, TransportError, RefusedError) as error:
-                is_final = isinstance(error, RefusedError) and not error.temporary
-                is_first = isinstance(error, TransportError) and not survivor  # most likely a wrong address
-                if is_final or is_first or time.monotonic() + pause_s >= deadline:
-                    raise
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("joining once more: %s", said, extra=tagged("joining_again"))
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
-
-    def _enter(self, joined: Joined) -> None:
+    def _enter(self, arrival: Arrival) -> None:
         """Become a rank of a generation of the job."""
-        config, rank, size = self.config, joined.rank, joined.size
-        self.rank, self.size, self.generation, self._links = rank, size, joined.generation, joined.links
+        config, joined = self.config, arrival.joined
+        rank, size = joined.rank, joined.size
+        self.rank, self.size, self.generation, self._links = rank, size, joined.generation, arrival.links
+        self._whole_bytes, self._seat = joined.whole_bytes, joined.seat
         make_engine: Callable[..., Engine] = Engine
         if config.trace.folder:
             self._links, make_engine = trace_worker(config.trace, self._job, rank, size, self._links)

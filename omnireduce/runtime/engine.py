@@ -17,14 +17,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import AbortedError, ClosedError, CollectiveTimeoutError, OmniReduceError, UsageError
+from omnireduce.errors import UsageError
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.effects import End
+from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.base import Link
-from omnireduce.wire import Cause, Descriptor, shown
+from omnireduce.wire import Cause, Descriptor
 
 T = TypeVar("T")
 PEEKED = [(-1, 0)]  # a link has news that no descriptor told
@@ -57,14 +57,6 @@ class Handle(Generic[T]):
         if self.failure is not None:
             raise error_of(self.failure.cause)
         return self._result()
-
-
-def error_of(cause: Cause | None) -> OmniReduceError:
-    """The exception for the end of a job."""
-    if cause is None:
-        return ClosedError("the communicator was shut down; make a new one to go on")
-    kind = CollectiveTimeoutError if cause.timeout else AbortedError
-    return kind(shown(cause.culprit), shown(cause.reason))
 
 
 class Engine:

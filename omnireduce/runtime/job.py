@@ -65,6 +65,7 @@ class Job:
         self._clock, self._straggler_s = clock, straggler_s
         self.generation, self.name, self.links = generation, name, list(links)
         self._since, self._spec = clock(), hellos[0]
+        self._whole_bytes = min(hello.whole_bytes for hello in hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
@@ -95,7 +96,7 @@ class Job:
             self._results.slots,
             message_bytes=min(over_tcp, default=None),
             stripes=Stripes(self._spec.shard, self._spec.shards, self._spec.stripe_blocks),
-            whole_bytes=self._spec.whole_bytes,
+            whole_bytes=self._whole_bytes,
             inline=[rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
             reduction=Reduction if self._trace is None else self._trace.reduction,
@@ -103,9 +104,9 @@ class Job:
 
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, undo: ExitStack) -> Welcome:
         """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
-        link, welcome = self.links[rank], Welcome(self.generation)
-        if hello.smallest:
-            welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation))
+        link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes)
+        if hello.shard == 0:
+            welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation, hello.ticket))
         send_slots = self._results.slots
         receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
         if hello.verbs is not None and isinstance(link, TcpLink):

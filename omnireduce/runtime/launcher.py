@@ -10,15 +10,18 @@ Sources: Open MPI documentation, "Environment variables set for MPI applications
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from omnireduce.errors import UsageError
+
+DEFAULT_JOB = "default"
+LONGEST = 128  # characters of a job's name and of a launch's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,7 @@ def detect_launch(
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
         return Launch(rank, size, 0, None, "arguments")
     for variables in _LAUNCHERS:
-        is_inside = not variables.guard or variables.guard in environ
-        if is_inside and any(name in environ for name in (variables.rank, *variables.size)):
+        if _is_inside(variables, environ):
             return _launch(variables, environ)
     return Launch(0, 1, 0, None, "none")
 
@@ -122,7 +124,41 @@ def job_name(config_job: str, launch: Launch) -> str:
     """
     if config_job != "auto":
         return config_job
-    return re.sub(r"[^A-Za-z0-9._:@+-]", "_", launch.job or "default")[:128]
+    return _clean(launch.job or DEFAULT_JOB)[:LONGEST]
+
+
+def launch_id(environ: Mapping[str, str] = os.environ) -> str:
+    """What only the processes of this launch share, or nothing where nothing is known.
+
+    It is the launcher's id of the launch; else the address at which PyTorch's ranks meet (MASTER_ADDR, MASTER_PORT);
+    else the address at which MPICH's mpirun waits for its proxies, one of which is an ancestor of this process. A rank
+    and size that were given by hand do not change it.
+    """
+    for variables in _LAUNCHERS:
+        job = _job(variables, environ) if _is_inside(variables, environ) else None
+        if job is not None:
+            return _short(job)
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if address and port:
+        return _short(f"{address}:{port}")
+    return _short(_process_manager() or "") if "PMI_RANK" in environ else ""
+
+
+def _clean(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._:@+-]", "_", text)
+
+
+def _short(text: str) -> str:
+    """The text as an id: two that are different stay different, however long they are."""
+    if len(text) <= LONGEST and text == _clean(text):
+        return text
+    return _clean(text)[:64] + hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _is_inside(variables: _Variables, environ: Mapping[str, str]) -> bool:
+    """Whether this process was started by that launcher."""
+    is_inside = not variables.guard or variables.guard in environ
+    return is_inside and any(name in environ for name in (variables.rank, *variables.size))
 
 
 def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
@@ -139,7 +175,7 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
         )
     local_rank = _number(local_name, environ) if local_name else 0
     job = _job(variables, environ)
-    if job is None and environ.get("MPI_LOCALNRANKS") == str(size):  # MPICH, all ranks on this host
+    if job is None and variables.launcher == "MPICH":
         job = _process_manager()
     return Launch(rank, size, local_rank, job, variables.launcher)
 
@@ -160,15 +196,15 @@ def _job(variables: _Variables, environ: Mapping[str, str]) -> str | None:
 
 
 def _process_manager() -> str | None:
-    """Identify the process of MPICH's mpirun that started the ranks of this host: it gives a launch no other id."""
+    """Where MPICH's mpirun waits for its proxies on all hosts, HOST:PORT: no other launch has that at the same time."""
     pid = os.getpid()
     while pid > 1:
         try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             stat = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             return None
-        name, fields = stat.partition("(")[2].rpartition(")")[0], stat.rpartition(")")[2].split()
-        if name == "hydra_pmi_proxy":
-            return f"{socket.gethostname()}.{pid}.{fields[19]}"  # proc(5): the time at which it started
-        pid = int(fields[1])
+        if words[0].rpartition(b"/")[2] == b"hydra_pmi_proxy" and b"--control-port" in words[:-1]:
+            return words[words.index(b"--control-port") + 1].decode(errors="replace")
+        pid = int(stat.rpartition(")")[2].split()[1])
     return None

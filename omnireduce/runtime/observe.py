@@ -13,11 +13,11 @@ from functools import cache, partial
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import OmniReduceError, TransportError
 from omnireduce.logs import tagged
+from omnireduce.protocol.joining import unreachable
+from omnireduce.runtime.connecting import connect_once
 from omnireduce.runtime.prove import prove, read_message
-from omnireduce.runtime.rendezvous import connect_once, unreachable
 from omnireduce.secret import Secret
 from omnireduce.status import JobStatus, Status, StatusRequest
-from omnireduce.transport.base import Link
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tls import worker_context
@@ -68,10 +68,10 @@ def reach(address: str, config: Config, secret: Secret | None, deadline: float, 
             make_tls, say = partial(worker_context, config.security), partial(_say_once, address)
             link = connect_once(address, config, make_tls, deadline, say)
     except OSError as error:
-        raise unreachable(address, config, error) from error
+        raise unreachable(address, config.transport.kind, error.strerror or str(error)) from error
     try:
         if secret is not None:
-            prove([link], secret, deadline)
+            prove(link, secret, deadline)
     except BaseException:
         link.close()
         raise
@@ -84,7 +84,7 @@ def _say_once(address: str, reason: str) -> None:
     log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
 
-def question(link: Link, deadline: float) -> Status:
+def question(link: StreamLink, deadline: float) -> Status:
     """Ask the aggregator at the other end. Raises TransportError or RefusedError."""
     started, jobs, after = time.monotonic(), list[JobStatus](), ("", 0)
     while True:
@@ -102,7 +102,7 @@ def question(link: Link, deadline: float) -> Status:
     return page
 
 
-def _answer(link: Link, deadline: float, timeout_s: float) -> ControlMessage:
+def _answer(link: StreamLink, deadline: float, timeout_s: float) -> ControlMessage:
     """The next control message. Raises TransportError or RefusedError."""
     readable = select.poll()
     readable.register(link, select.POLLIN)

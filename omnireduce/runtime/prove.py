@@ -1,48 +1,42 @@
-"""The worker's side of the handshake, on real links: prove the secret to every aggregator, and have it proved."""
+"""The worker's side of the handshake for those who only ask an aggregator something: prove the secret, and have it
+proved, on a real link."""
 
 from __future__ import annotations
 
 import secrets
-import selectors
+import select
 import time
-from collections.abc import Sequence
 
 from omnireduce.errors import ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.handshake import Candidate
+from omnireduce.runtime.connecting import why_lost
 from omnireduce.secret import NONCE_BYTES, Secret
-from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.transport.tcp import TcpLink
+from omnireduce.transport.base import Control, Event, Lost
+from omnireduce.transport.stream import StreamLink
 from omnireduce.wire import ControlMessage, Refused, decode_control, encode_control, shown
 
 
-def prove(links: Sequence[Link], secret: Secret, deadline: float) -> None:
-    """Return when worker and aggregator know of each other, on all links, that they know `secret`.
+def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
+    """Return when both ends know of each other that they know `secret`.
 
-    Raises RefusedError when an aggregator wants another secret or does not answer in time, TransportError when it does
+    Raises RefusedError when the aggregator wants another secret or does not answer in time, TransportError when it does
     not prove itself.
     """
-    waiting, started = dict[Link, Candidate](), time.monotonic()
-    with selectors.DefaultSelector() as selector:
-        for link in links:
-            waiting[link] = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
-            link.send_control(encode_control(waiting[link].greeting))
-            selector.register(link, selectors.EVENT_READ, link)
-        while waiting:
-            now = time.monotonic()
-            if now >= deadline:
-                names = ", ".join(sorted(link.peer for link in waiting))
-                raise RefusedError(
-                    f"no proof of the secret came from aggregator {names} within {now - started:.2g} s; "
-                    "is it stopped or overloaded?"
-                )
-            ready = selector.select(deadline - now)
-            for key, _ in ready:
-                if _advance(key.data, waiting[key.data]):
-                    del waiting[key.data]
-                    selector.unregister(key.data)
+    started, candidate = time.monotonic(), Candidate(secret, secrets.token_bytes(NONCE_BYTES))
+    link.send_control(encode_control(candidate.greeting))
+    readable = select.poll()
+    readable.register(link, select.POLLIN)
+    while not _advance(link, candidate):
+        now = time.monotonic()
+        if now >= deadline:
+            raise RefusedError(
+                f"no proof of the secret came from aggregator {link.peer} within {now - started:.2g} s; "
+                "is it stopped or overloaded?"
+            )
+        readable.poll((deadline - now) * 1000)
 
 
-def _advance(link: Link, candidate: Candidate) -> bool:
+def _advance(link: StreamLink, candidate: Candidate) -> bool:
     """Deal with what the aggregator said; return whether it has proved itself."""
     proven = False
     for event in link.poll():
@@ -59,16 +53,13 @@ def _advance(link: Link, candidate: Candidate) -> bool:
     return proven
 
 
-def read_message(link: Link, event: Event) -> ControlMessage:
-    """A message of an aggregator to who wants to join.
+def read_message(link: StreamLink, event: Event) -> ControlMessage:
+    """A message of an aggregator.
 
     Raises TransportError when the link is over or the message malformed, RefusedError when it is a refusal.
     """
     if isinstance(event, Lost):
-        raise TransportError(
-            f"aggregator {link.peer}: {event.reason} before this worker was admitted; "
-            f"does its transport.kind allow {link.kind}{_or_tls(link)}?"
-        )
+        raise TransportError(f"aggregator {link.peer}: {event.reason} before this worker was admitted{why_lost(link)}")
     if not isinstance(event, Control):
         raise TransportError(f"aggregator {link.peer} sent blocks before this worker was admitted")
     try:
@@ -79,7 +70,3 @@ def read_message(link: Link, event: Event) -> ControlMessage:
         refusal = f"aggregator {link.peer} refused: {shown(message.reason)}"
         raise RefusedError(refusal, temporary=message.temporary)
     return message
-
-
-def _or_tls(link: Link) -> str:
-    return ", and does it want TLS (security.tls_ca here)" if type(link) is TcpLink else ""

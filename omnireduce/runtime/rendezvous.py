@@ -1,182 +1,196 @@
-"""How a worker finds its aggregators: connect to each shard, prove the secret, say hello, wait for the other ranks."""
+"""How a worker finds its aggregators: it drives the machine that joins over real links, until all ranks are there."""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import selectors
 import socket
-import ssl
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from omnireduce.config import Config, parse_address, whole_bytes
-from omnireduce.errors import RefusedError, TransportError
+from msgspec.structs import replace
+
+from omnireduce.config import Config, whole_bytes
+from omnireduce.errors import ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.runtime.engine import error_of
-from omnireduce.runtime.prove import prove, read_message
-from omnireduce.secret import load_secret
-from omnireduce.transport.base import Event, Link
+from omnireduce.protocol.effects import Tell
+from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, JoiningEffect, Notice
+from omnireduce.runtime.connecting import connect_once, why_lost
+from omnireduce.secret import NONCE_BYTES, load_secret
+from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.transport.memory import private_slots
-from omnireduce.transport.shm import ShmLink, connect_shm
-from omnireduce.transport.stream import StreamLink
-from omnireduce.transport.tcp import TcpLink, connect_tcp
-from omnireduce.transport.tls import connect_tls, worker_context
+from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.tcp import TcpLink
+from omnireduce.transport.tls import worker_context
 from omnireduce.transport.verbs import import_rdma
-from omnireduce.wire import (
-    PROTOCOL_VERSION,
-    Aborted,
-    Hello,
-    Newcomers,
-    Pending,
-    Waiting,
-    Welcome,
-    encode_control,
-    shown,
-)
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Welcome, decode_control, encode_control, shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer
 
-RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet
-SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
-QUIET_S = 2.0  # how long to wait for an aggregator before saying so
+
+def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hello:
+    """What this process says to join `job` as `rank` of `size`."""
+    return Hello(
+        version=PROTOCOL_VERSION,
+        job=job,
+        rank=rank,
+        world_size=size,
+        shard=0,
+        shards=len(config.cluster.aggregators),
+        slots=config.protocol.slots,
+        slot_bytes=config.protocol.slot_bytes,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        stripe_blocks=config.protocol.stripe_blocks,
+        timeout_s=config.cluster.timeout_s,
+        whole_bytes=whole_bytes(config),
+        tcp_message_bytes=config.protocol.tcp_message_bytes,
+        launch=launch,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a worker asks for: to be `rank` of `size`; or, where `smallest` is not 0, a place in an elastic job of
-    `smallest` to `size` workers, in the order of their ranks."""
-
-    rank: int
-    size: int
-    smallest: int = 0
-    settle_s: float = 0.0
-    survivor: bool = False
-
-
-class Joined(NamedTuple):
-    """What a worker got: one attached link per shard, in order, and its place in this generation of the job."""
+class Arrival(NamedTuple):
+    """What a worker got: one attached link per shard, in order, and its place in the job."""
 
     links: list[Link]
-    rank: int
-    size: int
-    generation: int  # of the first shard
-    newcomers: int  # who waited by then for the next one
+    joined: Joined
 
 
-def join(config: Config, job: str, wish: Wish, deadline: float) -> Joined:
-    """Join `job` on every configured aggregator until `deadline`, of the monotonic clock.
-
-    Of an elastic job the first aggregator decides the ranks; with these the worker goes to the others.
+def join(config: Config, hello: Hello) -> Arrival:
+    """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`.
 
     Raises ConfigError when the secret or a certificate cannot be used, TransportError when an aggregator cannot be
     reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing at the
-    deadline, AbortedError when another rank failed meanwhile.
+    end of that time, AbortedError when another rank failed meanwhile.
     """
-    log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=wish.rank)
-    visit = _Visit(config, job, deadline, log)
+    return _Visitor(config, hello).run()
+
+
+def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoiningEffect]:
+    """Give the machine what came from an aggregator."""
+    if isinstance(event, Lost):
+        return machine.lost(shard, event.reason, now)
+    if not isinstance(event, Control):
+        return machine.failed(TransportError(f"aggregator {peer} sent blocks before this worker was admitted"), now)
     try:
-        if wish.smallest:
-            visit.announce(wish, 1)
-            first = visit.await_welcomes()[0]
-            if first.seat is None or first.seat.rank >= first.seat.world_size:
-                raise TransportError(f"aggregator {visit.links[0].peer} gave no place in an elastic job")
-            wish = Wish(first.seat.rank, first.seat.world_size)
-            visit.hurry(max(SEATED_S, 2 * config.elastic.settle_s))
-            visit.announce(wish, len(config.cluster.aggregators), formation=first.seat.formation)
-        else:
-            visit.announce(wish, len(config.cluster.aggregators))
-        welcomes = visit.await_welcomes()
-        visit.attach(welcomes, wish.rank)
-    except BaseException:
-        visit.close()
-        raise
-    return Joined(visit.links, wish.rank, wish.size, welcomes[0].generation, visit.newcomers)
+        message = decode_control(event.body)
+    except ProtocolError as error:
+        return machine.failed(TransportError(f"aggregator {peer}: {error}"), now)
+    return machine.told(shard, message, now)
 
 
-class _Visit:
-    """One attempt to join: the connections that were made so far, one per shard, and what the aggregators answered."""
+class _Visitor:
+    """Carries out what the machine asks for: connections, messages, slots."""
 
-    def __init__(self, config: Config, job: str, deadline: float, log: BoundLog) -> None:
-        self._config, self._job, self._deadline, self._log = config, job, deadline, log
-        self._secret, self._tls = load_secret(config.security), worker_context(config.security)
-        self.links: list[Link] = []
+    def __init__(self, config: Config, hello: Hello) -> None:
+        self._config, self._tls = config, worker_context(config.security)
+        self._log = BoundLog(logging.getLogger("omnireduce"), job=hello.job, rank=hello.rank)
+        secret, cluster = load_secret(config.security), config.cluster
+        self._machine = Joining(hello, cluster.aggregators, secret, cluster.join_timeout_s, config.transport.kind)
+        self._links: list[Link] = []
         self._offers: list[Offer | None] = []
-        self._welcomes: dict[Link, Welcome] = {}
-        self.newcomers, self._noted = 0, ""
+        self._arrival: Arrival | None = None
+        self._selector = selectors.DefaultSelector()
 
-    def announce(self, wish: Wish, shards: int, *, formation: int = 0) -> None:
-        """Connect to the first `shards` aggregators, but those that were told already, and say hello."""
-        config = self._config
-        for shard in range(len(self.links), shards):
-            link = _connect(config.cluster.aggregators[shard], config, self._tls, self._deadline, self._log)
-            self.links.append(link)  # one by one, so that a failure closes those that were made
-            if self._secret is not None:
-                prove([link], self._secret, self._deadline)
-            offer = _offer(link, config, self._log)
-            self._offers.append(offer)
-            # At once: an aggregator drops who says nothing, and the next one may take long to come up.
-            link.send_control(encode_control(_hello(config, self._job, wish, shard, offer, formation)))
+    def run(self) -> Arrival:
+        """Return when this worker is a rank of the job, or raise why it cannot be."""
+        with self._selector:
+            try:
+                self._perform(self._machine.start(time.monotonic()))
+                while self._arrival is None:
+                    self._wait()
+            except BaseException:
+                self._hang_up()
+                raise
+        return self._arrival
 
-    def hurry(self, seconds: float) -> None:
-        """Give up after so long: who has a seat and does not come is left out in the next attempt."""
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
+    def _wait(self) -> None:
+        deadline = self._machine.deadline
+        patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for key, _ in self._selector.select(patience_s):
+            link, shard = key.fileobj, key.data
+            assert isinstance(link, Link)
+            for event in link.poll() if link in self._links else ():
+                if link in self._links:  # until an earlier event ended this attempt
+                    self._perform(feed(self._machine, shard, link.peer, event, time.monotonic()))
+        if self._arrival is None:
+            self._perform(self._machine.timer(time.monotonic()))
 
-    def await_welcomes(self) -> list[Welcome]:
-        """Wait until every aggregator that was told has said Welcome.
+    def _perform(self, effects: Iterator[JoiningEffect]) -> None:
+        """Carry out effects in order; what comes of them is for the machine, too."""
+        outcomes = deque([effects])
+        while outcomes:
+            for effect in outcomes.popleft():
+                if isinstance(effect, Failed):
+                    raise effect.error
+                try:
+                    outcome = self._carry_out(effect)
+                except TransportError as error:
+                    outcome = self._machine.failed(error, time.monotonic())
+                if outcome is not None:
+                    outcomes.append(outcome)
 
-        Raises RefusedError, TransportError or AbortedError.
-        """
-        waiting = {link for link in self.links if link not in self._welcomes}
-        missing: dict[Link, Pending] = {}
-        complain_at = time.monotonic() + QUIET_S
-        with selectors.DefaultSelector() as selector:
-            for link in self.links:
-                selector.register(link, selectors.EVENT_READ, link)
-            while waiting:
-                now = time.monotonic()
-                if now >= self._deadline:
-                    limit_s = self._config.cluster.join_timeout_s
-                    raise RefusedError(_who_is_missing(waiting, missing, self._job, limit_s), temporary=True)
-                if now >= complain_at:
-                    what = _what_is_missing(waiting, missing, self._job)
-                    self._log.warning("waiting for %s", what, extra=tagged("waiting_for_ranks"))
-                    complain_at = self._deadline
-                for key, _ in selector.select(min(self._deadline, complain_at) - now):
-                    asked: Link = key.data
-                    for event in asked.poll():
-                        answer = read_answer(asked, event)
-                        if isinstance(answer, Pending):
-                            self._warn(asked, answer.note)
-                            missing[asked] = answer
-                        elif isinstance(answer, Welcome):
-                            waiting.discard(asked)
-                            self._welcomes[asked] = answer
-                        elif isinstance(answer, Newcomers):
-                            self.newcomers = answer.count
-        return [self._welcomes[link] for link in self.links]
+    def _carry_out(self, effect: Connect | Tell | HangUp | Notice | Joined) -> Iterator[JoiningEffect] | None:
+        """Do it; return what the machine makes of the outcome."""
+        if isinstance(effect, Connect):
+            return self._connect(effect)
+        if isinstance(effect, Tell):
+            self._tell(effect)
+        elif isinstance(effect, HangUp):
+            self._hang_up()
+        elif isinstance(effect, Notice):
+            about = {} if effect.shard < 0 else {"aggregator": self._config.cluster.aggregators[effect.shard]}
+            self._log.warning("%s", effect.text, extra=tagged(effect.event, **about))
+        else:
+            self._attach(effect)
+        return None
 
-    def _warn(self, asked: Link, note: str) -> None:
-        if note and note != self._noted:
-            self._noted = note
-            self._log.warning(
-                "aggregator %s: %s", asked.peer, shown(note), extra=tagged("rank_refused", aggregator=asked.peer)
-            )
+    def _connect(self, wanted: Connect) -> Iterator[JoiningEffect]:
+        address = self._config.cluster.aggregators[wanted.shard]
 
-    def attach(self, welcomes: Sequence[Welcome], rank: int) -> None:
+        def say(reason: str) -> None:
+            self._log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
+
+        try:
+            link = connect_once(address, self._config, lambda: self._tls, wanted.by, say)
+        except OSError as error:
+            return self._machine.unreachable(wanted.shard, error.strerror or str(error), time.monotonic())
+        self._links.append(link)
+        self._offers.append(None)
+        self._selector.register(link, selectors.EVENT_READ, wanted.shard)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return self._machine.connected(wanted.shard, nonce, time.monotonic(), why_lost(link))
+
+    def _tell(self, effect: Tell) -> None:
+        """Send a message. With a hello goes how this worker can be reached by RDMA."""
+        link, message = self._links[effect.peer], effect.message
+        if isinstance(message, Hello):
+            offer = self._offers[effect.peer] = _offer(link, self._config, self._log)
+            message = replace(message, verbs=None if offer is None else offer.endpoint)
+        link.send_control(encode_control(message))
+
+    def _attach(self, joined: Joined) -> None:
         """Give every link its slots. Raises TransportError."""
-        for shard, (welcome, offer) in enumerate(zip(welcomes, self._offers, strict=True)):
-            self.links[shard] = _attach(self.links[shard], welcome, offer, self._config, rank, self._log)
+        for shard, welcome in enumerate(joined.welcomes):
+            link, offer = self._links[shard], self._offers[shard]
+            self._selector.unregister(link)
+            self._links[shard] = _attach(link, welcome, offer, self._config, joined.rank, self._log)
+        self._arrival = Arrival(self._links, joined)
 
-    def close(self) -> None:
-        for link in self.links:
+    def _hang_up(self) -> None:
+        for link in self._links:
+            if link in self._selector.get_map():
+                self._selector.unregister(link)
             link.close()
         for offer in self._offers:
             if offer is not None:
                 offer.close()
+        self._links, self._offers = [], []
 
 
 def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:
@@ -194,119 +208,6 @@ def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:
             raise
         _say_no_verbs(log, link, str(error))
         return None
-
-
-def _hello(config: Config, job: str, wish: Wish, shard: int, offer: Offer | None, formation: int) -> Hello:
-    return Hello(
-        version=PROTOCOL_VERSION,
-        job=job,
-        rank=wish.rank,
-        world_size=wish.size,
-        shard=shard,
-        shards=len(config.cluster.aggregators),
-        slots=config.protocol.slots,
-        slot_bytes=config.protocol.slot_bytes,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        stripe_blocks=config.protocol.stripe_blocks,
-        whole_bytes=whole_bytes(config),
-        timeout_s=config.cluster.timeout_s,
-        verbs=None if offer is None else offer.endpoint,
-        tcp_message_bytes=config.protocol.tcp_message_bytes,
-        smallest=wish.smallest,
-        settle_s=wish.settle_s,
-        survivor=wish.survivor,
-        formation=formation,
-    )
-
-
-def _connect(address: str, config: Config, tls: ssl.SSLContext | None, deadline: float, log: BoundLog) -> Link:
-    """Connect by the wanted transport, again and again until the deadline. Raises TransportError."""
-    started, complained = time.monotonic(), False
-
-    def say(reason: str) -> None:
-        log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
-
-    while True:
-        try:
-            return connect_once(address, config, lambda: tls, deadline, say)
-        except OSError as error:
-            now = time.monotonic()
-            if now >= deadline or isinstance(error, socket.gaierror):
-                raise unreachable(address, config, error) from error
-            if not complained and now - started > QUIET_S:
-                waiting = tagged("waiting_for_aggregator", aggregator=address)
-                log.warning("waiting for aggregator %s: %s", address, error.strerror or error, extra=waiting)
-                complained = True
-            time.sleep(min(RETRY_S, max(0.0, deadline - now)))
-
-
-def unreachable(address: str, config: Config, error: OSError) -> TransportError:
-    """What to say when nobody can be connected to at the address of an aggregator."""
-    return TransportError(
-        f"cannot reach aggregator {address} by {config.transport.kind}: {error.strerror or error}; "
-        "is `python -m aggregator` running there, and is its port open to this host?"
-    )
-
-
-def connect_once(
-    address: str,
-    config: Config,
-    make_tls: Callable[[], ssl.SSLContext | None],
-    deadline: float,
-    say: Callable[[str], None],
-) -> StreamLink:
-    """Connect to an aggregator; only control messages can flow yet. Calls `make_tls` before it connects by TCP, and
-    `say` with the reason when shared memory would do but is another user's.
-
-    Raises OSError, TransportError when it offers nothing but the shared memory of another user, and what `make_tls`
-    raises.
-    """
-    host, port = parse_address(address)
-    wanted = config.transport
-    timeout_s = max(0.1, deadline - time.monotonic())
-    if wanted.kind in ("auto", "shm"):
-        try:
-            return connect_shm(host, port, timeout_s, any_user=config.security.local_users == "any")
-        except (OSError, TransportError) as error:
-            if wanted.kind == "shm":
-                raise
-            if isinstance(error, TransportError):
-                say(str(error))
-    tls = make_tls()
-    if tls is not None:
-        return connect_tls(host, port, timeout_s, wanted.dead_peer_s, tls)
-    return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)
-
-
-def read_answer(link: Link, event: Event) -> Pending | Welcome | Waiting | Newcomers:
-    """Read one answer of an aggregator to a Hello. Raises RefusedError, TransportError or AbortedError.
-
-    One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the first
-    shard can say Waiting, or Aborted, to a rank that waits for the second.
-    """
-    message = read_message(link, event)
-    if isinstance(message, Aborted):
-        raise error_of(message.cause)
-    if not isinstance(message, Pending | Welcome | Waiting | Newcomers):
-        raise TransportError(f"aggregator {link.peer} answered the hello with {type(message).__name__}")
-    return message
-
-
-def _what_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str) -> str:
-    link = min(waiting, key=lambda each: each.peer)
-    pending = missing.get(link)
-    if pending is None:
-        return f"an answer of aggregator {link.peer}"
-    names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
-    note = f" ({shown(pending.note)})" if pending.note else ""
-    return f"rank {names} of job '{job}' at aggregator {link.peer}{note}"
-
-
-def _who_is_missing(waiting: set[Link], missing: dict[Link, Pending], job: str, timeout_s: float) -> str:
-    what = _what_is_missing(waiting, missing, job)
-    hint = "; were all workers started, with the same world size and job?" if missing.keys() & waiting else ""
-    return f"still waiting for {what} after cluster.join_timeout_s = {timeout_s:g}{hint}"
 
 
 def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, rank: int, log: BoundLog) -> Link:

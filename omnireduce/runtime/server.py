@@ -21,7 +21,8 @@ from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.membership import Admit, Announce, Limits, Membership, MembershipEffect, Replace
+from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
@@ -80,7 +81,8 @@ class ShardServer:
         self._make_job = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces
         )
-        self._membership, self._report = Membership(limits, secrets.randbits(62)), Report(name, clock)
+        self._membership = Membership(limits, secrets.randbits(62), access.ticket_key)
+        self._report = Report(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections: set[Connection] = set()
         self._strangers, self._leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)

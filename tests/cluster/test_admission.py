@@ -17,7 +17,7 @@ from raw_peer import DEFAULTS, RawPeer, await_pending
 from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
-from omnireduce.runtime import rendezvous
+from omnireduce.protocol import joining
 from omnireduce.wire import PROTOCOL_VERSION, Descriptor, Pending, Refused, Waiting, Welcome
 
 
@@ -45,7 +45,7 @@ def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
 def test_a_worker_says_once_for_whom_it_waits(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rendezvous, "QUIET_S", 0.05)
+    monkeypatch.setattr(joining, "QUIET_S", 0.05)
     join(configured(daemon.addresses[:1], "cluster.join_timeout_s=0.4"), 0, 2, "alone")
     (said,) = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
     assert said == f"waiting for rank 1 of job 'alone' at aggregator {daemon.addresses[0]}"
@@ -244,26 +244,34 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rank": -1}, "rank -1 of 2 does not exist"),
     ({"rank": 2}, "rank 2 of 2 does not exist"),
     ({"world_size": 0}, "rank 0 of 0 does not exist"),
-    ({"world_size": 2**62}, f"world size {2**62}; aggregator.max_world_size is 1024"),
+    ({"world_size": 2**31 - 1}, f"world size {2**31 - 1}; aggregator.max_world_size is 1024"),
+    ({"world_size": 2**62}, "malformed control message"),
+    ({"world_size": 2**62, "smallest": 1, "survived": 1}, "malformed control message"),
+    ({"world_size": 2**30, "smallest": 1, "survived": 1}, "aggregator.max_world_size is 1024"),
+    ({"survived": 1}, "a survivor of formation 1 in a job that is not elastic"),
+    ({"launch": "l" * 129}, "expected nothing, or a string of 1 to 128 characters"),
+    ({"launch": "\n"}, "expected nothing, or a string of 1 to 128 characters"),
+    ({"pid": 2**63}, "malformed control message"),
     ({"shard": 1}, "shard 1 of 1 does not exist"),
     ({"shards": 4097, "shard": 4096}, "4097 shards; expected at most 4096"),
-    ({"shards": 2**63}, f"{2**63} shards; expected at most 4096"),
+    ({"shards": 2**63}, "malformed control message"),
     ({"verbs": endpoint(address=2**64 - 1)}, f"slots from address {2**64 - 1} on; expected them to end within 64 bits"),
     ({"slots": 1}, "1 slots; expected 2 to 64"),
     ({"slots": 10**9}, "1000000000 slots; expected 2 to 64"),
     ({"slot_bytes": 65537}, "slots of 65537 bytes; expected a multiple of 4096"),
-    ({"slot_bytes": 2**40}, "bytes; expected a multiple of 4096"),
+    ({"slot_bytes": 2**30}, "bytes; expected a multiple of 4096"),
+    ({"slot_bytes": 2**40}, "malformed control message"),
     ({"job": ""}, "expected a string of 1 to 128 characters"),
     ({"job": "j" * 10_000}, "expected a string of 1 to 128 characters"),
     ({"stripe_blocks": 0}, "stripes of 0 blocks; expected 1 to 1048576"),
     ({"whole_bytes": -1}, "whole tensors of up to -1 bytes; expected 0 to 1073741824"),
-    ({"stripe_blocks": 2**40}, "stripes of 1099511627776 blocks; expected 1 to 1048576"),
+    ({"stripe_blocks": 2**30}, "stripes of 1073741824 blocks; expected 1 to 1048576"),
     ({"verbs": endpoint(gid="zz:1")}, "malformed control message"),
     ({"verbs": endpoint(gid="fe80::1%eth0")}, "malformed control message"),
     ({"verbs": endpoint(mtu=1500)}, "malformed control message"),
     ({"host": "h" * 10_000}, "expected at most 255 characters"),
-    ({"timeout_s": -1.0}, "a time-out of -1 s; expected at least 0.1"),
-    ({"timeout_s": float("nan")}, "a time-out of nan s; expected at least 0.1"),
+    ({"timeout_s": -1.0}, "a time-out of -1 s; expected 0.1 to 86400"),
+    ({"timeout_s": float("nan")}, "a time-out of nan s; expected 0.1 to 86400"),
     ({"rank": "zero"}, "malformed control message"),
     ({"version": None}, "malformed control message"),
 ]

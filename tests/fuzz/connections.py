@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from harness import Guarded
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import OmniReduceError, ProtocolError
-from omnireduce.protocol.handshake import Candidate, Gate
-from omnireduce.protocol.membership import Limits
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.effects import Tell
+from omnireduce.protocol.handshake import Gate
+from omnireduce.protocol.joining import Failed, Joined, Joining, JoiningEffect
+from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.prove import _advance
-from omnireduce.runtime.rendezvous import read_answer
+from omnireduce.runtime.rendezvous import feed
 from omnireduce.runtime.server import ShardServer
 from omnireduce.secret import Secret
 from omnireduce.transport.base import Credited, Event, Link, Received
@@ -25,7 +26,7 @@ from omnireduce.wire import Hello, Welcome, decode_control, encode_control
 
 from .machines import busy_worker, kind_of
 from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper
-from .seeds import AGGREGATOR_NONCE, SECRET, SLOT_BYTES, SLOTS, WORKER_NONCE
+from .seeds import AGGREGATOR_NONCE, HELLO, SECRET, SLOT_BYTES, SLOTS, WORKER_NONCE
 
 TURNS = 200  # of a server until a connection that has ended must be forgotten
 
@@ -164,22 +165,32 @@ def _last_word(said: bytes) -> str:
 
 def aggregator(data: bytes) -> str:
     """What an aggregator says to a worker with a secret that wants to join."""
+    machine = Joining(HELLO, [link_name := "the peer"], SECRET, 60.0)
     with wired() as (link, peer):
-        candidate, is_proven, outcome = Candidate(SECRET, WORKER_NONCE), False, "nothing"
-        link.send_control(encode_control(candidate.greeting))
-        try:
-            for frame in frames(data):
-                peer.send(frame)
-                if not is_proven:
-                    is_proven = _advance(link, candidate)
-                    continue
-                for event in link.poll():
-                    outcome = type(read_answer(link, event)).__name__
-        except OmniReduceError as error:
-            return kind_of(error)
-    if outcome == Welcome.__name__:
-        assert SECRET.proof("aggregator", WORKER_NONCE, AGGREGATOR_NONCE) in data
-    return outcome
+        outcomes: list[Joined | Failed] = []
+
+        def perform(effects: Iterator[JoiningEffect]) -> None:
+            for effect in effects:
+                if isinstance(effect, Tell):
+                    link.send_control(encode_control(effect.message))
+                elif isinstance(effect, Joined | Failed):
+                    outcomes.append(effect)
+
+        perform(machine.start(0.0))
+        perform(machine.connected(0, WORKER_NONCE, 0.0))
+        for frame in frames(data):
+            peer.send(frame)
+            for event in link.poll():
+                if not outcomes:
+                    perform(feed(machine, 0, link_name, event, 0.0))
+    assert len(outcomes) <= 1
+    if not outcomes:
+        return "nothing"
+    (outcome,) = outcomes
+    if isinstance(outcome, Failed):
+        return kind_of(outcome.error)
+    assert SECRET.proof("aggregator", WORKER_NONCE, AGGREGATOR_NONCE) in data
+    return Welcome.__name__
 
 
 def delivery(data: bytes) -> str:

@@ -44,7 +44,7 @@ ROWS = Descriptor("rows", "", "sum", "float32", 50 * 12, 12)
 HALVES = Descriptor("allreduce", "", "mean", "bfloat16", 100, 8)
 ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
-ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survivor=True)
+ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
 GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
 CAUSE = Cause("rank 1 (host h, pid 7)", "died", timeout=True)
 
@@ -57,7 +57,7 @@ MESSAGES: dict[str, ControlMessage] = {
     "hello-elastic": ELASTIC,
     "pending": Pending([1, 2], 2, "rank 1 was refused"),
     "welcome": Welcome(3, ENDPOINT, "note"),
-    "welcome-seat": Welcome(3, seat=Seat(1, 2, 9)),
+    "welcome-seat": Welcome(3, seat=Seat(1, 2, 9, bytes(32))),
     "newcomers": Newcomers(2),
     "refused": Refused("because"),
     "waiting": Waiting("collective 3", "rank 1", 2.5),

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from omnireduce.protocol.membership import Admit, Announce, Answer, Limits, Membership, MembershipEffect, Replace
+from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.membership import Admit, Announce, Answer, Membership, MembershipEffect, Replace
+from omnireduce.protocol.tickets import ticket
 from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
@@ -16,16 +19,24 @@ SETTLE_S = 5.0
 WHY = "had not left when the others had waited long enough to form the job anew"
 
 
-def hello(rank: int, *, smallest: int = 1, largest: int = 3, survivor: bool = False, **changes: Any) -> Hello:
+def hello(rank: int, *, smallest: int = 1, largest: int = 3, survived: int = 0, **changes: Any) -> Hello:
+    """With `survived`, the ticket of that formation."""
     fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "job": "job", "rank": rank, "world_size": largest}
     fields |= {"shard": 0, "shards": 1, "slots": 4, "slot_bytes": 65536, "host": "h", "pid": 100 + rank}
-    fields |= {"stripe_blocks": 64, "smallest": smallest, "settle_s": SETTLE_S, "survivor": survivor}
-    return Hello(**(fields | changes))
+    fields |= {"stripe_blocks": 64, "smallest": smallest, "settle_s": SETTLE_S, "survived": survived}
+    said = Hello(**(fields | changes))
+    return replace(said, ticket=ticket(b"", said, survived)) if survived and "ticket" not in changes else said
 
 
-def come(membership: Membership, *ranks: int, now: float = 0.0, **changes: Any) -> list[Any]:
+def last(membership: Membership) -> int:
+    """The formation that survivors come from."""
+    return max(1, membership._next_generation - 1)
+
+
+def come(membership: Membership, *ranks: int, now: float = 0.0, survivor: bool = False, **changes: Any) -> list[Any]:
     """Say hello as `ranks`, from connections named after them; return the effects of the last one."""
     effects: list[MembershipEffect] = []
+    changes = {"survived": last(membership) if survivor else 0} | changes
     for rank in ranks:
         effects = list(membership.hello(rank, hello(rank, **changes), now))
     return effects
@@ -184,11 +195,105 @@ def test_a_newcomer_with_other_slots_is_refused_at_once() -> None:
 
 def test_an_elastic_job_has_no_more_room_than_others() -> None:
     """But for its last generation, which leaves."""
-    membership = Membership(Limits(1, 40, 1 << 26, 30.0, max_ranks=2))
+    membership = Membership(Limits(1, 40, 1 << 26, 30.0, max_ranks=1))
     there = {"shard": 1, "shards": 2, "smallest": 0, "largest": 1}
-    answers = [come(membership, 0, formation=number, **there)[0] for number in range(1, 9)]
-    assert sum(isinstance(each, Admit) for each in answers) == 2
-    assert answers[-1].message.temporary
+    answers = [next(membership.hello(number, hello(0, formation=number, **there), 0.0)) for number in range(1, 9)]
+    assert isinstance(answers[0], Admit)
+    assert answers[1] == Answer(2, Pending([], 0))  # it waits for the memory of the first
+    assert all(isinstance(each.message, Refused) and each.message.temporary for each in answers[2:])
+    membership.finished(1, 1.0)
+    assert not any(isinstance(each, Admit) for each in membership.expire(1.0))
+    membership.released(1)
+    assert membership.deadline == 0.0
+    (admit,) = membership.expire(2.0)
+    assert isinstance(admit, Admit)
+    assert (admit.generation, admit.keys) == (2, [2])
+
+
+def test_a_job_whose_memory_is_not_given_back_is_refused_in_the_end() -> None:
+    membership = Membership(Limits(1, 40, 1 << 26, 30.0, max_ranks=1))
+    there = {"shard": 1, "shards": 2, "smallest": 0, "largest": 1}
+    come(membership, 0, formation=1, **there)
+    next(membership.hello("next", hello(0, formation=2, **there), 0.0))
+    (answer,) = membership.expire(30.0)
+    assert isinstance(answer, Answer)
+    assert "waiting for its last generation to give back its memory after 30 s" in answer.message.reason
+
+
+@pytest.mark.parametrize("ticket_says", [b"", b"x" * 32])
+@pytest.mark.parametrize("survived", [1, 2, 99])
+def test_who_was_not_in_the_job_ends_nothing(survived: int, ticket_says: bytes) -> None:
+    """It waits as a newcomer does, and the job is well."""
+    membership = Membership(LIMITS, key=b"of this daemon")
+    old = running(membership, 0, 1)
+    (answer,) = membership.hello("stranger", hello(2, largest=2, survived=survived, ticket=ticket_says), 1.0)
+    assert answer == Answer("stranger", Pending([0, 1], 2))
+    assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
+    assert membership._running.keys() == {old.generation}
+
+
+def test_who_was_left_behind_earlier_is_a_newcomer_to_those_who_went_on() -> None:
+    membership = Membership(LIMITS)
+    first = running(membership, 0, 1, 2)
+    membership.finished(first.generation, 0.0)
+    come(membership, 0, 1, survivor=True)
+    (second,) = membership.expire(SETTLE_S)
+    assert isinstance(second, Admit)
+    come(membership, 2, now=6.0, survived=first.hellos[2].formation)
+    assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
+
+
+@pytest.mark.parametrize("other", [{"job": "other"}, {"launch": "other"}])
+def test_a_ticket_is_for_one_job_and_launch(other: dict[str, Any]) -> None:
+    membership = Membership(LIMITS)
+    (there,) = come(membership, 0, 1, largest=2, **other)
+    assert isinstance(there, Admit)
+    mine = hello(2, largest=2, survived=there.hellos[0].formation)
+    (answer,) = membership.hello("foreign", replace(mine, **other), 1.0)
+    assert isinstance(answer.message, Pending)
+    assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
+
+
+def test_after_a_restart_of_the_daemon_survivors_are_believed_but_put_nobody_out() -> None:
+    membership = Membership(LIMITS, key=b"new")
+    list(membership.hello("newcomer", hello(0), 0.0))
+    (answer,) = membership.hello("claims", hello(0, survived=7), 0.0)
+    assert "already in job" in answer.message.reason
+    assert answer.message.temporary  # the newcomer may give up
+    membership.gone("newcomer", 1.0)
+    list(membership.hello("claims", hello(0, survived=7), 1.0))
+    list(membership.hello("claims, too", hello(2, survived=7), 1.0))
+    (admit,) = membership.expire(1.0 + SETTLE_S)
+    assert isinstance(admit, Admit)
+    assert admit.keys == ["claims", "claims, too"]
+
+
+def test_a_shard_that_takes_the_place_of_another_knows_its_survivors() -> None:
+    said = hello(0, survived=7)
+    again = Membership(LIMITS, salt=50)
+    list(again.hello("newcomer", hello(0), 0.0))
+    refused, waits = again.hello("survivor", said, 0.0)
+    assert (refused.key, waits.key) == ("newcomer", "survivor")
+
+
+@pytest.mark.parametrize("wrong", [{"version": 99}, {"world_size": 41}, {"slots": 1}, {"settle_s": 31.0}])
+def test_a_survivor_that_cannot_join_puts_nobody_out(wrong: dict[str, Any]) -> None:
+    membership = Membership(LIMITS)
+    come(membership, 0, 1)
+    answers = list(membership.hello("unfit", replace(hello(1, survived=1), **wrong), 0.0))
+    assert [each.key for each in answers] == ["unfit"]
+    assert len(membership._gathering) == 1
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_no_number_of_a_hello_makes_work(elastic: bool) -> None:
+    """Each is bounded before anything is made of it: this would take minutes, or all memory, else."""
+    membership = Membership(LIMITS)
+    come(membership, 0, 1)
+    largest = (1 << 31) - 1
+    said = hello(1, largest=largest, survived=1 if elastic else 0, smallest=int(elastic))
+    (answer,) = membership.hello("huge", said, 0.0)
+    assert "aggregator.max_world_size is 40" in answer.message.reason
 
 
 def test_other_shards_gather_by_formation() -> None:
@@ -254,7 +359,7 @@ def test_a_random_life(data: st.DataObject) -> None:
         effects: list[MembershipEffect] = []
         if what == "comes":
             rank = data.draw(st.integers(0, 5))
-            message = hello(rank, smallest=2, survivor=rank in survivors)
+            message = hello(rank, smallest=2, survived=last(membership) if rank in survivors else 0)
             waiting[key] = message
             effects = list(membership.hello(key, message, now))
         elif what == "goes" and waiting:
@@ -272,7 +377,7 @@ def test_a_random_life(data: st.DataObject) -> None:
                 asked = [waiting.pop(key) for key in effect.keys]
                 assert [each.rank for each in asked] == sorted(each.rank for each in asked)
                 assert [each.rank for each in effect.hellos] == list(range(len(asked)))
-                assert len(asked) == 3 or (len(asked) == 2 and any(each.survivor for each in asked))
+                assert len(asked) == 3 or (len(asked) == 2 and any(each.survived for each in asked))
                 survivors = {each.rank for each in asked}
             elif isinstance(effect, Replace):
                 assert job is not None
@@ -286,5 +391,5 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert effect.workers == min(len(waiting), 3 - len(job.keys))
             elif isinstance(effect.message, Refused):
                 del waiting[effect.key]  # type: ignore[arg-type]
-        known = {key for each in membership._gathering.values() for key, _ in each.members.values()}
+        known = {key for each in membership._gathering.values() for key, *_ in each.members.values()}
         assert known == waiting.keys()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from omnireduce.protocol.gathering import member_name
-from omnireduce.protocol.membership import Admit, Answer, Limits, Membership, MembershipEffect
+from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.membership import Admit, Answer, Membership, MembershipEffect
 from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
@@ -72,6 +73,32 @@ def test_jobs_with_different_names_are_apart() -> None:
     (first,) = join(membership, 1, job="b")
     (second,) = join(membership, 1, job="a")
     assert [(each.generation, each.job) for each in (first, second)] == [(1, "b"), (2, "a")]
+
+
+def test_launches_never_meet_whatever_their_job_is_called() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0, launch="a")
+    (answer,) = membership.hello("b0", hello(0, launch="b"), 0.0)
+    assert answer.message.missing == [1]
+    (first,) = membership.hello("b1", hello(1, launch="b"), 0.0)
+    assert (first.generation, first.keys) == (1, ["b0", "b1"])
+    (second,) = membership.hello("a1", hello(1, launch="a"), 0.0)
+    assert (second.generation, second.keys) == (2, [("job", 0), "a1"])
+
+
+def test_who_waits_hears_of_another_launch_of_the_same_name() -> None:
+    """It may be that their ranks belong together."""
+    membership = Membership(LIMITS)
+    join(membership, 0, launch="a")
+    (answer,) = membership.hello("b1", hello(1, launch="b"), 0.0)
+    assert "rank 0 (host h, pid 100) waits for a job of this name, too, but in another launch (b and a)" in (
+        answer.message.note
+    )
+    told = {each.key: each.message.note for each in membership.expire(1.0)}
+    assert (
+        "rank 1 (host h, pid 101) waits for a job of this name, too, but in another launch (a and b)"
+        in (told["job", 0])
+    )
 
 
 def test_all_who_wait_get_one_list_of_the_missing() -> None:
@@ -149,7 +176,6 @@ def test_a_rank_cannot_join_twice() -> None:
         {"slots": 5},
         {"slot_bytes": 131072},
         {"stripe_blocks": 32},
-        {"whole_bytes": 1 << 20},
     ],
 )
 def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from cluster_checks import FAILURE_S
 
-from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.listening import PAUSE_S
 from omnireduce.runtime.questions import STATUSES
 from omnireduce.runtime.server import LINGER_S, ShardServer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from omnireduce.config import Trace
-from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.limits import Limits
 from omnireduce.runtime import job as runtime_job
 from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.traced import ShardTraces

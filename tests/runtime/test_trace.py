@@ -22,7 +22,7 @@ from transports import KINDS
 from aggregator.shard import open_listeners
 from omnireduce import AbortedError, Communicator, Config, ConfigError
 from omnireduce.bench.lanes import Lane, missing, read_lanes
-from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.engine import Engine
 from omnireduce.runtime.server import ShardServer

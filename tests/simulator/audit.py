@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.job import Job
@@ -22,12 +22,12 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
         yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    ranks = [(each.spec.job, rank) for each in membership._running.values() for rank in each.ranks]
+    ranks = [(each.place, rank) for each in membership._running.values() for rank in each.ranks]
     if len(set(ranks)) < len(ranks):
         yield f"a rank is in two generations of its job: {sorted(ranks)}"
     if any(not gathering.members for gathering in membership._gathering.values()):
         yield "a job gathers of which nobody is there"
-    waiting = {key for gathering in membership._gathering.values() for key, _ in gathering.members.values()}
+    waiting = {key for gathering in membership._gathering.values() for key, *_ in gathering.members.values()}
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in waiting)
     yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())

@@ -6,7 +6,7 @@ import selectors
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omnireduce.protocol.membership import Limits
+from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.sim import SimLink
 

@@ -1,0 +1,354 @@
+"""How a worker joins a job: a pure machine, from the first connection to the last Welcome.
+
+    to each aggregator in turn   connect; prove the secret and have it proved, where there is one; say Hello
+    then                         wait until all of them have said Welcome
+
+Of an elastic job the first aggregator decides the ranks. The worker says Hello to it alone, and takes the seat that its
+Welcome gives to the others. It has less time for that: who has a seat and does not come is left out of the next
+attempt.
+
+What fails ends the attempt. An elastic worker hangs up, pauses and tries again until its time to join is over, unless
+what failed cannot pass. Every other worker fails with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
+from omnireduce.protocol.effects import Tell, error_of
+from omnireduce.protocol.handshake import Candidate
+from omnireduce.secret import Secret
+from omnireduce.wire import (
+    Aborted,
+    ControlMessage,
+    Hello,
+    Newcomers,
+    Pending,
+    Refused,
+    Seat,
+    Waiting,
+    Welcome,
+    shown,
+)
+
+RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the first pause between attempts to join
+LONGEST_PAUSE_S = 2.0
+SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
+QUIET_S = 2.0  # how long to wait for an aggregator, or for ranks, before saying so
+
+
+class Connect(NamedTuple):
+    """Connect to an aggregator, by this time at the latest; `connected` or `unreachable` says what came of it."""
+
+    shard: int
+    by: float
+
+
+class HangUp(NamedTuple):
+    """Close all connections that were made."""
+
+
+class Notice(NamedTuple):
+    """Tell the user about something that takes long; `event` names it, `shard` is the one in question or -1."""
+
+    event: str
+    text: str
+    shard: int = -1
+
+
+class Joined(NamedTuple):
+    """Every aggregator has welcomed this worker, rank `rank` of `size`. `failed` says that it came to nothing yet.
+
+    `generation` is that of the first aggregator, `newcomers` how many wait for the next one. `seat` proves later that
+    this worker was in it. Tensors of up to `whole_bytes` go to the first aggregator as a whole.
+    """
+
+    welcomes: list[Welcome]
+    rank: int
+    size: int
+    generation: int
+    newcomers: int
+    whole_bytes: int
+    seat: Seat | None
+
+
+class Failed(NamedTuple):
+    """This worker cannot join; all connections are closed."""
+
+    error: OmniReduceError
+
+
+JoiningEffect = Connect | Tell | HangUp | Notice | Joined | Failed
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One connection to an aggregator in this attempt. `hint` may explain its loss."""
+
+    since: float
+    hint: str
+    candidate: Candidate | None  # until the secret is proved
+    pending: Pending | None = None
+    welcome: Welcome | None = None
+
+
+class Joining:
+    """One worker, until it is a rank of a job or knows why it cannot be.
+
+    `hello` is what it says to the first aggregator of `addresses`. It has `limit_s` to join. `transport` is what its
+    errors call the way to an aggregator.
+    """
+
+    def __init__(
+        self, hello: Hello, addresses: Sequence[str], secret: Secret | None, limit_s: float, transport: str = "auto"
+    ) -> None:
+        self._hello, self._addresses, self._secret = hello, addresses, secret
+        self._limit_s, self._transport = limit_s, transport
+        self._join_by = self._by = self._seated_at = 0.0  # `_by`: the end of this attempt
+        self._complain_at: float | None = None
+        self._again_at: float | None = None  # when to connect again or, in a pause, to try again
+        self._pauses = False
+        self._pause_s = RETRY_S
+        self._reason = ""  # why the aggregator in turn could not be reached
+        self._visits: list[_Visit] = []
+        self._shards = 0  # how many aggregators to visit by now
+        self._seat: Seat | None = None
+        self._newcomers = 0
+        self._said: set[str] = set()
+        self._is_over = False
+
+    @property
+    def deadline(self) -> float | None:
+        """When `timer` must be called, if nothing happens before."""
+        if self._is_over:
+            return None
+        if self._pauses:
+            return self._again_at
+        return min(at for at in (self._by, self._complain_at, self._again_at) if at is not None)
+
+    # events
+
+    def start(self, now: float) -> Iterator[JoiningEffect]:
+        """Begin."""
+        self._join_by = now + self._limit_s
+        yield self._attempt(now)
+
+    def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoiningEffect]:
+        """There is a connection to this aggregator. `nonce` is fresh. `hint`: what may be wrong if it is lost."""
+        if self._is_over or self._pauses or shard != len(self._visits):
+            return
+        candidate = None if self._secret is None else Candidate(self._secret, nonce)
+        self._visits.append(_Visit(now, hint, candidate))
+        self._complain_at, self._again_at = now + QUIET_S, None
+        if candidate is None:
+            yield from self._say_hello(shard)
+        else:
+            yield Tell(shard, candidate.greeting)
+
+    def unreachable(self, shard: int, reason: str, now: float) -> Iterator[JoiningEffect]:
+        """No connection to this aggregator could be made; it may be coming up, or its name not be known yet."""
+        self._reason = reason
+        self._again_at = min(now + RETRY_S, self._by)
+        return iter(())
+
+    def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
+        """An aggregator said something."""
+        if self._is_over or shard >= len(self._visits):
+            return
+        visit, address = self._visits[shard], self._addresses[shard]
+        if isinstance(message, Refused):
+            error = RefusedError(f"aggregator {address} refused: {shown(message.reason)}", temporary=message.temporary)
+            yield from self.failed(error, now)
+        elif visit.candidate is not None:
+            yield from self._prove(shard, visit.candidate, message, now)
+        else:
+            yield from self._answered(shard, visit, message, now)
+
+    def lost(self, shard: int, reason: str, now: float) -> Iterator[JoiningEffect]:
+        """The connection to this aggregator is over."""
+        if shard < len(self._visits):
+            hint, address = self._visits[shard].hint, self._addresses[shard]
+            error = TransportError(f"aggregator {address}: {reason} before this worker was admitted{hint}")
+            yield from self.failed(error, now)
+
+    def timer(self, now: float) -> Iterator[JoiningEffect]:
+        """Time has passed."""
+        if self._is_over:
+            return
+        if self._pauses:
+            if self._again_at is not None and now >= self._again_at:
+                yield self._attempt(now)
+        elif now >= self._by:
+            yield from self.failed(self._overdue(now), now)
+        else:
+            if self._complain_at is not None and now >= self._complain_at:
+                self._complain_at = None
+                yield self._complaint()
+            if self._again_at is not None and now >= self._again_at:
+                self._again_at = None
+                yield Connect(len(self._visits), self._by)
+
+    def failed(self, error: OmniReduceError, now: float) -> Iterator[JoiningEffect]:
+        """Something ends this attempt: one of the events above, or what the caller made of Joined."""
+        yield HangUp()
+        self._visits.clear()
+        if self._is_final(error) or now + self._pause_s >= self._join_by:
+            self._is_over = True
+            yield Failed(error)
+            return
+        self._is_over, self._pauses, self._again_at = False, True, now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        if self._is_news(str(error)):
+            yield Notice("joining_again", f"joining once more: {error}")
+
+    # an attempt
+
+    def _attempt(self, now: float) -> Connect:
+        self._by, self._pauses, self._again_at = self._join_by, False, None
+        self._complain_at = now + QUIET_S
+        self._shards, self._seat, self._newcomers = 1 if self._is_elastic else len(self._addresses), None, 0
+        return Connect(0, self._by)
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._hello.smallest > 0
+
+    def _is_final(self, error: OmniReduceError) -> bool:
+        """Whether another attempt could not do better."""
+        if not self._is_elastic or (isinstance(error, RefusedError) and not error.temporary):
+            return True
+        is_new = not self._hello.survived and self._seat is None
+        return isinstance(error, TransportError) and is_new  # most likely a wrong address
+
+    def _is_news(self, text: str) -> bool:
+        is_news = text not in self._said
+        self._said = {text}
+        return is_news
+
+    def _say_hello(self, shard: int) -> Iterator[JoiningEffect]:
+        """Say who we are at once: an aggregator drops who says nothing, and the next one may take long to come up."""
+        hello, seat = replace(self._hello, shard=shard), self._seat
+        if seat is not None:
+            hello = replace(
+                hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,
+                smallest=0, settle_s=0.0, survived=0, ticket=b"",
+            )  # fmt: skip
+        yield Tell(shard, hello)
+        if shard + 1 < self._shards:
+            yield Connect(shard + 1, self._by)
+
+    def _prove(self, shard: int, candidate: Candidate, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
+        try:
+            answer = candidate.told(message)
+        except ProtocolError as error:
+            yield from self.failed(TransportError(f"aggregator {self._addresses[shard]} {error}"), now)
+            return
+        if answer is not None:
+            yield Tell(shard, answer)
+        else:
+            self._visits[shard].candidate = None
+            yield from self._say_hello(shard)
+
+    def _answered(self, shard: int, visit: _Visit, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
+        """One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the
+        first shard can say Waiting, or Aborted, to a rank that waits for the second."""
+        address = self._addresses[shard]
+        if isinstance(message, Pending):
+            visit.pending = message
+            if message.note and self._is_news(message.note):
+                yield Notice("rank_refused", f"aggregator {address}: {shown(message.note)}", shard)
+        elif isinstance(message, Newcomers):
+            self._newcomers = message.count
+        elif isinstance(message, Aborted):
+            yield from self.failed(error_of(message.cause), now)
+        elif isinstance(message, Welcome) and visit.welcome is None:
+            visit.welcome = message
+            yield from self._welcomed(now)
+        elif not isinstance(message, Waiting):
+            name = type(message).__name__
+            yield from self.failed(TransportError(f"aggregator {address} answered the hello with {name}"), now)
+
+    def _welcomed(self, now: float) -> Iterator[JoiningEffect]:
+        """Go on once all aggregators that were visited have said Welcome."""
+        welcomes = [visit.welcome for visit in self._visits if visit.welcome is not None]
+        if len(welcomes) < self._shards:
+            return
+        if self._is_elastic and self._seat is None:
+            seat = self._seat = welcomes[0].seat
+            if seat is None or seat.rank >= seat.world_size or seat.world_size > self._hello.world_size:
+                error = TransportError(f"aggregator {self._addresses[0]} gave no place in an elastic job")
+                yield from self.failed(error, now)
+                return
+            if self._hello.survived:
+                self._hello = replace(self._hello, survived=seat.formation, ticket=seat.ticket)
+            self._seated_at = now
+            self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.settle_s))
+            self._shards = len(self._addresses)
+            if self._shards > 1:
+                self._complain_at = now + QUIET_S
+                yield Connect(1, self._by)
+                return
+        yield from self._joined(welcomes, now)
+
+    def _joined(self, welcomes: list[Welcome], now: float) -> Iterator[JoiningEffect]:
+        if len({welcome.whole_bytes for welcome in welcomes}) > 1:
+            sizes = ", ".join(str(welcome.whole_bytes) for welcome in welcomes)
+            error = TransportError(f"the aggregators disagree about which tensors stay whole: up to {sizes} bytes")
+            yield from self.failed(error, now)
+            return
+        self._is_over, seat = True, self._seat
+        rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
+        first = welcomes[0]
+        yield Joined(welcomes, rank, size, first.generation, self._newcomers, first.whole_bytes, first.seat)
+
+    # waiting for too long
+
+    def _complaint(self) -> Notice:
+        if len(self._visits) < self._shards:
+            shard = len(self._visits)
+            return Notice(
+                "waiting_for_aggregator", f"waiting for aggregator {self._addresses[shard]}: {self._reason}", shard
+            )
+        return Notice("waiting_for_ranks", f"waiting for {self._what_is_missing()}")
+
+    def _overdue(self, now: float) -> OmniReduceError:
+        """Whom this attempt waited for in vain."""
+        proving = [i for i, visit in enumerate(self._visits) if visit.candidate is not None]
+        if proving:
+            address, since = self._addresses[proving[0]], self._visits[proving[0]].since
+            return RefusedError(
+                f"no proof of the secret came from aggregator {address} within {now - since:.2g} s; "
+                "is it stopped or overloaded?",
+                temporary=True,
+            )
+        if len(self._visits) < self._shards:
+            return unreachable(self._addresses[len(self._visits)], self._transport, self._reason)
+        limit = f"cluster.join_timeout_s = {self._limit_s:g}"
+        if self._by < self._join_by:
+            limit = f"{self._by - self._seated_at:.2g} s, which a worker has from the first aggregator to the others"
+        is_known = any(visit.pending for visit in self._visits if visit.welcome is None)
+        hint = "; were all workers started, with the same world size and job?" if is_known else ""
+        return RefusedError(f"still waiting for {self._what_is_missing()} after {limit}{hint}", temporary=True)
+
+    def _what_is_missing(self) -> str:
+        waiting = [(self._addresses[i], visit) for i, visit in enumerate(self._visits) if visit.welcome is None]
+        address, visit = min(waiting, key=lambda each: each[0])
+        pending = visit.pending
+        if pending is None:
+            return f"an answer of aggregator {address}"
+        names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
+        note = f" ({shown(pending.note)})" if pending.note else ""
+        return f"rank {names} of job '{self._hello.job}' at aggregator {address}{note}"
+
+
+def unreachable(address: str, transport: str, reason: str) -> TransportError:
+    """What to say when nobody can be connected to at the address of an aggregator."""
+    return TransportError(
+        f"cannot reach aggregator {address} by {transport}: {reason or 'nobody answers'}; "
+        "is `python -m aggregator` running there, and is its port open to this host?"
+    )

@@ -1,0 +1,49 @@
+"""What one shard allows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from omnireduce.protocol.hello_checks import slot_bytes
+from omnireduce.wire import Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Jobs at once, ranks and bytes of slots of one job, seconds to gather; ranks and bytes of all jobs together."""
+
+    max_jobs: int
+    max_world_size: int
+    max_job_bytes: int
+    join_timeout_s: float
+    max_ranks: int = 1 << 62
+    max_bytes: int = 1 << 62
+
+    def over(self, hello: Hello) -> str:
+        """Which limit the job of `hello` breaks by itself; empty when none."""
+        if hello.smallest and hello.settle_s >= self.join_timeout_s:
+            limit = f"aggregator.join_timeout_s, {self.join_timeout_s:g} s"
+            return f"elastic.settle_s is {hello.settle_s:g} s, expected less than {limit}"
+        if hello.world_size > self.max_world_size:
+            return f"world size {hello.world_size}; aggregator.max_world_size is {self.max_world_size}: raise it"
+        need = slot_bytes(hello)
+        if need > self.max_job_bytes:
+            return (
+                f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {self.max_job_bytes}: "
+                "raise it on the aggregator, or lower protocol.slots or protocol.slot_bytes"
+            )
+        return ""
+
+    def beyond(self, hello: Hello, jobs: int, others: Collection[Hello]) -> str:
+        """Which limit one more job like this breaks beside `jobs` others; `others` have, or want, memory."""
+        if jobs >= self.max_jobs:
+            return f"{self.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
+        ranks, held = sum(each.world_size for each in others), sum(map(slot_bytes, others))
+        if ranks + hello.world_size > self.max_ranks:
+            wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
+            return f"{wanted} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"
+        if held + slot_bytes(hello) > self.max_bytes:
+            wanted = f"{held} bytes of slots of other jobs and {slot_bytes(hello)} of this one"
+            return f"{wanted} are more than aggregator.max_bytes, {self.max_bytes}: raise it, or wait"
+        return ""

@@ -1,0 +1,50 @@
+"""How a worker, or who asks an aggregator, connects to one: by the wanted transport, once."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable
+
+from omnireduce.config import Config, parse_address
+from omnireduce.errors import TransportError
+from omnireduce.transport.shm import connect_shm
+from omnireduce.transport.stream import StreamLink
+from omnireduce.transport.tcp import TcpLink, connect_tcp
+from omnireduce.transport.tls import connect_tls
+
+
+def connect_once(
+    address: str,
+    config: Config,
+    make_tls: Callable[[], ssl.SSLContext | None],
+    deadline: float,
+    say: Callable[[str], None],
+) -> StreamLink:
+    """Connect to an aggregator; only control messages can flow yet. Calls `make_tls` before it connects by TCP, and
+    `say` with the reason when shared memory would do but is another user's.
+
+    Raises OSError, TransportError when it offers nothing but the shared memory of another user, and what `make_tls`
+    raises.
+    """
+    host, port = parse_address(address)
+    wanted = config.transport
+    timeout_s = max(0.1, deadline - time.monotonic())
+    if wanted.kind in ("auto", "shm"):
+        try:
+            return connect_shm(host, port, timeout_s, any_user=config.security.local_users == "any")
+        except (OSError, TransportError) as error:
+            if wanted.kind == "shm":
+                raise
+            if isinstance(error, TransportError):
+                say(str(error))
+    tls = make_tls()
+    if tls is not None:
+        return connect_tls(host, port, timeout_s, wanted.dead_peer_s, tls)
+    return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)
+
+
+def why_lost(link: StreamLink) -> str:
+    """What may be wrong when an aggregator hangs up before it has admitted this worker."""
+    tls = ", and does it want TLS (security.tls_ca here)" if type(link) is TcpLink else ""
+    return f"; does its transport.kind allow {link.kind}{tls}?"
