@@ -34,6 +34,8 @@ from omnireduce.wire import (
     shown,
 )
 
+LATE = 0.05  # of the time limit: who looks so long after it was stopped, or waited for a processor
+
 
 @dataclass(slots=True)
 class Collective:
@@ -327,9 +329,14 @@ class WorkerMachine:
             return Cause(
                 listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
             )
+        long_wait = self._longest is not None and self._longest.seconds >= self._timeout_s / 2
+        late_s = now - self._oldest_since - self._timeout_s
+        if late_s >= LATE * self._timeout_s and not long_wait:  # what it reads now may be old: it cannot judge others
+            reason += f"; it noticed that {late_s:.1f} s late: was it stopped or overloaded?"
+            return Cause(self._me, reason, timeout=True)
         if waits:
             return Cause(max(waits, key=lambda each: each.seconds).who, reason, timeout=True)
-        if self._longest is not None and self._longest.seconds >= self._timeout_s / 2:
+        if self._longest is not None and long_wait:
             return Cause(self._longest.who, f"{reason}; {self._longest.seconds:.1f} s of it all waited", timeout=True)
         return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
 

@@ -11,7 +11,7 @@ from omnireduce.wire import PROTOCOL_VERSION
 
 from .plan import Fault
 from .stranger import Stranger
-from .tamper import LIES, RULES, TWICE, UNHEARD, break_rule
+from .tamper import LIES, RULES, TWICE, UNHEARD, UNSEEN, break_rule
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -138,6 +138,8 @@ def _tamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     rule = RULES[int(fault.number)]
     if rule in UNHEARD:
         cluster.blame(worker.job.name, worker.links[fault.shard].peer)  # it hangs up without a word
+    if rule is UNSEEN and worker.ranks == 1:
+        worker.misled = f"aggregator {worker.links[fault.shard].peer}: protocol error: a result out of order"
 
     def broken() -> None:
         _expect_end_of_job(cluster, fault, worker, worker.job.window * worker.job.idle_s + SOONER_OR_LATER)

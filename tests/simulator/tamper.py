@@ -157,6 +157,7 @@ _STRAY: dict[str, Event] = {  # events that have no place there, each before an 
 TWICE = "the same message twice"
 RULES: tuple[Rule | str, ...] = (*_MESSAGES, *_STRAY, TWICE)
 UNHEARD = (*_STRAY, TWICE, _longer)  # a link may see these: then it is over, and nobody can be told by it
+UNSEEN = _other_collective  # by a shard that has one rank only: it skips collectives in which it has no part
 LIES: tuple[Rule | str, ...] = (*_RESULTS, *_STRAY)
 
 

@@ -11,11 +11,13 @@ from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceEr
 from .cluster import Cluster
 from .faults import strike
 from .plan import Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .tamper import RULES, UNSEEN
 from .worker import Worker
 from .workload import Collective
 
 NETWORK = NetworkPlan(1e-5, spike=0.0, latency_s=1e-3, slow=0.0, pipe_bytes=1 << 12, shared_memory=0.0)
 SUM = Collective("allreduce", "sum", "float32", 900, 64, 0.7, 11)
+BARRIER = Collective("barrier", "sum", "uint8", 0, 8, 0.0, 1)
 
 
 def cluster(
@@ -81,6 +83,11 @@ def test_a_rank_that_talks_nonsense_while_a_job_gathers_may_come_again() -> None
 def slow_down(worker: Worker) -> None:
     """From now on, the worker takes at most five turns a second."""
     worker.latency_s = lambda: 0.2
+
+
+def shard_began(run: Cluster) -> bool:
+    """A collective is under way on the first shard."""
+    return any(not job.machine.idle for job in run.shards[0].server._jobs.values())
 
 
 def delay_second_welcome(run: Cluster) -> None:
@@ -182,6 +189,28 @@ def test_a_frozen_shard_is_named_and_serves_again_when_it_goes_on() -> None:
         assert isinstance(found, CollectiveTimeoutError)
         assert found.culprit == "aggregator shard1:7400"
         assert error(run, rank, 1) is None
+
+
+def test_a_rank_that_was_stopped_does_not_believe_that_what_it_reads_has_just_come() -> None:
+    """Both stand still. The credit that the shard gave before is read 30 s after the limit."""
+    run = cluster(work=(BARRIER,))
+    when(run, 0, lambda worker: worker.links, slow_down)
+    when(run, 1, joined, lambda _: strike(run, Fault("freeze", rank=1, number=50.0)))
+    when(run, 1, lambda _: shard_began(run), lambda _: strike(run, Fault("shard freeze", number=60.0)))
+    assert run.run() == []
+    assert isinstance(error(run, 0), CollectiveTimeoutError)
+    assert "aggregator shard0:7400" in str(error(run, 0))
+    found = error(run, 1)
+    assert isinstance(found, CollectiveTimeoutError)
+    assert found.culprit == workers(run, 1)[0].culprit
+    assert "it noticed that 30.0 s late: was it stopped or overloaded?" in found.reason
+
+
+def test_a_lone_rank_that_lies_about_the_number_may_blame_the_shard_for_what_comes_back() -> None:
+    run = cluster(ranks=1, think_s=1.0, work=(BARRIER, BARRIER))
+    when(run, 0, joined, lambda _: strike(run, Fault("tampering", number=RULES.index(UNSEEN))))
+    assert run.run() == []
+    assert "aggregator shard0:7400: protocol error: a result out of order" in str(error(run, 0))
 
 
 def test_ranks_join_again_after_their_shard_came_back() -> None:

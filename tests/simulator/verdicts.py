@@ -26,6 +26,8 @@ SLOW = ("slow reader", "slow shard")
 PATIENCE_S = 9.0  # shorter than any time limit: what takes less, ends nothing
 SLOW_S = 30.0  # how much longer things take with slow readers
 MOVES_ON = "though it moves on"
+NOTICED_LATE = "it noticed that"  # and says by how much
+STOOD_STILL_S = 1.0  # beyond the time limit, as every freeze does
 NOTICE_S = 5.0  # how long the news of a death may take to reach every rank, beyond what the fault itself takes
 
 
@@ -107,11 +109,16 @@ class Verdicts:
                 self.add(f"wrong: {worker.name}: the rows of collective {number} have changed since")
 
     def judge_time_out(self, worker: Worker) -> None:
-        """Who blames nobody must not wait for a shard that stands still."""
+        """Who says that all moves on neither waits for a shard that stands still nor stood still at its time limit.
+
+        One that stood still itself cannot judge others: it does not know when what it reads now came.
+        """
         if isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:
             still = [shard.address for shard in self._cluster.shards if shard.stalled]
             if still:
                 self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
+            if worker.overslept_s >= STOOD_STILL_S:
+                self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
 
     def judge_workers(self) -> None:
         """Every worker that is gone did all its work, or has a reason that a fault of this run explains."""
@@ -139,6 +146,9 @@ class Verdicts:
             return True  # the shard did not wait until it could tell a stopped process why
         if not reasons.plausible(worker.error, self._causes):
             return False
+        if isinstance(worker.error, CollectiveTimeoutError) and NOTICED_LATE in worker.error.reason:
+            named = [each for each in self._cluster.workers if each.culprit == worker.error.culprit]
+            return any(each.was_stalled for each in named)  # and nobody else: it says this of itself
         if isinstance(worker.error, CollectiveTimeoutError) and (
             reasons.TIME in self._causes or MOVES_ON in worker.error.reason
         ):
@@ -147,7 +157,8 @@ class Verdicts:
             if " as number " in worker.error.reason:  # a false number looks like a skipped collective: two are named
                 named = set(re.findall(r"\d+", worker.error.culprit))
                 return any(named.intersection(re.findall(r"^rank (\d+)", culprit)) for culprit in culprits)
-            return any(culprit in worker.error.culprit for culprit in culprits)
+            misled = bool(worker.misled) and str(worker.error).startswith(worker.misled)
+            return misled or any(culprit in worker.error.culprit for culprit in culprits)
         if isinstance(worker.error, TransportError):
             return any(culprit in str(worker.error) for culprit in culprits)
         return True

@@ -71,6 +71,7 @@ class Worker(Process):
         self.joined = False
         self.found = ""  # what was wrong inside
         self.killed = False
+        self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
         self.completed = 0  # collectives
         self._machine: WorkerMachine
         self._welcomes: set[SimLink] = set()
@@ -107,6 +108,12 @@ class Worker(Process):
     def patience_s(self) -> float:
         """How long this worker goes on at most when no more results come."""
         return self.job.window * self.job.idle_s + self.protocol.timeout_s
+
+    @property
+    def overslept_s(self) -> float:
+        """For how long it has been stopped beyond the time limit of its oldest collective."""
+        limit = self._machine._oldest_since + self.protocol.timeout_s - self._ahead_s
+        return min(self.world.now(), self._stalled_until) - limit
 
     def start(self) -> None:
         self._join_by = self.now() + self.protocol.join_timeout_s

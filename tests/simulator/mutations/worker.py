@@ -104,6 +104,15 @@ MUTATIONS = (
         "        if hanging and self._timeout_s < 0:\n",
     ),
     Mutation(
+        "worker believes what it reads late",
+        _MACHINE,
+        "a rank that was stopped says that all moves on, because of what came while it could not look",
+        "late_s >= LATE * self._timeout_s and not long_wait",
+        "late_s >= LATE * self._timeout_s * 1e9",
+        within=400,
+        fault="freeze",
+    ),
+    Mutation(
         "worker keeps bad news to itself",
         _MACHINE,
         "the other shards, and by them the other ranks, do not hear who failed",
