@@ -62,17 +62,16 @@ class Notice(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Every aggregator has welcomed this worker, rank `rank` of `size`. `failed` says that it came to nothing yet.
+    """Every aggregator has welcomed this worker, rank `rank` of `size`: it is one, unless HangUp follows.
 
-    `generation` is that of the first aggregator, `newcomers` how many wait for the next one. `seat` proves later that
-    this worker was in it. Tensors of up to `whole_bytes` go to the first aggregator as a whole.
+    `generation` is that of the first aggregator; `seat` proves later that this worker was in it. Tensors of up to
+    `whole_bytes` go to the first aggregator as a whole.
     """
 
     welcomes: list[Welcome]
     rank: int
     size: int
     generation: int
-    newcomers: int
     whole_bytes: int
     seat: Seat | None
 
@@ -118,14 +117,14 @@ class Joining:
         self._visits: list[_Visit] = []
         self._shards = 0  # how many aggregators to visit by now
         self._seat: Seat | None = None
-        self._newcomers = 0
+        self.newcomers = 0  # workers that wait for the next generation
         self._said: set[str] = set()
-        self._is_over = False
+        self._has_joined = self._has_failed = False
 
     @property
     def deadline(self) -> float | None:
         """When `timer` must be called, if nothing happens before."""
-        if self._is_over:
+        if self._has_joined or self._has_failed:
             return None
         if self._pauses:
             return self._again_at
@@ -140,8 +139,8 @@ class Joining:
 
     def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoiningEffect]:
         """There is a connection to this aggregator. `nonce` is fresh. `hint`: what may be wrong if it is lost."""
-        if self._is_over or self._pauses or shard != len(self._visits):
-            return
+        if shard != len(self._visits):
+            return  # of an attempt that has ended
         candidate = None if self._secret is None else Candidate(self._secret, nonce)
         self._visits.append(_Visit(now, hint, candidate))
         self._complain_at, self._again_at = now + QUIET_S, None
@@ -158,8 +157,8 @@ class Joining:
 
     def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
         """An aggregator said something."""
-        if self._is_over or shard >= len(self._visits):
-            return
+        if shard >= len(self._visits):
+            return  # of an attempt that has ended
         visit, address = self._visits[shard], self._addresses[shard]
         if isinstance(message, Refused):
             error = RefusedError(f"aggregator {address} refused: {shown(message.reason)}", temporary=message.temporary)
@@ -178,7 +177,7 @@ class Joining:
 
     def timer(self, now: float) -> Iterator[JoiningEffect]:
         """Time has passed."""
-        if self._is_over:
+        if self._has_joined or self._has_failed:
             return
         if self._pauses:
             if self._again_at is not None and now >= self._again_at:
@@ -194,14 +193,15 @@ class Joining:
                 yield Connect(len(self._visits), self._by)
 
     def failed(self, error: OmniReduceError, now: float) -> Iterator[JoiningEffect]:
-        """Something ends this attempt: one of the events above, or what the caller made of Joined."""
+        """Something ends this attempt: one of the events above, or what the caller could not do."""
         yield HangUp()
         self._visits.clear()
+        self._has_joined = False
         if self._is_final(error) or now + self._pause_s >= self._join_by:
-            self._is_over = True
+            self._has_failed = True
             yield Failed(error)
             return
-        self._is_over, self._pauses, self._again_at = False, True, now + self._pause_s
+        self._pauses, self._again_at = True, now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         if self._is_news(str(error)):
             yield Notice("joining_again", f"joining once more: {error}")
@@ -211,7 +211,7 @@ class Joining:
     def _attempt(self, now: float) -> Connect:
         self._by, self._pauses, self._again_at = self._join_by, False, None
         self._complain_at = now + QUIET_S
-        self._shards, self._seat, self._newcomers = 1 if self._is_elastic else len(self._addresses), None, 0
+        self._shards, self._seat, self.newcomers = 1 if self._is_elastic else len(self._addresses), None, 0
         return Connect(0, self._by)
 
     @property
@@ -263,7 +263,7 @@ class Joining:
             if message.note and self._is_news(message.note):
                 yield Notice("rank_refused", f"aggregator {address}: {shown(message.note)}", shard)
         elif isinstance(message, Newcomers):
-            self._newcomers = message.count
+            self.newcomers = message.count
         elif isinstance(message, Aborted):
             yield from self.failed(error_of(message.cause), now)
         elif isinstance(message, Welcome) and visit.welcome is None:
@@ -301,10 +301,10 @@ class Joining:
             error = TransportError(f"the aggregators disagree about which tensors stay whole: up to {sizes} bytes")
             yield from self.failed(error, now)
             return
-        self._is_over, seat = True, self._seat
+        self._has_joined, seat = True, self._seat
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
         first = welcomes[0]
-        yield Joined(welcomes, rank, size, first.generation, self._newcomers, first.whole_bytes, first.seat)
+        yield Joined(welcomes, rank, size, first.generation, first.whole_bytes, first.seat)
 
     # waiting for too long
 

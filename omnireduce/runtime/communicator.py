@@ -154,7 +154,7 @@ class Communicator:
                 for link in self._links
             ],
         )
-        self._machine.newcomers = joined.newcomers
+        self._machine.newcomers = arrival.newcomers
         log = BoundLog(logging.getLogger("omnireduce"), job=self._job, rank=rank)
         self._engine = make_engine(self._machine, self._links, config.transport.spin_us / 1e6, log)
         _open_communicators.add(self)

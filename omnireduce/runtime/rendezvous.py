@@ -55,10 +55,12 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
 
 
 class Arrival(NamedTuple):
-    """What a worker got: one attached link per shard, in order, and its place in the job."""
+    """What a worker got: one attached link per shard, in order, its place in the job, and how many workers wait for the
+    next generation."""
 
     links: list[Link]
     joined: Joined
+    newcomers: int
 
 
 def join(config: Config, hello: Hello) -> Arrival:
@@ -94,7 +96,7 @@ class _Visitor:
         self._machine = Joining(hello, cluster.aggregators, secret, cluster.join_timeout_s, config.transport.kind)
         self._links: list[Link] = []
         self._offers: list[Offer | None] = []
-        self._arrival: Arrival | None = None
+        self._joined: Joined | None = None
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> Arrival:
@@ -102,12 +104,13 @@ class _Visitor:
         with self._selector:
             try:
                 self._perform(self._machine.start(time.monotonic()))
-                while self._arrival is None:
+                while not self._arrived():
                     self._wait()
             except BaseException:
                 self._hang_up()
                 raise
-        return self._arrival
+        assert self._joined is not None
+        return Arrival(self._links, self._joined, self._machine.newcomers)
 
     def _wait(self) -> None:
         deadline = self._machine.deadline
@@ -118,8 +121,21 @@ class _Visitor:
             for event in link.poll() if link in self._links else ():
                 if link in self._links:  # until an earlier event ended this attempt
                     self._perform(feed(self._machine, shard, link.peer, event, time.monotonic()))
-        if self._arrival is None:
-            self._perform(self._machine.timer(time.monotonic()))
+        self._perform(self._machine.timer(time.monotonic()))
+
+    def _arrived(self) -> bool:
+        """Whether all that is left to do could be done: giving every link its slots."""
+        if self._joined is None:
+            return False
+        try:
+            for shard, welcome in enumerate(self._joined.welcomes):
+                link, offer = self._links[shard], self._offers[shard]
+                self._selector.unregister(link)
+                self._links[shard] = _attach(link, welcome, offer, self._config, self._joined.rank, self._log)
+        except TransportError as error:
+            self._perform(self._machine.failed(error, time.monotonic()))
+            return False
+        return True
 
     def _perform(self, effects: Iterator[JoiningEffect]) -> None:
         """Carry out effects in order; what comes of them is for the machine, too."""
@@ -147,7 +163,7 @@ class _Visitor:
             about = {} if effect.shard < 0 else {"aggregator": self._config.cluster.aggregators[effect.shard]}
             self._log.warning("%s", effect.text, extra=tagged(effect.event, **about))
         else:
-            self._attach(effect)
+            self._joined = effect
         return None
 
     def _connect(self, wanted: Connect) -> Iterator[JoiningEffect]:
@@ -174,14 +190,6 @@ class _Visitor:
             message = replace(message, verbs=None if offer is None else offer.endpoint)
         link.send_control(encode_control(message))
 
-    def _attach(self, joined: Joined) -> None:
-        """Give every link its slots. Raises TransportError."""
-        for shard, welcome in enumerate(joined.welcomes):
-            link, offer = self._links[shard], self._offers[shard]
-            self._selector.unregister(link)
-            self._links[shard] = _attach(link, welcome, offer, self._config, joined.rank, self._log)
-        self._arrival = Arrival(self._links, joined)
-
     def _hang_up(self) -> None:
         for link in self._links:
             if link in self._selector.get_map():
@@ -190,7 +198,7 @@ class _Visitor:
         for offer in self._offers:
             if offer is not None:
                 offer.close()
-        self._links, self._offers = [], []
+        self._links, self._offers, self._joined = [], [], None
 
 
 def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:

@@ -18,7 +18,8 @@ MOST_WORDS = 64  # control messages that may wait for a peer: some a second whil
 def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
     """What is wrong with the server's books, its jobs and their links."""
     membership = server._membership
-    if len(membership._gathering) + len(membership._running) > limits.max_jobs:
+    replacing = sum(each.replaces in membership._running for each in membership._gathering.values())
+    if len(membership._gathering) + len(membership._running) - replacing > limits.max_jobs:
         yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
@@ -42,7 +43,7 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
     stranger = hello is None and not connection.leaving
     if (stranger, connection.leaving) != (connection in server._strangers, connection in server._leavers):
         yield f"the time limit of {peer}"
-    if job is not None and hello is not None and hello.world_size != len(job.links):
+    if job is not None and hello is not None and not hello.smallest and hello.world_size != len(job.links):
         yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"
     if job is not None and isinstance(connection.link, SimLink):
         yield from _audit_output(connection.link)

@@ -9,13 +9,15 @@ from dataclasses import replace
 from functools import partial
 
 from omnireduce.protocol.limits import Limits
+from omnireduce.runtime.access import Access
+from omnireduce.secret import Secret
 from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.sim import SimLink, sim_pair
 
 from .faults import FROM_THE_START, handicap, strike
 from .plan import Fault, JobPlan, Plan
 from .shard import Shard
-from .stranger import Stranger
+from .stranger import ForeignSurvivor, Stranger
 from .verdicts import Verdicts, held_by_process, no_internal_errors
 from .worker import Worker
 from .workload import Collective, Work
@@ -32,21 +34,23 @@ class Cluster:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.protocol = plan, plan.protocol
         self.world = World(plan.seed)
+        self.secret = Secret(b"the secret of this cluster") if plan.protocol.secret else None
         self.verdicts = Verdicts(self)
         self.struck: list[str] = []  # the kinds of fault that found a victim
         self.causes: set[str] = set()  # those of them that may still be felt
         self.in_epilogue = False
         self._pids = itertools.count(100)
         self._links: list[SimLink] = []
+        access = Access(self.secret, ticket_key=f"{plan.seed}".encode())
         limits = Limits(
             max_jobs=plan.protocol.max_jobs, max_world_size=8, max_job_bytes=1 << 26,
             join_timeout_s=plan.protocol.aggregator_join_timeout_s,
         )  # fmt: skip
         self.shards = [
-            Shard(self.world, i, self._latency(f"shard{i}"), self._ahead_s(f"shard{i}"), limits)
+            Shard(self.world, i, self._latency(f"shard{i}"), self._ahead_s(f"shard{i}"), limits, access)
             for i in range(plan.protocol.shards)
         ]
-        self.strangers: list[Stranger] = []
+        self.strangers: list[Stranger | ForeignSurvivor] = []
         self.workers: list[Worker] = []
         self.history: list[Worker] = []  # those of the main part, kept when the epilogue begins
         self.ranks: list[list[Worker | None]] = [[None] * job.ranks for job in plan.jobs]
@@ -104,7 +108,7 @@ class Cluster:
         self._attempts = self._rounds = [[0] * job.ranks for job in self.plan.jobs]
         for number, job in enumerate(self.plan.jobs):
             for rank in range(job.ranks):
-                again = replace(job, collectives=(EPILOGUE,), think_s=0.0, pause_s=0.0, attempts=1)
+                again = replace(job, collectives=(EPILOGUE,), launch="", think_s=0.0, pause_s=0.0, attempts=1)
                 self._start(number, self._worker(again, rank))
             if self.plan.crowded:
                 self._run_to_the_end()
@@ -153,6 +157,15 @@ class Cluster:
         self.workers.append(worker)
         worker.start()
 
+    def launch_again(self, job: int) -> None:
+        """Start another launch of a job: of the same name and size, but with other data."""
+        plan = self.plan.jobs[job]
+        other = tuple(replace(each, launch=1) for each in plan.collectives)
+        for rank in range(plan.ranks):
+            worker = self._worker(replace(plan, launch="again", collectives=other, attempts=1), rank)
+            self.workers.append(worker)
+            worker.start()
+
     def connect(self, client: Process, shard: int) -> SimLink | None:
         """A connection to a shard, or None when nobody listens there."""
         target = self.shards[shard]
@@ -175,6 +188,10 @@ class Cluster:
 
     def ended(self, worker: Worker) -> None:
         self.verdicts.judge_time_out(worker)
+
+    def reforms(self, worker: Worker) -> None:
+        """Called by a worker of an elastic job that leaves one generation for the next."""
+        self.verdicts.judge_kept(worker)
 
     def gone(self, worker: Worker) -> None:
         """Called by a worker at its end; a rank that failed may try again."""

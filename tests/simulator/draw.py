@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from .plan import KINDS, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .plan import KINDS, OF_JOINING, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
 from .tamper import LIES, RULES
 from .workload import draw_collective
 
@@ -18,17 +18,29 @@ def draw_plan(seed: int) -> Plan:
     jobs = tuple(_draw_job(rng, f"job{i}") for i in range(rng.choice([1, 1, 2, 3])))
     network, protocol = _draw_network(rng), _draw_protocol(rng, len(jobs))
     protocol = replace(protocol, whole_bytes=random.Random(f"{seed}/whole").choice([0, 0, 1 << 10]))
+    joining = random.Random(f"{seed}/joining")
+    protocol = replace(protocol, secret=joining.random() < 0.3)
+    jobs = tuple(_draw_elastic(joining, job) for job in jobs)
     options: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     if rng.random() < 0.85:
-        options = tuple(kind for kind in KINDS if rng.random() < 0.25)
+        options = tuple(kind for kind in KINDS if kind not in OF_JOINING and rng.random() < 0.25)
         count = rng.choice([1, 1, 2, 4]) if options else 0
         often = [OFTEN.get(kind, 1) for kind in options]
         kinds = rng.choices(options, often, k=count) if options else []
         faults = tuple(_draw_fault(rng, kind, jobs, protocol) for kind in kinds)
         if rng.random() < 0.3:  # all at once
             faults = tuple(replace(fault, at_event=faults[0].at_event + rng.randrange(5)) for fault in faults)
+        if joining.random() < 0.2:
+            options += (joining.choice(OF_JOINING),)
+            faults += (_draw_fault(joining, options[-1], jobs, protocol),)
     return Plan(seed, network, protocol, jobs, faults, options)
+
+
+def _draw_elastic(rng: random.Random, job: JobPlan) -> JobPlan:
+    """One job in four is elastic."""
+    smallest, settle_s = rng.randint(1, job.ranks), rng.choice([0.2, 2.0])
+    return replace(job, smallest=smallest, settle_s=settle_s) if rng.random() < 0.25 else job
 
 
 def fault_at(plan: Plan, kind: str, event: int) -> Plan:
@@ -97,6 +109,9 @@ def _draw_fault(rng: random.Random, kind: str, jobs: tuple[JobPlan, ...], protoc
         "tampering": tuple(range(len(RULES))),
         "lying shard": tuple(range(len(LIES))),
         "stranger": tuple(range(5)),
+        "other secret": (0, 1),
+        "foreign survivor": (0, 1, 2),
+        "second launch": (0.0, 0.001, 0.1),
         "slow reader": (0.005, 0.02),
         "slow shard": (0.005, 0.02),
         "clock jump": (0.5, 5.0, 30.0, 3600.0),

@@ -6,21 +6,34 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from omnireduce.secret import Secret
 from omnireduce.transport.base import Received
 from omnireduce.wire import PROTOCOL_VERSION
 
 from .plan import Fault
-from .stranger import Stranger
+from .stranger import FOREIGN, ForeignSurvivor, Stranger
 from .tamper import LIES, RULES, TWICE, UNHEARD, UNSEEN, break_rule
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .worker import Worker
 
-FROM_THE_START = ("late", "duplicate", "world size", "misconfigured", "mismatch", "slow reader")  # not events
-OF_A_SHARD = ("shard crash", "shard stall", "shard freeze", "drain", "slow shard", "shard clock jump", "stranger")
+FROM_THE_START = (  # not events
+    "late", "duplicate", "world size", "misconfigured", "mismatch", "slow reader", "other secret", "second launch",
+)  # fmt: skip
+OF_A_SHARD = (
+    "shard crash",
+    "shard stall",
+    "shard freeze",
+    "drain",
+    "slow shard",
+    "shard clock jump",
+    "stranger",
+    "foreign survivor",
+)
 OF_RUNNING = ("tampering", "lying shard", "freeze", "early leave")  # of a rank that has joined
 SOONER_OR_LATER = 30.0  # seconds until a rule is broken that few messages can break, and that is heard of
+OTHER_SECRET = Secret(b"another secret than that of the shards")
 NONSENSE: tuple[dict[str, Any], ...] = (  # in a hello: refused whoever says it
     {"version": PROTOCOL_VERSION + 1},
     {"host": "\x1b[2J"},
@@ -53,6 +66,10 @@ def _strike_shard(cluster: Cluster, fault: Fault) -> None:
     shard = cluster.shards[fault.shard]
     if fault.kind == "stranger":
         cluster.strangers.append(Stranger(cluster, fault.shard, int(fault.number)))
+    elif fault.kind == "foreign survivor":
+        job = cluster.plan.jobs[fault.job]
+        cluster.strangers.append(ForeignSurvivor(cluster, job, int(fault.number)))
+        cluster.blame(job.name, FOREIGN)  # it may be admitted, as anybody who is told of the job
     elif fault.kind == "shard stall":
         shard.stall(fault.number)
     elif fault.kind == "slow shard":
@@ -169,25 +186,32 @@ def handicap(cluster: Cluster, job: int, worker: Worker) -> float:
     """Give a rank's first worker the faults that it starts with; return how many seconds late it starts."""
     late_s = 0.0
     for fault in cluster.plan.faults:
-        if (fault.job, fault.rank) != (job, worker.rank) or fault.kind not in FROM_THE_START:
-            continue
-        cluster.note(fault)
-        if fault.kind == "late":
-            late_s = max(late_s, fault.number)
-        elif fault.kind == "world size":
-            worker.ranks += int(fault.number) if worker.rank < worker.ranks + fault.number else 1
-        elif fault.kind == "misconfigured":
-            _misconfigure(worker, int(fault.number))
-        elif fault.kind == "slow reader":
-            worker.read_slowly(fault.number)
-            continue
-        elif fault.kind == "duplicate":
-            cluster.world.at(worker.job.start_s + fault.number, partial(cluster.intrude, job, worker.rank))
-        elif worker.program and worker.job.ranks > 1:
-            _mismatch(worker, int(fault.number))
-            cluster.blame(worker.job.name, "ranks ")
-        cluster.blame(worker.job.name, worker.culprit)
+        if (fault.job, fault.rank) == (job, worker.rank) and fault.kind in FROM_THE_START:
+            cluster.note(fault)
+            if fault.kind not in ("slow reader", "second launch"):
+                cluster.blame(worker.job.name, worker.culprit)
+            late_s = max(late_s, fault.number if fault.kind == "late" else 0.0)
+            _hamper(cluster, fault, worker)
     return late_s
+
+
+def _hamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
+    job = worker.job
+    if fault.kind == "world size":
+        worker.ranks += int(fault.number) if worker.rank < worker.ranks + fault.number else 1
+    elif fault.kind == "misconfigured":
+        _misconfigure(worker, int(fault.number))
+    elif fault.kind == "slow reader":
+        worker.read_slowly(fault.number)
+    elif fault.kind == "other secret":
+        worker.secret = OTHER_SECRET if worker.secret is None or fault.number else None
+    elif fault.kind == "second launch":
+        cluster.world.at(job.start_s + fault.number, partial(cluster.launch_again, fault.job))
+    elif fault.kind == "duplicate":
+        cluster.world.at(job.start_s + fault.number, partial(cluster.intrude, fault.job, worker.rank))
+    elif fault.kind == "mismatch" and worker.program and job.ranks > 1:
+        _mismatch(worker, int(fault.number))
+        cluster.blame(job.name, "ranks ")
 
 
 def _misconfigure(worker: Worker, number: int) -> None:

@@ -31,7 +31,11 @@ KINDS = {  # of fault
     "slow shard": "a shard reads one event of each connection at a time, and seldom",
     "clock jump": "the clock of a rank's host jumps ahead",
     "shard clock jump": "the clock of a shard's host jumps ahead",
+    "other secret": "a rank has another secret than the shards, or one of the two has none",
+    "foreign survivor": "somebody claims to have been in a job in which he never was",
+    "second launch": "the same job is launched once more, under the same name, at the same time",
 }
+OF_JOINING = ("other secret", "foreign survivor", "second launch")  # drawn apart, so that older seeds stay as they are
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,15 @@ class ProtocolPlan:
     aggregator_join_timeout_s: float = 25.0
     max_jobs: int = 9
     whole_bytes: int = 0
+    secret: bool = False  # everybody has to prove one
 
 
 @dataclass(frozen=True)
 class JobPlan:
     """`window` collectives are under way at once; between two, a rank thinks for up to `think_s`, and in the middle of
     its work for `pause_s` more, as all ranks do.
+
+    Ranks of an elastic job (`smallest` > 0) form it anew after a fault, as often as they would join again.
 
     A rank that fails joins again until it has joined `attempts` times; one that is done joins again for the next of
     `rounds`, at once, whatever the others do.
@@ -80,6 +87,9 @@ class JobPlan:
     attempts: int = 1
     rounds: int = 1
     pause_s: float = 0.0
+    smallest: int = 0
+    settle_s: float = 0.0
+    launch: str = ""
 
     @property
     def idle_s(self) -> float:

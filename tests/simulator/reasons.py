@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError, TransportError
 
-BY_ITSELF = frozenset({"worker stall", "shard stall", "slow reader", "slow shard", "stranger"})  # ends no job
+BY_ITSELF = frozenset(  # ends no job
+    {"worker stall", "shard stall", "slow reader", "slow shard", "stranger", "foreign survivor", "second launch"}
+)
 TIME = "time"  # stalls, jumps and slow readers that together take longer than something may take
 CROWD = "crowd"  # not all jobs are allowed at once
 ANY = "any"  # whatever ends a job
 
-_ABSENT = ("late", "duplicate", "world size", "misconfigured", CROWD, TIME, ANY)
+_ABSENT = ("foreign survivor", "other secret", "late", "duplicate", "world size", "misconfigured", CROWD, TIME, ANY)
 
 ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
     r"^aggregator .*: connection closed": ("shard crash", "garbage", "tampering", "lying shard", TIME),
@@ -23,12 +25,22 @@ ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
     r"shut down with": ("early leave",),
     r"submitted different collectives": ("mismatch",),
     r"submitted different collectives: .* as number": ("tampering",),  # ranks of which one seems to have skipped some
+    r"had not left when the others": (
+        "freeze",
+        "worker stall",
+        "shard stall",
+        "shard freeze",
+        "slow reader",
+        "slow shard",
+        TIME,
+    ),
     r"protocol error": ("garbage", "tampering", "lying shard"),
 }
 TIMED_OUT: Mapping[str, tuple[str, ...]] = {"not complete after": ("freeze", "shard freeze", TIME)}
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "is already in job": ("duplicate", ANY),
-    "differs from": ("world size", "misconfigured"),
+    "differs from": ("world size", "misconfigured", "foreign survivor"),
+    "is elastic: give every worker": ("foreign survivor",),  # who comes first, where there is no secret
     "protocol version": ("misconfigured",),
     "expected": ("misconfigured", "garbage"),
     "does not exist": ("misconfigured",),
@@ -37,6 +49,11 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "the aggregator is shutting down": ("drain",),
     "still waiting for": _ABSENT,
     "no Hello within": ("freeze", TIME),
+    "the same security.secret_file": ("other secret",),
+    "no proof of the secret came": ("shard stall", "shard freeze", "slow shard", TIME),
+    "have no place": (ANY,),
+    "has no place for more": (ANY,),
+    "was still waiting for": _ABSENT,
 }
 UNREACHABLE: Mapping[str, tuple[str, ...]] = {
     "before this worker was admitted": ("shard crash", "drain", "link loss", "garbage", TIME),

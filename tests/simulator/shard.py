@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnireduce.protocol.limits import Limits
+from omnireduce.runtime.access import Access
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
@@ -57,11 +58,17 @@ class Shard(Process):
     """Shard `index`. It can be killed, drained and started again."""
 
     def __init__(
-        self, world: World, index: int, latency_s: Callable[[], float], ahead_s: float, limits: Limits
+        self,
+        world: World,
+        index: int,
+        latency_s: Callable[[], float],
+        ahead_s: float,
+        limits: Limits,
+        access: Access,
     ) -> None:
         super().__init__(world, f"shard{index}", latency_s, ahead_s)
         self.address = f"shard{index}:7400"
-        self.limits = limits
+        self.limits, self._access = limits, access
         self.supervised = True  # the listening socket outlives the process
         self.found: list[str] = []  # what was wrong inside
         self._back_after_s = 0.0
@@ -75,7 +82,9 @@ class Shard(Process):
         self._last_generation: int | None = None  # once it is told to stop
         self.alive, self.supervised, self._due = True, True, None
         self.selector = SimSelector(self._random.shuffle)
-        self.server = ShardServer(self.address, [], self.limits, drain_s=5.0, clock=self.now, selector=self.selector)
+        self.server = ShardServer(
+            self.address, [], self.limits, drain_s=5.0, access=self._access, clock=self.now, selector=self.selector
+        )
         self.log("up")
         self.wake()
 
@@ -165,6 +174,8 @@ class Shard(Process):
             "links of jobs": server._of_job,
             "gathering": membership._gathering,
             "running": membership._running,
+            "names": membership._of_name,
+            "held": membership._held,
             "selector": self.selector.links,
         }
         return {name: len(value) for name, value in kept.items() if value}

@@ -12,8 +12,12 @@ from .world import Process
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+    from .plan import JobPlan
 
 SILENT, NOISE, NO_HELLO, MESSAGE, LONELY = range(5)
+FOREIGN = "(host foreign, pid 1)"
+TICKETS = (b"", b"guessed" + bytes(25), b"too short")
+GUESSES = 1, 2, 1 << 61  # formations
 
 
 class Stranger(Process):
@@ -52,3 +56,34 @@ class Stranger(Process):
         if self.link is not None:
             self.link.poll()
             self.link.flush()
+
+
+class ForeignSurvivor(Process):
+    """Says to the first shard that it was in a job, of which it knows all but the ticket; goes after some time."""
+
+    def __init__(self, cluster: Cluster, job: JobPlan, number: int) -> None:
+        super().__init__(cluster.world, "foreign survivor", lambda: 1e-4)
+        self.leave_by = self.world.now() + 3 * job.settle_s + 1.0
+        self.link = cluster.connect(self, 0)
+        if self.link is None:
+            return
+        protocol = cluster.protocol
+        hello = Hello(
+            PROTOCOL_VERSION, job.name, 40 + number, job.ranks, 0, protocol.shards, protocol.slots, protocol.slot_bytes,
+            "foreign", 1, protocol.stripe_blocks, protocol.timeout_s, smallest=max(1, job.smallest),
+            settle_s=job.settle_s, survived=GUESSES[number], ticket=TICKETS[number],
+        )  # fmt: skip
+        self.link.send_control(encode_control(hello))
+        self.wake_at(self.leave_by)
+
+    @property
+    def there(self) -> bool:
+        return self.link is not None and not self.link.over
+
+    def turn(self) -> None:
+        if self.link is not None:
+            self.link.poll()
+            if self.now() >= self.leave_by:
+                self.link.close()
+            else:
+                self.wake_at(self.leave_by)

@@ -71,7 +71,7 @@ class Verdicts:
         self.found: list[str] = []
         self._cluster = cluster
         self._results: dict[tuple[Collective, int], bytes] = {}
-        self._must_end: list[tuple[Worker, float, Fault]] = []
+        self._must_end: list[tuple[Worker, int, float, Fault]] = []  # which of its generations, by when
         self._must_fail: list[tuple[Worker, Fault]] = []
 
     def add(self, text: str) -> None:
@@ -79,15 +79,16 @@ class Verdicts:
 
     def judge_result(self, worker: Worker, work: Work, number: int) -> None:
         """Never wrong: the oracle's values, and the same bits on all ranks."""
-        if work.what != worker.job.collectives[number] and worker.ranks > 1:
+        ranks = worker.place[1]
+        if work.what != worker.job.collectives[number] and ranks > 1:
             self.add(f"wrong: {worker.name} finished a collective that no other rank submitted")
             return
         what, result = f"{worker.name} collective {number} ({work.what})", work.result()
-        oracle = expected(work.what, worker.ranks)
+        oracle = expected(work.what, ranks)
         wrong = wrong_elements(result, oracle)
         if wrong:
             self.add(f"wrong: {what}: {wrong} of {oracle.size} elements")
-        if self._results.setdefault((work.what, worker.ranks), result.tobytes()) != result.tobytes():
+        if self._results.setdefault((work.what, ranks), result.tobytes()) != result.tobytes():
             self.add(f"wrong: {what} differs in its bits")
         damage = work.damage()
         if damage:
@@ -129,9 +130,10 @@ class Verdicts:
                 self.add(f"inside {worker.name}: {worker.found}")
             if worker.nonsense and (worker.joined or "still waiting for rank" in str(worker.error)):
                 self.add(f"not refused: {worker.name}, which said {worker.nonsense}: {worker.error}")
-        for worker, by, fault in self._must_end:
-            if worker.ended_at is None or worker.ended_at > by:
-                self.add(f"late: {worker.name} ended at {worker.ended_at} instead of {by:.3f} after {fault}")
+        for worker, generation, by, fault in self._must_end:
+            ended_at = worker.ends[generation] if len(worker.ends) > generation else None
+            if ended_at is None or ended_at > by:
+                self.add(f"late: {worker.name} ended at {ended_at} instead of {by:.3f} after {fault}")
         for worker, fault in self._must_fail:
             if not worker.alive and not worker.killed and worker.error is None:
                 self.add(f"unnoticed: {worker.name} did all its work after {fault}")
@@ -147,7 +149,7 @@ class Verdicts:
         if not reasons.plausible(worker.error, self._causes):
             return False
         if isinstance(worker.error, CollectiveTimeoutError) and NOTICED_LATE in worker.error.reason:
-            named = [each for each in self._cluster.workers if each.culprit == worker.error.culprit]
+            named = [each for each in self._cluster.workers if each.culprit in worker.error.culprit]
             return any(each.was_stalled for each in named)  # and nobody else: it says this of itself
         if isinstance(worker.error, CollectiveTimeoutError) and (
             reasons.TIME in self._causes or MOVES_ON in worker.error.reason
@@ -156,7 +158,8 @@ class Verdicts:
         if isinstance(worker.error, AbortedError):
             if " as number " in worker.error.reason:  # a false number looks like a skipped collective: two are named
                 named = set(re.findall(r"\d+", worker.error.culprit))
-                return any(named.intersection(re.findall(r"^rank (\d+)", culprit)) for culprit in culprits)
+                blamed = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
+                return bool(worker.job.smallest or named & blamed)
             misled = bool(worker.misled) and str(worker.error).startswith(worker.misled)
             return misled or any(culprit in worker.error.culprit for culprit in culprits)
         if isinstance(worker.error, TransportError):
@@ -187,12 +190,12 @@ class Verdicts:
         slow_s = SLOW_S if any(each.kind in SLOW for each in self._cluster.plan.faults) else 0.0
         own_s = fault.number if fault.kind in STALLS and fault not in self._cluster.plan.faults else 0.0
         by = noticed_at + NOTICE_S + self._lost_s(STALLS) + own_s + slow_s
-        self._must_end += [(worker, by, fault) for worker in workers]
+        self._must_end += [(worker, len(worker.ends), by, fault) for worker in workers]
 
     def expect_failure(self, workers: Sequence[Worker], fault: Fault) -> None:
         """These workers must end with an error, if nothing but `fault` makes any end."""
         if self._cluster.causes - reasons.BY_ITSELF == {fault.kind}:
-            self._must_fail += [(worker, fault) for worker in workers]
+            self._must_fail += [(worker, fault) for worker in workers if not worker.job.smallest]
 
     def stuck(self) -> None:
         """Never stuck: everybody came to an end."""

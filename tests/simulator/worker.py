@@ -1,27 +1,30 @@
-"""A rank as a process: joins every shard as `runtime.rendezvous` does, runs its collectives, leaves.
+"""A rank as a process: joins, runs its collectives, forms its job anew after a fault if that is elastic, leaves.
 
-The program of a communicator without its threads: what blocks there is a state here.
+The program of a communicator without its threads: what blocks there is a state here. The machines are the product's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import OmniReduceError, RefusedError, TransportError
-from omnireduce.protocol.effects import End
+from omnireduce.errors import OmniReduceError
+from omnireduce.protocol.effects import End, Tell, error_of
+from omnireduce.protocol.gathering import worker_name
+from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, JoiningEffect
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.engine import GOODBYE_S, error_of
-from omnireduce.runtime.rendezvous import RETRY_S, _who_is_missing, read_answer
-from omnireduce.transport.base import Link
+from omnireduce.runtime.engine import GOODBYE_S
+from omnireduce.runtime.rendezvous import feed
+from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Welcome, encode_control
+from omnireduce.wire import PROTOCOL_VERSION, Hello, Seat, encode_control
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan
@@ -34,6 +37,7 @@ class Cluster(Protocol):
 
     world: World
     protocol: ProtocolPlan
+    secret: Secret | None
 
     workers: list[Worker]
 
@@ -45,6 +49,9 @@ class Cluster(Protocol):
 
     def ended(self, worker: Worker) -> None:
         """The worker's machine has come to its end; `error` is set."""
+
+    def reforms(self, worker: Worker) -> None:
+        """The worker leaves a generation of its job to form the next one."""
 
     def gone(self, worker: Worker) -> None:
         """The worker has come to its end."""
@@ -62,6 +69,7 @@ class Worker(Process):
         self.ranks = job.ranks  # what this rank believes the world size, the settings, the list of shards to be
         self.protocol = cluster.protocol
         self.shard_order = list(range(self.protocol.shards))
+        self.secret = cluster.secret
         self.nonsense: dict[str, Any] = {}  # what it says in its hello that nobody may
         self.links: list[SimLink] = []
         self.driver: Driver | None = None
@@ -71,12 +79,15 @@ class Worker(Process):
         self.joined = False
         self.found = ""  # what was wrong inside
         self.killed = False
+        self.reforms_left = job.attempts if job.smallest else 0
         self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
         self.completed = 0  # collectives
+        self.ends: list[float] = []  # when each generation that it was in ended
+        self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
         self._machine: WorkerMachine
-        self._welcomes: set[SimLink] = set()
-        self._missing: dict[Link, Pending] = {}
-        self._join_by = 0.0
+        self._joining: Joining
+        self._seat: Seat | None = None
+        self._place_given: Joined | None = None
         self._close_by: float | None = None
         self._under_way: dict[int, Work] = {}
         self._pool = Pool()
@@ -88,7 +99,8 @@ class Worker(Process):
     @property
     def culprit(self) -> str:
         """What an error that blames this worker contains."""
-        return f"rank {self.rank} (host host{self.rank}, pid {self.pid})"
+        name = worker_name(self.place[0], f"host{self.rank}", self.pid)
+        return name.partition(" (")[2] if self.job.smallest else name  # ranks change when a job is formed anew
 
     @property
     def done(self) -> bool:
@@ -102,7 +114,8 @@ class Worker(Process):
     @property
     def peers(self) -> list[Worker]:
         """All workers of the same job that run now."""
-        return [worker for worker in self.cluster.workers if worker.job.name == self.job.name and worker.running]
+        mine = self.job.name, self.job.launch
+        return [each for each in self.cluster.workers if (each.job.name, each.job.launch) == mine and each.running]
 
     @property
     def patience_s(self) -> float:
@@ -116,8 +129,7 @@ class Worker(Process):
         return min(self.world.now(), self._stalled_until) - limit
 
     def start(self) -> None:
-        self._join_by = self.now() + self.protocol.join_timeout_s
-        self.wake()
+        self._join()
 
     @property
     def running(self) -> bool:
@@ -127,52 +139,75 @@ class Worker(Process):
     def turn(self) -> None:
         try:
             if self.driver is None:
-                self._join()
+                self._visit()
             if self.driver is not None:
                 self._run(self.driver)
         except OmniReduceError as error:
             self._end(error)
-        if len(self.links) == len(self.shard_order) and any(link.readable and not link.over for link in self.links):
+        if any(link.readable and not link.over for link in self.links):
             self.wake()
 
     # joining
 
     def _join(self) -> None:
-        """Connect to all shards, one after the other, and say hello to each at once; then wait for all."""
-        self.wake_at(self._join_by)
-        while len(self.links) < len(self.shard_order):
-            shard = self.shard_order[len(self.links)]
-            link = self.cluster.connect(self, shard)
-            if link is None:
-                if self.now() >= self._join_by:
-                    raise TransportError(f"cannot reach aggregator shard{shard}:7400")
-                self.wake_at(self.now() + RETRY_S)
-                return
-            self.links.append(link)
-            link.send_control(encode_control(self._hello(len(self.links) - 1)))
-        for link in self.links:
-            for event in link.poll():
-                answer = read_answer(link, event)
-                if isinstance(answer, Welcome):
-                    self._welcomes.add(link)
-                elif isinstance(answer, Pending):
-                    self._missing[link] = answer
-        if len(self._welcomes) == len(self.links):
-            self._start()
-        elif self.now() >= self._join_by:
-            waiting: set[Link] = {link for link in self.links if link not in self._welcomes}
-            raise RefusedError(_who_is_missing(waiting, self._missing, self.job.name, self.protocol.join_timeout_s))
-
-    def _hello(self, shard: int) -> Hello:
-        protocol = self.protocol
+        """Begin to join, or to form the job anew."""
+        protocol, seat = self.protocol, self._seat
         hello = Hello(
-            PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, shard, protocol.shards,
+            PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, 0, protocol.shards,
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
             protocol.timeout_s, whole_bytes=protocol.whole_bytes, tcp_message_bytes=protocol.message_bytes,
+            smallest=self.job.smallest, settle_s=self.job.settle_s, launch=self.job.launch,
         )  # fmt: skip
-        return msgspec.structs.replace(hello, **self.nonsense)
+        if seat is not None:
+            hello = replace(hello, survived=seat.formation, ticket=seat.ticket)
+        addresses = [f"shard{shard}:7400" for shard in self.shard_order]
+        self._joining = Joining(hello, addresses, self.secret, protocol.join_timeout_s)
+        self._perform(self._joining.start(self.now()))
+        self.wake()
 
-    def _start(self) -> None:
+    def _visit(self) -> None:
+        """Hear what the shards say, and what time it is."""
+        for shard, link in enumerate(self.links):
+            for event in link.poll() if link in self.links else ():
+                if link in self.links:  # until an earlier event ended the attempt
+                    self._perform(feed(self._joining, shard, link.peer, event, self.now()))
+        self._perform(self._joining.timer(self.now()))
+        if self._place_given is not None:
+            self._start(self._place_given)
+        elif self._joining.deadline is not None:
+            self.wake_at(self._joining.deadline + 1e-6)
+
+    def _perform(self, effects: Iterator[JoiningEffect]) -> None:
+        outcomes = deque([effects])
+        while outcomes:
+            for effect in outcomes.popleft():
+                if isinstance(effect, Failed):
+                    raise effect.error
+                if isinstance(effect, Connect):
+                    outcomes.append(self._connect(effect.shard))
+                elif isinstance(effect, Tell):
+                    told = effect.message
+                    told = replace(told, **self.nonsense) if isinstance(told, Hello) else told
+                    self.links[effect.peer].send_control(encode_control(told))
+                elif isinstance(effect, HangUp):
+                    self._hang_up()
+                elif isinstance(effect, Joined):
+                    self._place_given = effect
+
+    def _connect(self, shard: int) -> Iterator[JoiningEffect]:
+        link = self.cluster.connect(self, self.shard_order[shard])
+        if link is None:
+            return self._joining.unreachable(shard, "nobody listens", self.now())
+        self.links.append(link)
+        nonce = self._random.randbytes(NONCE_BYTES)
+        return self._joining.connected(shard, nonce, self.now())
+
+    def _hang_up(self) -> None:
+        for link in self.links:
+            link.close()
+        self.links, self._place_given = [], None
+
+    def _start(self, joined: Joined) -> None:
         protocol = self.protocol
         shape = protocol.slots, protocol.slot_bytes
         for link in self.links:
@@ -180,11 +215,12 @@ class Worker(Process):
                 link.map_slots()
             else:
                 link.attach(private_slots(*shape), private_slots(*shape))
+        self.place, self._seat, self._whole_bytes = (joined.rank, joined.size), joined.seat, joined.whole_bytes
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in self.links],
             [link.peer for link in self.links],
-            self.culprit,
-            rank=self.rank,
+            worker_name(joined.rank, f"host{self.rank}", self.pid),
+            rank=joined.rank,
             scan_span=protocol.scan_span,
             timeout_s=protocol.timeout_s,
             message_bytes=[
@@ -193,7 +229,10 @@ class Worker(Process):
         )
         self.driver = Driver(self._machine, self.links, self.now, on_finish=self._finished, on_end=self._on_end)
         self.joined = True
-        self.log("joined")
+        self._submitted = self.completed = 0  # each generation does all of the work
+        self._think_until = 0.0
+        self._close_by = None
+        self.log(f"joined as rank {joined.rank} of {joined.size}")
 
     # running
 
@@ -223,9 +262,9 @@ class Worker(Process):
             self._submitted += 1
             descriptor, protocol = what.descriptor(), self.protocol
             layout = descriptor.layout.dealt(
-                protocol.shards, protocol.stripe_blocks, protocol.whole_bytes, descriptor.block_bytes
+                protocol.shards, protocol.stripe_blocks, self._whole_bytes, descriptor.block_bytes
             )
-            work = Work(what, self.rank, self.ranks, layout, self._pool)
+            work = Work(what, *self.place, layout, self._pool)
             number = self._machine.submit(descriptor, work.operand, now)
             self._under_way[number] = work
             self._think_until = now + self._random.uniform(0, self.job.think_s)
@@ -245,6 +284,7 @@ class Worker(Process):
 
     def _on_end(self, end: End) -> None:
         self._close_by = self.now() + GOODBYE_S
+        self.ends.append(self.world.now())
         self.error = error_of(end.cause) if end.cause is not None else None
         self.cluster.ended(self)
         self.log(f"ends: {self.error or 'done'}")
@@ -255,9 +295,22 @@ class Worker(Process):
         said = self._machine.said_goodbye if self.error is None else not any(link.wants_write for link in self.links)
         if said or all(link.over for link in self.links) or self.now() >= self._close_by:
             self.clean = self.error is None and self._machine.said_goodbye
-            self._end(self.error)
+            if self.error is not None and self.reforms_left:
+                self._reform()
+            else:
+                self._end(self.error)
         else:
             self.wake_at(self._close_by)
+
+    def _reform(self) -> None:
+        """Form the job anew with all who do the same."""
+        self.reforms_left -= 1
+        self.log(f"forms the job anew: {self.error}")
+        self.driver, self.error = None, None
+        self._under_way.clear()
+        self._hang_up()
+        self.cluster.reforms(self)
+        self._join()
 
     def _end(self, error: OmniReduceError | None) -> None:
         self.error = error
@@ -276,6 +329,7 @@ class Worker(Process):
     def _depart(self) -> None:
         self.alive = False
         self.ended_at = self.world.now()
+        self.ends.append(self.ended_at)
         for link in self.links:
             link.close()
         self.cluster.gone(self)

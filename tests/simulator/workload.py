@@ -36,6 +36,7 @@ class Collective:
     seed: int
     root: int = -1  # the only rank that contributes, -1 for all
     awkward: float = 0.0  # the share of blocks with NaN, infinities, subnormals or the limits of integers
+    launch: int = 0  # launches bring other data to what looks the same
 
     def descriptor(self) -> Descriptor:
         kind: Any = self.kind
@@ -72,7 +73,7 @@ def _contribution(what: Collective, rank: int, ranks: int) -> Array:
     dtype = ELEMENT_TYPES[what.dtype].dtype
     if what.root not in (-1, rank):
         return np.zeros(what.elements, dtype)
-    rng = np.random.default_rng([what.seed, rank])
+    rng = np.random.default_rng([what.seed, rank, *[what.launch] * (what.launch > 0)])
     data = sparse_tensor(rng, what.dtype, what.elements, what.block_size, what.density, what.awkward)
     if what.kind == "allgather":  # a rank brings its own part
         parts = np.array_split(np.arange(what.elements), ranks)
