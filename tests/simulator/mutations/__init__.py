@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import aggregator, kernels, membership, runtime, worker
+from . import aggregator, joining, kernels, membership, runtime, worker
 from .base import Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Mutation"]
@@ -12,5 +12,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *kernels.MUTATIONS,
     *membership.MUTATIONS,
     *runtime.MUTATIONS,
+    *joining.MUTATIONS,
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

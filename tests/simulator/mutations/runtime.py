@@ -1,4 +1,4 @@
-"""Bugs of the links, the driver, the shard's server and the reading of its answers."""
+"""Bugs of the links, the driver and the shard's server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ _LINK = "omnireduce.transport.base"
 _DRIVER = "omnireduce.runtime.driver"
 _SERVER = "omnireduce.runtime.server"
 _JOB = "omnireduce.runtime.job"
-_RENDEZVOUS = "omnireduce.runtime.rendezvous"
 
 MUTATIONS = (
     Mutation(
@@ -132,13 +131,5 @@ MUTATIONS = (
         "            self._drain(now >= self._drain_deadline)\n",
         "            self._drain(False)\n",
         within=4000,
-    ),
-    Mutation(
-        "bad news while joining is nonsense",
-        _RENDEZVOUS,
-        "a rank that still joins does not learn who failed",
-        "    if isinstance(message, Aborted):\n        raise error_of(message.cause)\n",
-        "",
-        within=2000,
     ),
 )

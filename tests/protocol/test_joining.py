@@ -1,0 +1,334 @@
+"""How a worker joins: cases by name, and any events in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
+from omnireduce.protocol.effects import Tell
+from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, Notice
+from omnireduce.secret import Secret
+from omnireduce.wire import (
+    PROTOCOL_VERSION,
+    Aborted,
+    Cause,
+    Challenge,
+    ControlMessage,
+    Goodbye,
+    Greeting,
+    Hello,
+    Newcomers,
+    Pending,
+    Proof,
+    Refused,
+    Seat,
+    Waiting,
+    Welcome,
+)
+
+LIMIT_S = 30.0
+SECRET = Secret(b"0123456789abcdef")
+NONCE, THEIRS = b"w" * 32, b"a" * 32
+HELLO = Hello(PROTOCOL_VERSION, "job", 1, 2, 0, 2, 3, 65536, "host", 7, 64)
+ELASTIC = replace(HELLO, world_size=3, smallest=1, settle_s=1.0)
+SURVIVOR = replace(ELASTIC, survived=4, ticket=b"t" * 32)
+SEAT = Seat(0, 2, 9, b"n" * 32)
+
+
+def machine(hello: Hello = HELLO, secret: Secret | None = None, shards: int = 2) -> Joining:
+    return Joining(hello, [f"a:{n}" for n in range(shards)], secret, LIMIT_S, "tcp")
+
+
+def begun(hello: Hello = HELLO, secret: Secret | None = None, shards: int = 2) -> Joining:
+    joining = machine(hello, secret, shards)
+    assert list(joining.start(0.0)) == [Connect(0, LIMIT_S)]
+    return joining
+
+
+def told(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0.0) -> list[Any]:
+    return [effect for message in messages for effect in joining.told(shard, message, now)]
+
+
+def failure(effects: Iterable[object]) -> OmniReduceError:
+    hang_up, failed = effects
+    assert hang_up == HangUp()
+    assert isinstance(failed, Failed)
+    return failed.error
+
+
+def hello_in(effect: object) -> Hello:
+    assert isinstance(effect, Tell)
+    assert isinstance(effect.message, Hello)
+    return effect.message
+
+
+def test_all_aggregators_in_turn_then_all_welcomes() -> None:
+    joining = begun()
+    first, connect = joining.connected(0, NONCE, 1.0)
+    assert (hello_in(first), connect) == (HELLO, Connect(1, LIMIT_S))
+    (second,) = joining.connected(1, NONCE, 2.0)
+    assert hello_in(second) == replace(HELLO, shard=1)
+    assert told(joining, 1, Pending([0], 1), Welcome(5, whole_bytes=8)) == []
+    (joined,) = told(joining, 0, Welcome(6, whole_bytes=8))
+    assert isinstance(joined, Joined)
+    assert (joined.rank, joined.size, joined.generation, joined.whole_bytes) == (1, 2, 6, 8)
+    assert joining.deadline is None
+
+
+def test_the_secret_is_proved_before_the_hello() -> None:
+    joining = begun(secret=SECRET, shards=1)
+    assert list(joining.connected(0, NONCE, 0.0)) == [Tell(0, Greeting(PROTOCOL_VERSION, NONCE))]
+    assert told(joining, 0, Challenge(THEIRS)) == [Tell(0, Proof(SECRET.proof("worker", NONCE, THEIRS)))]
+    (hello,) = told(joining, 0, Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    assert hello_in(hello) == HELLO
+
+
+def test_who_does_not_prove_itself_gets_no_hello() -> None:
+    for answers in ([Welcome(1)], [Challenge(THEIRS), Proof(bytes(32))], [Pending([1], 1)]):
+        joining = begun(secret=SECRET, shards=1)
+        list(joining.connected(0, NONCE, 0.0))
+        effects = told(joining, 0, *answers)
+        assert not any(isinstance(each, Tell) and isinstance(each.message, Hello) for each in effects)
+        assert isinstance(failure(effects[-2:]), TransportError)
+
+
+def test_an_aggregator_that_is_not_up_yet_is_tried_again() -> None:
+    """The same goes for a name that nobody knows yet."""
+    joining = begun(shards=1)
+    for now in (0.0, 0.1, 0.2):
+        assert list(joining.unreachable(0, "Name or service not known", now)) == []
+        assert joining.deadline == pytest.approx(now + 0.1)
+        assert list(joining.timer(now + 0.1)) == [Connect(0, LIMIT_S)]
+    list(joining.unreachable(0, "Name or service not known", 2.0))
+    notice, again = joining.timer(2.1)
+    assert notice == Notice("waiting_for_aggregator", "waiting for aggregator a:0: Name or service not known", 0)
+    assert again == Connect(0, LIMIT_S)
+    list(joining.unreachable(0, "Name or service not known", LIMIT_S))
+    error = failure(joining.timer(LIMIT_S))
+    assert "cannot reach aggregator a:0 by tcp: Name or service not known; is `python -m aggregator`" in str(error)
+
+
+def test_who_is_missing_is_said_once_and_in_the_end() -> None:
+    joining = begun(shards=1)
+    list(joining.connected(0, NONCE, 0.0))
+    told(joining, 0, Pending([0], 1, "rank 0 was refused"))
+    (notice,) = joining.timer(2.0)
+    assert notice.text == "waiting for rank 0 of job 'job' at aggregator a:0 (rank 0 was refused)"
+    assert joining.deadline == LIMIT_S
+    error = failure(joining.timer(LIMIT_S))
+    assert isinstance(error, RefusedError)
+    assert "after cluster.join_timeout_s = 30; were all workers started, with the same world size" in str(error)
+
+
+def test_a_failure_behind_the_last_welcome_ends_it_all_the_same() -> None:
+    joining = begun(shards=1)
+    list(joining.connected(0, NONCE, 0.0))
+    (joined, *rest) = told(joining, 0, Welcome(1), Newcomers(3), Aborted(Cause("rank 0", "died")))
+    assert isinstance(joined, Joined)
+    assert joining.newcomers == 3
+    error = failure(rest)
+    assert isinstance(error, AbortedError)
+    assert error.culprit == "rank 0"
+
+
+@pytest.mark.parametrize("message", [Goodbye(), Greeting(1, NONCE), Welcome(2)])
+def test_what_is_no_answer_to_a_hello(message: ControlMessage) -> None:
+    joining = begun(shards=2)
+    list(joining.connected(0, NONCE, 0.0))
+    error = failure(told(joining, 0, Welcome(1), message))
+    assert f"aggregator a:0 answered the hello with {type(message).__name__}" in str(error)
+
+
+def test_aggregators_that_disagree_about_whole_tensors() -> None:
+    joining = begun()
+    list(joining.connected(0, NONCE, 0.0))
+    list(joining.connected(1, NONCE, 0.0))
+    told(joining, 0, Welcome(1, whole_bytes=8))
+    assert "disagree about which tensors stay whole: up to 8, 0 bytes" in str(failure(told(joining, 1, Welcome(1))))
+
+
+# elastic jobs
+
+
+def seated(hello: Hello = SURVIVOR, secret: Secret | None = None) -> Joining:
+    """It has its seat since 10.0, and connects to the second aggregator."""
+    joining = begun(hello)
+    (said,) = joining.connected(0, NONCE, 0.0)
+    assert hello_in(said) == hello
+    (connect,) = told(joining, 0, Welcome(3, seat=SEAT), now=10.0)
+    assert connect == Connect(1, 15.0)
+    return joining
+
+
+def test_a_seat_is_taken_to_the_other_aggregators() -> None:
+    joining = seated()
+    (said,) = joining.connected(1, NONCE, 10.0)
+    assert hello_in(said) == replace(
+        SURVIVOR, shard=1, rank=0, world_size=2, formation=9, smallest=0, settle_s=0.0, survived=0, ticket=b""
+    )
+    (joined,) = told(joining, 1, Welcome(8))
+    assert (joined.rank, joined.size, joined.generation, joined.seat) == (0, 2, 3, SEAT)
+
+
+@pytest.mark.parametrize("seat", [None, Seat(2, 2, 9, b""), Seat(0, 4, 9, b"")])
+def test_a_seat_that_cannot_be(seat: Seat | None) -> None:
+    joining = begun(ELASTIC)
+    list(joining.connected(0, NONCE, 0.0))
+    effects = told(joining, 0, Welcome(3, seat=seat))
+    assert effects[0] == HangUp()
+
+
+def test_who_has_a_seat_and_does_not_come_along_tries_again_with_its_new_ticket() -> None:
+    joining = seated()
+    list(joining.connected(1, NONCE, 10.0))
+    hang_up, notice = joining.timer(15.0)
+    assert hang_up == HangUp()
+    assert "an answer of aggregator a:1 after 5 s, which a worker has from the first aggregator" in notice.text
+    assert joining.deadline == pytest.approx(15.1)
+    assert list(joining.timer(15.1)) == [Connect(0, LIMIT_S)]
+    (said,) = joining.connected(0, NONCE, 15.1)
+    assert hello_in(said) == replace(SURVIVOR, survived=9, ticket=SEAT.ticket)
+
+
+def test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped() -> None:
+    """It has time left to join, so a proof that is late is not final."""
+    joining = begun(SURVIVOR, SECRET)
+    list(joining.connected(0, NONCE, 0.0))
+    told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    told(joining, 0, Welcome(3, seat=SEAT), now=1.0)
+    list(joining.connected(1, NONCE, 1.0))  # and then nothing comes
+    hang_up, notice = joining.timer(6.0)
+    assert hang_up == HangUp()
+    assert "no proof of the secret came from aggregator a:1 within 5 s" in notice.text
+    assert list(joining.timer(6.1)) == [Connect(0, LIMIT_S)]
+
+
+@pytest.mark.parametrize(
+    ("hello", "error", "goes_on"),
+    [
+        (SURVIVOR, RefusedError("full", temporary=True), True),
+        (SURVIVOR, RefusedError("no"), False),
+        (SURVIVOR, TransportError("lost"), True),
+        (SURVIVOR, AbortedError("rank 1", "died"), True),
+        (ELASTIC, TransportError("lost"), False),  # most likely a wrong address
+        (ELASTIC, AbortedError("rank 1", "died"), True),
+        (HELLO, RefusedError("full", temporary=True), False),
+    ],
+)
+def test_what_is_final(hello: Hello, error: OmniReduceError, goes_on: bool) -> None:
+    joining = begun(hello)
+    list(joining.connected(0, NONCE, 0.0))
+    effects = list(joining.failed(error, 1.0))
+    assert effects == [HangUp(), Notice("joining_again", f"joining once more: {error}") if goes_on else Failed(error)]
+    assert (joining.deadline is not None) == goes_on
+
+
+def test_a_newcomer_with_a_seat_knows_that_the_addresses_are_right() -> None:
+    joining = seated(ELASTIC)
+    assert list(joining.lost(0, "connection closed", 11.0))[1:] != []
+    assert joining.deadline == pytest.approx(11.1)
+
+
+def test_pauses_grow_and_end_with_the_time_to_join() -> None:
+    joining, now, pauses = begun(SURVIVOR), 0.0, []
+    while joining.deadline is not None:
+        effects = list(joining.failed(RefusedError("full", temporary=True), now))
+        if joining.deadline is not None:
+            pauses.append(round(joining.deadline - now, 3))
+            now = joining.deadline
+            list(joining.timer(now))
+    assert pauses[:6] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+    assert now < LIMIT_S
+    assert effects[-1] == Failed(effects[-1].error)
+
+
+MESSAGES: list[ControlMessage] = [
+    Challenge(THEIRS),
+    Proof(SECRET.proof("aggregator", NONCE, THEIRS)),
+    Proof(bytes(32)),
+    Pending([0], 1),
+    Welcome(1),
+    Welcome(2, seat=SEAT),
+    Newcomers(1),
+    Waiting("x", "rank 1", 1.0),
+    Refused("no"),
+    Refused("later", temporary=True),
+    Aborted(Cause("rank 0", "died")),
+    Goodbye(),
+]
+
+
+class Life:
+    """A worker and what its driver knows: how many connections there are, which one is wanted, what came of it all."""
+
+    def __init__(self, joining: Joining) -> None:
+        self.joining, self.now = joining, 0.0
+        self.links, self.wanted = 0, -1
+        self.outcome: Joined | Failed | None = None
+        self.perform(joining.start(0.0))
+
+    def perform(self, effects: Iterable[object]) -> None:
+        for effect in effects:
+            assert not isinstance(self.outcome, Failed)
+            if isinstance(effect, Connect):
+                assert effect.shard == self.links
+                self.wanted = effect.shard
+            elif isinstance(effect, Tell):
+                assert effect.peer < self.links
+            elif isinstance(effect, HangUp):
+                self.links, self.wanted, self.outcome = 0, -1, None
+            elif isinstance(effect, Joined | Failed):
+                self.outcome = effect
+
+    def step(self, what: str, shard: int, message: ControlMessage, seconds: float) -> None:
+        if what in ("connect", "no") and self.wanted == self.links:
+            if what == "connect":
+                self.links += 1
+                self.perform(self.joining.connected(self.wanted, NONCE, self.now))
+            else:
+                shard, self.wanted = self.wanted, -1
+                self.perform(self.joining.unreachable(shard, "down", self.now))
+        elif what in ("told", "lost") and self.links:
+            shard %= self.links
+            self.perform(
+                self.joining.told(shard, message, self.now)
+                if what == "told"
+                else self.joining.lost(shard, "connection closed", self.now)
+            )
+        else:
+            self.now += seconds
+            self.perform(self.joining.timer(self.now))
+
+
+STEPS = st.tuples(
+    st.sampled_from(["told", "told", "told", "connect", "connect", "time", "lost", "no"]),
+    st.integers(0, 1),
+    st.sampled_from(MESSAGES),
+    st.sampled_from([0.05, 0.5, 3.0, 31.0]),
+)
+
+
+@settings(max_examples=300)
+@given(
+    hello=st.sampled_from([HELLO, ELASTIC, SURVIVOR]),
+    secret=st.sampled_from([None, SECRET]),
+    steps=st.lists(STEPS, max_size=60),
+)
+def test_any_events_in_any_order(hello: Hello, secret: Secret | None, steps: list[tuple[Any, ...]]) -> None:
+    """It never raises, tells only whom it is connected to, and comes to one end in time."""
+    life = Life(machine(hello, secret))
+    for step in steps:
+        if not isinstance(life.outcome, Failed):
+            life.step(*step)
+    for _ in range(3):  # a pause, and an attempt, may come first
+        if life.outcome is None:
+            assert life.joining.deadline is not None
+            life.step("time", 0, Goodbye(), 2 * LIMIT_S)
+    assert life.outcome is not None
+    assert life.joining.deadline is None

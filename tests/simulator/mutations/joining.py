@@ -1,0 +1,92 @@
+"""Bugs of the way into a job, on the worker's side and at the shard's gate."""
+
+from __future__ import annotations
+
+from .base import Mutation
+
+_JOINING = "omnireduce.protocol.joining"
+_HANDSHAKE = "omnireduce.protocol.handshake"
+
+MUTATIONS = (
+    Mutation(
+        "bad news while joining is nonsense",
+        _JOINING,
+        "a rank that still joins does not learn who failed",
+        "        elif isinstance(message, Aborted):\n"
+        "            yield from self.failed(error_of(message.cause), now)\n",
+        "",
+        within=2000,
+    ),
+    Mutation(
+        "bad news behind the last welcome is lost",
+        _JOINING,
+        "a rank believes in a job that is over",
+        "            return  # of an attempt that has ended\n        visit, address",
+        "            return  # of an attempt that has ended\n        if self._has_joined:\n            return\n"
+        "        visit, address",
+        within=6000,
+    ),
+    Mutation(
+        "an aggregator that is down is not tried again",
+        _JOINING,
+        "a worker waits until its time is over for one that is up again",
+        "        self._again_at = min(now + RETRY_S, self._by)\n",
+        "        self._again_at = self._by\n",
+        within=2000,
+    ),
+    Mutation(
+        "joining has no end",
+        _JOINING,
+        "a worker whose peers never come waits for ever",
+        "        elif now >= self._by:\n",
+        "        elif now >= self._by + 1e9:\n",
+    ),
+    Mutation(
+        "every failure is final",
+        _JOINING,
+        "an elastic worker gives up when an attempt fails",
+        "        if self._is_final(error) or now + self._pause_s >= self._join_by:\n",
+        "        if True:\n",
+        within=4000,
+    ),
+    Mutation(
+        "no failure is final",
+        _JOINING,
+        "a worker that is refused for good asks again and again",
+        "        if not self._is_elastic or (isinstance(error, RefusedError) and not error.temporary):\n",
+        "        if False:\n",
+        within=2000,
+    ),
+    Mutation(
+        "connections of a failed attempt stay",
+        _JOINING,
+        "a worker is in its own way at the next attempt",
+        "        yield HangUp()\n        self._visits.clear()\n",
+        "        self._visits.clear()\n",
+        within=4000,
+    ),
+    Mutation(
+        "the seat is forgotten",
+        _JOINING,
+        "workers go to the other shards with the ranks that they were launched with",
+        "                hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,\n",
+        "                hello, formation=seat.formation,\n",
+        within=2000,
+    ),
+    Mutation(
+        "the gate is open",
+        _HANDSHAKE,
+        "who knows no secret joins",
+        "        if not self._open:\n            raise ProtocolError(",
+        "        if False:\n            raise ProtocolError(",
+        within=2000,
+    ),
+    Mutation(
+        "any proof is right",
+        _HANDSHAKE,
+        "who knows another secret joins",
+        '            if not self._secret.proves(message.proof, "worker", self._theirs, self._nonce):\n',
+        "            if not message.proof:\n",
+        within=2000,
+    ),
+)
