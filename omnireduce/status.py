@@ -62,6 +62,10 @@ class Late(msgspec.Struct, frozen=True):
     seconds: _Seconds
 
 
+JobKey = tuple[str, int, str]  # name, generation and launch: jobs of several launches may gather under one name
+FIRST_KEY: JobKey = ("", 0, "")
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One job. `generation` is 0 while it still gathers its ranks; then `missing` names some of those not here.
 
@@ -71,6 +75,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     generation: _Count
+    launch: str = ""
     world_size: _Count
     joined: _Count
     age_s: _Seconds
@@ -85,16 +90,16 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     late: list[Late] = []
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> JobKey:
         """Where it stands in the order of jobs."""
-        return self.name, self.generation
+        return self.name, self.generation, self.launch
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag=True):
     """To an aggregator, instead of a Hello: how are you? `after` is the key of the last job known already."""
 
     version: int
-    after: tuple[str, int] = ("", 0)
+    after: JobKey = FIRST_KEY
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -183,6 +183,7 @@ class Gathering:
         return JobStatus(
             name=self.spec.job,
             generation=0,
+            launch=self.spec.launch,
             world_size=self.spec.world_size,
             joined=len(self.members),
             missing=self.missing(),

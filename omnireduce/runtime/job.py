@@ -21,7 +21,7 @@ from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.traced import ShardTraces
-from omnireduce.status import LISTED, JobStatus, Traffic, Waiting
+from omnireduce.status import LISTED, JobKey, JobStatus, Traffic, Waiting
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
@@ -154,6 +154,11 @@ class Job:
         found.sent_bytes = sum(link.counters.sent_bytes for link in self.links)
         return found
 
+    @property
+    def key(self) -> JobKey:
+        """That of its status."""
+        return self.name, self.generation, self._spec.launch
+
     def status(self, now: float) -> JobStatus:
         """How the job is doing."""
         machine, spec = self.machine, self._spec
@@ -163,6 +168,7 @@ class Job:
         return JobStatus(
             name=self.name,
             generation=self.generation,
+            launch=spec.launch,
             world_size=spec.world_size,
             joined=len(present),
             age_s=now - self._since,

@@ -17,7 +17,7 @@ from omnireduce.protocol.joining import unreachable
 from omnireduce.runtime.connecting import connect_once
 from omnireduce.runtime.prove import prove, read_message
 from omnireduce.secret import Secret
-from omnireduce.status import JobStatus, Status, StatusRequest
+from omnireduce.status import FIRST_KEY, JobStatus, Status, StatusRequest
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tls import worker_context
@@ -86,7 +86,7 @@ def _say_once(address: str, reason: str) -> None:
 
 def question(link: StreamLink, deadline: float) -> Status:
     """Ask the aggregator at the other end. Raises TransportError or RefusedError."""
-    started, jobs, after = time.monotonic(), list[JobStatus](), ("", 0)
+    started, jobs, after = time.monotonic(), list[JobStatus](), FIRST_KEY
     while True:
         link.send_control(encode_control(StatusRequest(PROTOCOL_VERSION, after)))
         page = _answer(link, deadline, deadline - started)

@@ -12,7 +12,7 @@ import msgspec
 from omnireduce.protocol.effects import ABORT_KINDS, End
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
-from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
+from omnireduce.status import JobKey, JobStatus, Status, StatusRequest, Traffic
 
 PAGE_BYTES = 48 * 1024  # of jobs; a control message holds more
 
@@ -49,9 +49,7 @@ class Report:
         now, traffic = self._clock(), Traffic()
         for each in (self._ended, *(job.traffic for job in running)):
             traffic.add(each)
-        makers: dict[tuple[str, int], Callable[[], JobStatus]] = {
-            (job.name, job.generation): partial(job.status, now) for job in running
-        }
+        makers: dict[JobKey, Callable[[], JobStatus]] = {job.key: partial(job.status, now) for job in running}
         makers |= {job.key: partial(_same, job) for job in gathering}
         jobs, more = _fill(makers, request.after)
         return Status(
@@ -76,9 +74,7 @@ def _same(job: JobStatus) -> JobStatus:
     return job
 
 
-def _fill(
-    makers: Mapping[tuple[str, int], Callable[[], JobStatus]], after: tuple[str, int]
-) -> tuple[list[JobStatus], bool]:
+def _fill(makers: Mapping[JobKey, Callable[[], JobStatus]], after: JobKey) -> tuple[list[JobStatus], bool]:
     """As many jobs beyond `after` as one page holds, in the order of their keys, and whether there are more."""
     jobs: list[JobStatus] = []
     room = PAGE_BYTES

@@ -14,7 +14,7 @@ from local_cluster import MPIRUN
 
 from omnireduce.config_keys import KEYS
 from omnireduce.errors import UsageError
-from omnireduce.runtime.launcher import Launch, detect_launch, job_name
+from omnireduce.runtime.launcher import Launch, detect_launch, job_name, launch_id
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -153,3 +153,39 @@ def test_real_mpirun() -> None:
     )
     lines = sorted(done.stdout.splitlines())
     assert lines in (["0 2 0 MPICH", "1 2 1 MPICH"], ["0 2 0 Open MPI", "1 2 1 Open MPI"])
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ""),
+        (OPEN_MPI, "prterun-host-42@1"),
+        (TORCHRUN, "run"),
+        (SLURM, "77.0"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, ""),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, "node1:29500"),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, "node1:29500"),  # ranks that are given by hand
+        ({"MASTER_ADDR": "node1"}, ""),
+        (SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "77.0"),  # the step around it
+    ],
+)
+def test_what_tells_launches_apart(environ: dict[str, str], expected: str) -> None:
+    assert launch_id(environ) == expected
+
+
+@given(job=st.text(min_size=1))
+def test_every_launch_id_is_one_that_a_hello_may_say_and_different_ones_stay_different(job: str) -> None:
+    found = launch_id(TORCHRUN | {"TORCHELASTIC_RUN_ID": job})
+    assert KEYS["cluster.launch"].read(found) == found
+    assert found != launch_id(TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{job}x"})
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
+def test_real_launches_have_ids_of_their_own() -> None:
+    program = "import sys; from omnireduce.runtime.launcher import launch_id; sys.stdout.write(launch_id() + '\\n')"
+    command = [str(MPIRUN), "-n", "2", sys.executable, "-c", program]
+    launches = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    found = [launch.communicate(timeout=60)[0].split() for launch in launches]
+    assert [len(set(ids)) for ids in found] == [1, 1]
+    assert all(len(ids) == 2 for ids in found)
+    assert found[0][0] != found[1][0]

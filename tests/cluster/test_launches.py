@@ -1,0 +1,82 @@
+"""Two launches of one name at once: each sums its own tensors only."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import sys
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, Process, Ranks, configured, eventually, unique_job
+
+from omnireduce import Communicator
+from omnireduce.runtime.observe import ask
+
+PROGRAM = """
+import os, sys
+import numpy as np
+import omnireduce as omni
+launch = int(os.environ["LAUNCH"])
+with omni.connect() as comm:
+    sys.stdout.write(f"{launch} {comm.allreduce(np.full(1, 10.0**launch))[0]:g}\\n")
+"""
+ORDERS = [order for order in itertools.permutations("aabb") if order[0] == "a"]
+
+
+@pytest.mark.parametrize("order", sorted(set(ORDERS)), ids="".join)
+def test_ranks_of_two_launches_in_every_order(daemon: Daemon, order: tuple[str, ...]) -> None:
+    """Their job has the same name. The second of each launch completes it, whoever came in between."""
+    job, config = unique_job(), {each: configured(daemon.addresses, f"cluster.launch={each}") for each in "ab"}
+    address = daemon.addresses[0]
+    ranks = []
+
+    def run(launch: str, rank: int) -> float:
+        with Communicator(config[launch], rank=rank, size=2, job=job) as comm:
+            return float(comm.allreduce(np.full(1, 1.0 if launch == "a" else 10.0))[0])
+
+    for place, launch in enumerate(order):
+        rank = order[:place].count(launch)
+        ranks.append(Ranks(1, lambda _, launch=launch, rank=rank: run(launch, rank)))
+        waiting = sum(order[: place + 1].count(each) == 1 for each in "ab")
+        assert eventually(
+            lambda waiting=waiting: (
+                sum(
+                    each.joined
+                    for each in ask(address, config["a"], 5.0).jobs
+                    if each.name == job and not each.generation
+                )
+                == waiting
+            )
+        )
+    assert [each.results()[0] for each in ranks] == [2.0 if launch == "a" else 20.0 for launch in order]
+
+
+def test_torchrun_without_an_id(daemon: Daemon) -> None:
+    """What tells its launches apart is where PyTorch's ranks meet."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank, launch in itertools.product(range(2), range(2)):
+            environ = {
+                "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "none",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + launch), "LAUNCH": str(launch),
+                "OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(daemon.addresses),
+            }  # fmt: skip
+            started.append(stack.enter_context(Process(sys.executable, "-c", PROGRAM, environ=environ)))
+        assert sorted(each.line().strip() for each in started) == ["0 2", "0 2", "1 20", "1 20"]
+        assert [each.wait() for each in started] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "job", "warns"),
+    [((), None, True), ((), "named", False), (("cluster.launch=x",), None, False)],
+)
+def test_what_nothing_tells_apart_is_said(
+    daemon: Daemon, overrides: tuple[str, ...], job: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configured(daemon.addresses, "cluster.join_timeout_s=0.5", *overrides)
+    with caplog.at_level(logging.WARNING, "omnireduce"), contextlib.suppress(Exception):
+        Communicator(config, rank=0, size=2, job=job)
+    assert ("set another cluster.job for each" in caplog.text) == warns
