@@ -108,7 +108,8 @@ class Joining:
     ) -> None:
         self._hello, self._addresses, self._secret = hello, addresses, secret
         self._limit_s, self._transport = limit_s, transport
-        self._join_by = self._by = self._seated_at = 0.0  # `_by`: the end of this attempt
+        self._join_by = self._by = self._begun = self._seated_at = 0.0  # `_by`: the end of this attempt
+        self._last_error: OmniReduceError | None = None  # of the attempt before
         self._complain_at: float | None = None
         self._again_at: float | None = None  # when to connect again or, in a pause, to try again
         self._pauses = False
@@ -197,6 +198,9 @@ class Joining:
         yield HangUp()
         self._visits.clear()
         self._has_joined = False
+        if self._last_error is not None and now >= self._join_by and now < self._begun + QUIET_S:
+            error = self._last_error  # an attempt that had hardly begun tells less than the one before
+        self._last_error = error
         if self._is_final(error) or now + self._pause_s >= self._join_by:
             self._has_failed = True
             yield Failed(error)
@@ -209,7 +213,7 @@ class Joining:
     # an attempt
 
     def _attempt(self, now: float) -> Connect:
-        self._by, self._pauses, self._again_at = self._join_by, False, None
+        self._begun, self._by, self._pauses, self._again_at = now, self._join_by, False, None
         self._complain_at = now + QUIET_S
         self._shards, self._seat, self.newcomers = 1 if self._is_elastic else len(self._addresses), None, 0
         return Connect(0, self._by)

@@ -38,7 +38,7 @@ ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
 }
 TIMED_OUT: Mapping[str, tuple[str, ...]] = {"not complete after": ("freeze", "shard freeze", TIME)}
 REFUSED: Mapping[str, tuple[str, ...]] = {
-    "is already in job": ("duplicate", ANY),
+    "is already in job": ("duplicate", "foreign survivor", ANY),
     "differs from": ("world size", "misconfigured", "foreign survivor"),
     "is elastic: give every worker": ("foreign survivor",),  # who comes first, where there is no secret
     "protocol version": ("misconfigured",),
