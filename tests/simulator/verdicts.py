@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, TransportError
 
 from . import reasons
-from .plan import Fault
+from .plan import SLOWER, Fault
 from .workload import Collective, Work, expected, wrong_elements
 
 if TYPE_CHECKING:
@@ -111,14 +111,27 @@ class Verdicts:
     def judge_time_out(self, worker: Worker) -> None:
         """Who says that all moves on neither waits for a shard that stands still nor stood still at its time limit.
 
+        All does move on where many messages, each of them slow, take longer than the limit. That may end a job, too.
         One that stood still itself cannot judge others: it does not know when what it reads now came.
         """
         if isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:
+            if self._longest_s(worker) > PATIENCE_S:
+                self._cluster.causes.add(reasons.TIME)
+                self._cluster.blame(worker.job.name, worker.culprit)
             still = [shard.address for shard in self._cluster.shards if shard.stalled]
             if still:
                 self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
             if worker.overslept_s >= STOOD_STILL_S:
                 self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
+
+    def _longest_s(self, worker: Worker) -> float:
+        """How long the oldest collective of `worker` may take, if each message and each credit is waited for."""
+        what, protocol, network = worker.program[worker.completed], worker.protocol, self._cluster.plan.network
+        descriptor = what.descriptor()
+        messages = descriptor.layout.blocks / max(1, protocol.message_bytes // descriptor.block_bytes)
+        turn_s = network.latency_s * (SLOWER if network.slow else 1)
+        turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
+        return 2 * messages * (turn_s + network.delay_s)
 
     def judge_workers(self) -> None:
         """Every worker that is gone did all its work, or has a reason that a fault of this run explains."""
