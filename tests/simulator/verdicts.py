@@ -27,7 +27,7 @@ PATIENCE_S = 9.0  # shorter than any time limit: what takes less, ends nothing
 SLOW_S = 30.0  # how much longer things take with slow readers
 MOVES_ON = "though it moves on"
 NOTICED_LATE = "it noticed that"  # and says by how much
-STOOD_STILL_S = 1.0  # beyond the time limit, as every freeze does
+STOOD_STILL_S = 1.0  # beyond a time limit, as every freeze does; also what came before has arrived by then
 NOTICE_S = 5.0  # how long the news of a death may take to reach every rank, beyond what the fault itself takes
 
 
@@ -118,7 +118,8 @@ class Verdicts:
             if self._longest_s(worker) > PATIENCE_S:
                 self._cluster.causes.add(reasons.TIME)
                 self._cluster.blame(worker.job.name, worker.culprit)
-            still = [shard.address for shard in self._cluster.shards if shard.stalled]
+            quiet_s = worker.protocol.timeout_s / 2 + STOOD_STILL_S  # for less, it may well have moved on
+            still = [shard.address for shard in self._cluster.shards if shard.stalled_s > quiet_s]
             if still:
                 self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
             if worker.overslept_s >= STOOD_STILL_S:
