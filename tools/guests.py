@@ -1,7 +1,7 @@
 """Run a command in one or two small QEMU guests that have Soft-RoCE devices; no root and no KVM needed.
 
     python tools/guests.py prepare
-    python tools/guests.py run [--nodes 1|2] [--share DIR]... [--timeout S] -- COMMAND...
+    python tools/guests.py run [--nodes 1|2] [--share DIR]... [--silent S] [--timeout S] -- COMMAND...
 
 `prepare` fetches the distribution's stock kernel into a cache folder, and compiles omnireduce's kernels for a generic
 CPU. `run` boots the guests and runs COMMAND in each, in the present folder.
@@ -12,6 +12,9 @@ at 192.168.59.101 and .102, each with the RDMA device rxe0, and can log in to ea
 has rxe1 and rxe2, at the two ends of a virtual cable that a test can pull: `ip link set cable1 down`. The command finds
 GUEST_NODE, GUEST_NODES and NUMBA_CACHE_DIR, a folder that is kept, in its environment, of this machine's variables only
 PATH, CI and PYTEST_ADDOPTS. In tools/guest/ is what happens inside.
+
+A run ends when no guest has written anything for `--silent` seconds: how long it takes all in all depends on the
+machine, and says nothing about the command. `--timeout` is for a command that writes for ever.
 
 The exit status is the worst of the nodes', 124 for a node that did not finish, 2 where no guest could be started.
 """
@@ -59,9 +62,12 @@ def compile_kernels() -> None:
 class Guests:
     """The guests of one run, and `control`, the folder through which they and this process talk."""
 
-    def __init__(self, image: Image, nodes: int, shares: Sequence[Path], timeout: float, control: Path) -> None:
+    def __init__(
+        self, image: Image, nodes: int, shares: Sequence[Path], silent: float, timeout: float, control: Path
+    ) -> None:
         self.image, self.nodes, self.shares, self.control = image, nodes, shares, control
-        self.start, self.timeout = time.monotonic(), timeout
+        self.start, self.silent, self.timeout = time.monotonic(), silent, timeout
+        self.heard = self.start  # when a guest wrote something
         (control / "initramfs").write_bytes(image.modules.read_bytes() + pack_init())
         self.processes: list[subprocess.Popen[bytes]] = []
         self.readers: list[threading.Thread] = []
@@ -103,6 +109,7 @@ class Guests:
         prefix = f"[node{node}] ".encode() if self.nodes > 1 else b""
         assert process.stdout is not None
         for line in process.stdout:
+            self.heard = time.monotonic()
             sys.stdout.buffer.write(prefix + line)
             sys.stdout.buffer.flush()
 
@@ -112,15 +119,24 @@ class Guests:
             return (self.control / f"{kind}.{node}").read_text("utf-8", "replace").strip()
         return None
 
+    def over_time(self) -> bool:
+        """Whether nothing has been written for too long, or the whole takes too long. Says which."""
+        now = time.monotonic()
+        if now >= self.heard + self.silent:
+            say(f"no output for {self.silent:g} s; --silent S sets another limit")
+        elif now >= self.start + self.timeout:
+            say(f"the time limit of {self.timeout:g} s is over; --timeout S sets another")
+        else:
+            return False
+        return True
+
     def wait(self) -> int:
         """Wait until all have ended, one has died or time is over; return the worst status."""
-        while time.monotonic() < self.start + self.timeout:
+        while not self.over_time():
             ended = [node for node, process in enumerate(self.processes, 1) if process.poll() is not None]
             if len(ended) == self.nodes or any(self.left("exit", node) is None for node in ended):
                 break
             time.sleep(0.05)
-        else:
-            say(f"the time limit of {self.timeout:g} s is over; --timeout S sets another")
         self.stop()
         return max(self.report(node) for node in range(1, self.nodes + 1))
 
@@ -153,13 +169,13 @@ def write_control(control: Path, nodes: int, shares: Sequence[Path], command: Se
     output_of("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "omnireduce guests", "-f", control / "key")
 
 
-def run(command: Sequence[str], nodes: int, shares: Sequence[Path], timeout: float) -> int:
+def run(command: Sequence[str], nodes: int, shares: Sequence[Path], silent: float, timeout: float) -> int:
     image = prepare(CACHE)
     (CACHE / "numba").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="guests.") as name:
         shares = [CACHE / "numba", *shares]
         write_control(Path(name), nodes, shares, command)
-        guests = Guests(image, nodes, shares, timeout, Path(name))
+        guests = Guests(image, nodes, shares, silent, timeout, Path(name))
         try:
             guests.boot()
             return guests.wait()
@@ -181,13 +197,15 @@ def main() -> int:
     runner = actions.add_parser("run", help="boot, run a command, print its output, return its exit status")
     runner.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     runner.add_argument("--share", type=folder, action="append", default=[], help="a folder to share, writable")
-    runner.add_argument("--timeout", type=float, default=600.0, help="seconds (default: %(default)g)")
+    limits = {"--silent": (240.0, "without a line of output"), "--timeout": (3600.0, "all in all")}
+    for option, (seconds, what) in limits.items():
+        runner.add_argument(option, type=float, default=seconds, help=f"seconds {what} (default: %(default)g)")
     runner.add_argument("command", nargs="+", metavar="COMMAND")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`, which ends the guests
     try:
         if arguments.action == "run":
-            return run(arguments.command, arguments.nodes, arguments.share, arguments.timeout)
+            return run(arguments.command, arguments.nodes, arguments.share, arguments.silent, arguments.timeout)
         prepare(CACHE)
         compile_kernels()
         say(f"ready in {CACHE}")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -27,6 +28,9 @@ from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control
+
+if TYPE_CHECKING:
+    from omnireduce.transport.verbs.link import VerbsLink
 
 log = logging.getLogger("omnireduce.aggregator")
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
@@ -112,7 +116,8 @@ class Job:
         if hello.verbs is not None and isinstance(link, TcpLink):
             try:
                 endpoint, over_verbs = _by_verbs(link, hello.verbs, verbs, send_slots, receive_slots)
-                self.links[rank] = undo.enter_context(closing(over_verbs))
+                undo.callback(over_verbs.release)  # not closed: by its control connection the rank hears the reason
+                self.links[rank] = over_verbs
                 return replace(welcome, verbs=endpoint)
             except TransportError as error:
                 self.log.info(
@@ -199,12 +204,10 @@ class Job:
 
 def _by_verbs(
     control: TcpLink, offered: Endpoint, settings: Verbs | None, send_slots: Array, receive_slots: Array
-) -> tuple[Endpoint, Link]:
-    """Answer a worker's offer of RDMA. Raises TransportError."""
+) -> tuple[Endpoint, VerbsLink]:
+    """Answer a worker's offer of RDMA. Raises TransportError, and OSError when there are no descriptors left."""
     if settings is None:
         raise TransportError("the aggregator's transport.kind does not allow verbs")
-    from omnireduce.transport.verbs.connect import answer
-    from omnireduce.transport.verbs.link import VerbsLink
+    from omnireduce.transport.verbs.connect import answer  # needs pyverbs
 
-    endpoint, queue = answer(control, settings, offered, send_slots, receive_slots)
-    return endpoint, VerbsLink(control, queue, send_slots, receive_slots)
+    return answer(control, settings, offered, send_slots, receive_slots)

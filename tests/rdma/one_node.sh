@@ -3,7 +3,7 @@
 # processors, and a test that times out because another one held them says nothing about RDMA.
 set -euo pipefail
 
-run() { .venv/bin/python -m pytest -q --durations=12 -o cache_dir="$cache" "$@"; }
+run() { .venv/bin/python -m pytest -v --durations=12 -o cache_dir="$cache" "$@"; }
 
 cache=$(mktemp -d)
 run "$@" && exit

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import re
+import resource
 import select
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves, expect_round
-from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, eventually, run_job, workers
+from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, eventually, open_files, run_job, start_job, workers
 
 from omnireduce import Communicator
 from omnireduce.config import Verbs
@@ -45,6 +46,12 @@ def ip_link(interface: str, state: str) -> None:
 
 def devices() -> set[str]:
     return {port.device for port in list_ports()}
+
+
+def resources() -> list[str]:
+    """What the kernel counts on rxe0: memory regions, queue pairs and completion queues of the whole host."""
+    done = subprocess.run(["rdma", "resource", "show"], check=True, capture_output=True, text=True, timeout=WAIT_S)
+    return [line for line in done.stdout.splitlines() if "rxe0" in line]
 
 
 def queue(settings: Verbs) -> Queue:
@@ -259,6 +266,32 @@ def test_too_little_memory_may_be_locked() -> None:
     assert "65536 bytes: raise it (ulimit -l unlimited" in done.stderr
 
 
+def test_a_shard_that_has_no_descriptors_for_the_last_rank_tells_all() -> None:
+    """Wherever they run out: nobody's connection is closed without a word, and what the first rank got is given back.
+
+    Each rank takes a connection and, for RDMA, five descriptors more; the job takes two.
+    """
+    with Daemon(1, VERBS, *QUICK) as daemon:
+        [shard] = daemon.shard_pids
+        config = configured(daemon.addresses, VERBS)
+        run_job(config, 2, lambda comm: comm.barrier())
+        before, files = resources(), len(open_files(shard))
+        limit, refused = resource.prlimit(shard, resource.RLIMIT_NOFILE), 0
+        for spare in range(7, 15):
+            resource.prlimit(shard, resource.RLIMIT_NOFILE, (files + spare, limit[1]))
+            errors = [str(each) for each in start_job(config, 2, lambda comm: comm.barrier()).outcomes()]
+            unexplained = f"aggregator {daemon.addresses[0]}: connection closed"
+            assert not any(unexplained in each for each in errors), (spare, errors)
+            said = ["the aggregator has no descriptors for this job: " in each for each in errors]
+            assert said in ([False, False], [True, True]), (spare, errors)
+            refused += all(said)
+            assert eventually(lambda: len(open_files(shard)) <= files), (spare, open_files(shard))
+        assert refused >= 3
+        assert resources() == before
+        resource.prlimit(shard, resource.RLIMIT_NOFILE, limit)
+        assert run_job(config, 2, lambda comm: comm.transport) == ["verbs", "verbs"]
+
+
 def test_a_device_that_is_not_there_is_answered_with_those_that_are() -> None:
     with pytest.raises(TransportError, match=r"mlx5_0.*this host has rxe0 port 1 \(active\)"):
         choose(Verbs(device="mlx5_0"), near="")
@@ -267,12 +300,6 @@ def test_a_device_that_is_not_there_is_answered_with_those_that_are() -> None:
 
 
 def test_nothing_is_registered_or_made_for_a_collective(daemon: Daemon) -> None:
-    """Counted by the kernel: memory regions, queue pairs and completion queues of the whole host."""
-
-    def resources() -> list[str]:
-        done = subprocess.run(["rdma", "resource", "show"], check=True, capture_output=True, text=True, timeout=WAIT_S)
-        return [line for line in done.stdout.splitlines() if "rxe0" in line]
-
     def run(comm: Communicator) -> tuple[bool, str]:
         comm.allreduce(np.ones(1000, np.float32))
         before = resources()

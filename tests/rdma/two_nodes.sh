@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 DEVICE=rxe0
 PORT=/sys/class/infiniband/$DEVICE/ports/1
 WORK=$(mktemp -d)
-LIMIT=60 # seconds for one step; the slowest takes about ten, emulated
+LIMIT=240 # seconds for one step, as long as nothing may be said; the slowest takes about ten, emulated
 
 clean_up() {
     command ssh -O exit -o ControlPath="$WORK/node2" node2 2>/dev/null || true

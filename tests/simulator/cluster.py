@@ -15,7 +15,7 @@ from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.sim import SimLink, sim_pair
 
 from .faults import FROM_THE_START, handicap, strike
-from .plan import Fault, JobPlan, Plan
+from .plan import SLOWER, Fault, JobPlan, Plan
 from .shard import Shard
 from .stranger import ForeignSurvivor, Stranger
 from .verdicts import Verdicts, held_by_process, no_internal_errors
@@ -240,5 +240,5 @@ class Cluster:
 
     def _latency(self, name: str) -> Callable[[], float]:
         rng, network = self.world.random(f"latency/{name}"), self.plan.network
-        mean = network.latency_s * (20 if rng.random() < network.slow else 1)
+        mean = network.latency_s * (SLOWER if rng.random() < network.slow else 1)
         return lambda: rng.expovariate(1 / mean)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from .workload import Collective
 
+SLOWER = 20  # times as long until a slow process is scheduled
 KINDS = {  # of fault
     "crash": "a worker is killed; its host closes the connections",
     "host death": "a worker vanishes without a word; its peers notice after a while",

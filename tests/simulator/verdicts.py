@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, TransportError
 
 from . import reasons
-from .plan import Fault
+from .plan import SLOWER, Fault
 from .workload import Collective, Work, expected, wrong_elements
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ PATIENCE_S = 9.0  # shorter than any time limit: what takes less, ends nothing
 SLOW_S = 30.0  # how much longer things take with slow readers
 MOVES_ON = "though it moves on"
 NOTICED_LATE = "it noticed that"  # and says by how much
-STOOD_STILL_S = 1.0  # beyond the time limit, as every freeze does
+STOOD_STILL_S = 1.0  # beyond a time limit, as every freeze does; also what came before has arrived by then
 NOTICE_S = 5.0  # how long the news of a death may take to reach every rank, beyond what the fault itself takes
 
 
@@ -112,14 +112,28 @@ class Verdicts:
     def judge_time_out(self, worker: Worker) -> None:
         """Who says that all moves on neither waits for a shard that stands still nor stood still at its time limit.
 
+        All does move on where many messages, each of them slow, take longer than the limit. That may end a job, too.
         One that stood still itself cannot judge others: it does not know when what it reads now came.
         """
         if isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:
-            still = [shard.address for shard in self._cluster.shards if shard.stalled]
+            if self._longest_s(worker) > PATIENCE_S:
+                self._cluster.causes.add(reasons.TIME)
+                self._cluster.blame(worker.job.name, worker.culprit)
+            quiet_s = worker.protocol.timeout_s / 2 + STOOD_STILL_S  # for less, it may well have moved on
+            still = [shard.address for shard in self._cluster.shards if shard.stalled_s > quiet_s]
             if still:
                 self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
             if worker.overslept_s >= STOOD_STILL_S:
                 self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
+
+    def _longest_s(self, worker: Worker) -> float:
+        """How long the oldest collective of `worker` may take, if each message and each credit is waited for."""
+        what, protocol, network = worker.program[worker.completed], worker.protocol, self._cluster.plan.network
+        descriptor = what.descriptor()
+        messages = descriptor.layout.blocks / max(1, protocol.message_bytes // descriptor.block_bytes)
+        turn_s = network.latency_s * (SLOWER if network.slow else 1)
+        turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
+        return 2 * messages * (turn_s + network.delay_s)
 
     def judge_workers(self) -> None:
         """Every worker that is gone did all its work, or has a reason that a fault of this run explains."""

@@ -79,7 +79,7 @@ class Process:
         self.slow_turn_s = 0.0
         self._ahead_s = ahead_s
         self._due: float | None = None  # true time
-        self._stalled_until = 0.0
+        self._stalled_since = self._stalled_until = 0.0
 
     def now(self) -> float:
         """What this process' clock shows."""
@@ -105,6 +105,8 @@ class Process:
     def stall(self, seconds: float) -> None:
         """Take no turn for a while, as if stopped by a signal."""
         self.was_stalled = True
+        if not self.stalled:
+            self._stalled_since = self.world.now()
         self._stalled_until = self.world.now() + seconds
         self._due = None
         self._wake_after(seconds)
@@ -112,6 +114,11 @@ class Process:
     @property
     def stalled(self) -> bool:
         return self.world.now() < self._stalled_until
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long it has been stopped now."""
+        return self.world.now() - self._stalled_since if self.stalled else 0.0
 
     def go_on(self) -> None:
         """End a stall."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,21 @@ def test_a_lost_write_does_not_hide_the_end(pair: VerbsPair) -> None:
     assert said == Control(b"because")
     assert isinstance(lost, Lost)
     assert pair.left.over
+
+
+def test_who_releases_rdma_may_still_say_why(pair: VerbsPair) -> None:
+    """As an aggregator does that has no descriptors for the other ranks: its job does not begin."""
+    descriptor, control = pair.left.fileno(), pair.left._control
+    pair.left.release()
+    pair.left.release()
+    assert pair.left.over
+    assert not wire(pair).open
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    control.send_control(b"the reason")
+    control.flush()
+    assert pair.collect(pair.right, 1) == [Control(b"the reason")]
+    control.close()
 
 
 def test_control_messages_that_wait_are_few(pair: VerbsPair) -> None:

@@ -43,19 +43,19 @@ class Offer:
 
 def answer(
     control: TcpLink, settings: Verbs, offered: Endpoint, send_slots: Array, receive_slots: Array
-) -> tuple[Endpoint, Queue]:
-    """Aggregator side: connect to a worker's endpoint; return ours, for the Welcome, and the queue for the link.
+) -> tuple[Endpoint, VerbsLink]:
+    """Aggregator side: connect to a worker's endpoint; return ours, for the Welcome, and the link.
 
-    Raises TransportError.
+    Raises TransportError, and OSError when there are no descriptors left.
     """
     insists = _ipv4(offered.gid) != _ipv4(control.remote_host)
     queue = _queue(control, settings, send_slots, receive_slots, anywhere=insists)
     try:
         queue.connect(offered)
+        return queue.endpoint, VerbsLink(control, queue, send_slots, receive_slots)
     except BaseException:
         queue.close()
         raise
-    return queue.endpoint, queue
 
 
 def _queue(control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: Array, *, anywhere: bool) -> Queue:

@@ -240,6 +240,13 @@ class VerbsLink(Link):
             self._control.close()
             self._queue.close()
 
+    def release(self) -> None:
+        """Give back what RDMA takes. The control connection goes on: it may say why there is no RDMA after all."""
+        self._lost = self._lost or Lost("closed by this side")
+        if not self._epoll.closed:
+            self._epoll.close()
+            self._queue.close()
+
     def abandon(self) -> None:
         self._lost = Lost("left to the parent process")
         if not self._epoll.closed:

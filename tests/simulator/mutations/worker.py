@@ -109,7 +109,7 @@ MUTATIONS = (
         "a rank that was stopped says that all moves on, because of what came while it could not look",
         "late_s >= LATE * self._timeout_s and not long_wait",
         "late_s >= LATE * self._timeout_s * 1e9",
-        within=400,
+        within=20,
         fault="freeze",
     ),
     Mutation(
