@@ -237,9 +237,9 @@ def test_a_newcomer_with_a_seat_knows_that_the_addresses_are_right() -> None:
 
 def test_an_attempt_that_had_no_time_does_not_hide_why_the_others_failed() -> None:
     joining, full = begun(SURVIVOR, SECRET), RefusedError("full", temporary=True)
-    list(joining.failed(full, LIMIT_S - 0.2))
-    list(joining.timer(LIMIT_S - 0.1))
-    list(joining.connected(0, NONCE, LIMIT_S - 0.1))
+    list(joining.failed(full, LIMIT_S - 0.5))
+    list(joining.timer(LIMIT_S - 0.3))
+    list(joining.connected(0, NONCE, LIMIT_S - 0.3))
     assert failure(joining.timer(LIMIT_S)) is full
 
 
