@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from omnireduce.config import Config, parse_address, whole_bytes
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.runtime.engine import error_of
+from omnireduce.runtime.handle import error_of
 from omnireduce.runtime.prove import prove, read_message
 from omnireduce.secret import load_secret
 from omnireduce.transport.base import Event, Link

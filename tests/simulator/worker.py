@@ -16,7 +16,8 @@ from omnireduce.protocol.effects import End
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.engine import GOODBYE_S, error_of
+from omnireduce.runtime.engine import GOODBYE_S
+from omnireduce.runtime.handle import error_of
 from omnireduce.runtime.rendezvous import RETRY_S, _who_is_missing, read_answer
 from omnireduce.transport.base import Link
 from omnireduce.transport.memory import private_slots
