@@ -29,7 +29,7 @@ from omnireduce.errors import (
 )
 from omnireduce.runtime.communicator import Communicator, Statistics
 from omnireduce.runtime.elastic import ElasticState, NewcomersError, run_elastic
-from omnireduce.runtime.engine import Handle
+from omnireduce.runtime.handle import Handle
 from omnireduce.runtime.launcher import detect_launch, job_name
 
 __all__ = [
@@ -165,9 +165,9 @@ def reduce_scatter(x: Array, *, op: str = "sum", name: str = "") -> Array:
     return _communicator().reduce_scatter(x, op=op, name=name)
 
 
-def barrier() -> None:
+def barrier(*, name: str = "") -> None:
     """See `Communicator.barrier`."""
-    _communicator().barrier()
+    _communicator().barrier(name=name)
 
 
 def reform(*, smallest: int | None = None, largest: int | None = None) -> None:

@@ -20,16 +20,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.layout import Layout
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, Status, StatusRequest
 
 PROTOCOL_VERSION = 5
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
-NAME_CHARACTERS = 200
 MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 SHOWN = 200  # characters of a peer's malformed message that an error repeats
@@ -52,56 +50,6 @@ class Header(NamedTuple):
     def indices_start(self) -> int:
         """Where in the message its indices begin."""
         return _indices_start(self.block_count - self.left_out, self.block_bytes)
-
-
-class Descriptor(msgspec.Struct, frozen=True, array_like=True):
-    """What a collective is; all ranks must submit the same one in the same place."""
-
-    kind: Literal["allreduce", "rows", "broadcast", "allgather", "barrier"]
-    name: str
-    op: Literal["sum", "mean", "min", "max", "prod"]
-    dtype: str
-    elements: int
-    block_size: int
-    note: str = ""
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_size * ELEMENT_TYPES[self.dtype].itemsize
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.elements, self.block_size)
-
-    def __str__(self) -> str:
-        name = f"'{self.name}' " if self.name else ""
-        note = f" {self.note}" if self.note else ""
-        return f"{self.kind} {name}{self.dtype}[{self.elements}] {self.op}, blocks of {self.block_size}{note}"
-
-
-_descriptor_decoder = msgspec.msgpack.Decoder(Descriptor)
-
-
-def encode_descriptor(descriptor: Descriptor) -> bytes:
-    return msgspec.msgpack.encode(descriptor)
-
-
-def decode_descriptor(data: bytes) -> Descriptor:
-    """Decode and check a peer's descriptor. Raises ProtocolError."""
-    try:
-        found = _descriptor_decoder.decode(data)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"malformed descriptor: {shown(str(error)[:SHOWN])}") from None
-    if found.dtype not in ELEMENT_TYPES:
-        raise ProtocolError(f"descriptor names the unknown dtype {found.dtype[:40]!r}")
-    in_range = 0 <= found.elements < MAX_ELEMENTS and 1 <= found.block_size < 2**31 and found.layout.blocks < MAX_BLOCKS
-    if not (found.name + found.note).isprintable():
-        raise ProtocolError(f"descriptor whose name or note cannot be printed: {(found.name + found.note)[:SHOWN]!r}")
-    if not in_range or len(found.name) > NAME_CHARACTERS:
-        raise ProtocolError(f"descriptor out of range: {found.elements} elements in blocks of {found.block_size}")
-    if found.op == "mean" and not ELEMENT_TYPES[found.dtype].is_float:
-        raise ProtocolError(f"descriptor asks for the mean of {found.dtype}")
-    return found
 
 
 def _indices_start(count: int, block_bytes: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from samples import Array
 
+from omnireduce.descriptor import Descriptor, describe
 from omnireduce.dtypes import element_type
 from omnireduce.layout import Layout, Stripes
 from omnireduce.protocol.aggregator import AggregatorMachine
@@ -23,7 +24,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
-from omnireduce.wire import MAX_BLOCKS, Descriptor, Header, capacity, message_indices, read_header
+from omnireduce.wire import MAX_BLOCKS, Header, capacity, message_indices, read_header
 
 GUARD, GUARD_BYTE = 4096, 0xA5
 SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish
@@ -201,8 +202,10 @@ class InprocCluster:
     ) -> Array:
         """Submit what `Communicator.allreduce` would; the result is there when the run is over."""
         target, element = x if out is None else out, element_type(x.dtype)
-        descriptor = Descriptor("allreduce", name, op, element.name, x.size, block_size)
-        operand = DenseTensor(x, target, self.layout(x.size, block_size), element.zero_mask)
+        descriptor = describe("allreduce", name, element.name, x.shape, op, block_size)
+        source, flat = x.reshape(-1), target.reshape(-1)
+        source = flat if target is x else source
+        operand = DenseTensor(source, flat, self.layout(x.size, block_size), element.zero_mask)
         self.submit(rank, descriptor, operand)
         return target
 
@@ -210,7 +213,7 @@ class InprocCluster:
         length = values.shape[1]
         operand = RowSet(numbers, values, self.layout(n_rows * length, length), Pool())
         dtype = element_type(values.dtype).name
-        self.submit(rank, Descriptor("rows", "", "sum", dtype, n_rows * length, length), operand)
+        self.submit(rank, describe("allreduce_rows", "", dtype, (n_rows, length)), operand)
         return operand
 
     def move_bytes(self, rank: int, kind: Any, source: Array | None, target: Array, block_size: int = 8) -> None:
@@ -219,7 +222,7 @@ class InprocCluster:
         target = target.view(np.uint8)
         source = target if same else source if source is None else source.view(np.uint8)
         operand = DenseTensor(source, target, self.layout(target.size, block_size), element_type(np.uint8).zero_mask)
-        self.submit(rank, Descriptor(kind, "", "sum", "uint8", target.size, block_size), operand)
+        self.submit(rank, describe(kind, "", "uint8", target.shape, "sum", block_size, 0, 1), operand)
 
     # stepping
 

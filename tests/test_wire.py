@@ -15,11 +15,8 @@ from omnireduce.protocol.effects import error_of
 from omnireduce.wire import (
     EXTRA_BYTES,
     HEADER_BYTES,
-    MAX_BLOCKS,
-    NAME_CHARACTERS,
     Aborted,
     Cause,
-    Descriptor,
     Goodbye,
     Header,
     Hello,
@@ -31,9 +28,7 @@ from omnireduce.wire import (
     block_rows,
     capacity,
     decode_control,
-    decode_descriptor,
     encode_control,
-    encode_descriptor,
     message_extra,
     message_indices,
     read_header,
@@ -134,49 +129,17 @@ def test_a_count_that_fits_no_slot_is_refused_even_if_the_length_agrees() -> Non
         read_header(slot, nbytes)
 
 
-# descriptors
-
-
-@given(
-    elements=st.integers(0, 2**62 - 1),
-    block_size=st.integers(1, 2**31 - 1),
-    dtype=st.sampled_from(DTYPES),
-    name=st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTERS).filter(str.isprintable),
-)
-def test_a_descriptor_reads_back(elements: int, block_size: int, dtype: str, name: str) -> None:
-    elements = min(elements, block_size * (MAX_BLOCKS - 1))
-    descriptor = Descriptor("allreduce", name, "sum", dtype, elements, block_size, "note")
-    assert decode_descriptor(encode_descriptor(descriptor)) == descriptor
-    assert descriptor.block_bytes == block_size * ELEMENT_TYPES[dtype].itemsize
-    assert descriptor.layout.blocks == -(-elements // block_size)
+# texts
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "two\nlines", "\u202e"])
 def test_texts_that_would_spoil_a_log_are_refused_or_escaped(text: str) -> None:
-    for fields in ({"name": text}, {"note": text * 100}):
-        descriptor = msgspec.structs.replace(Descriptor("allreduce", "", "sum", "int8", 8, 8), **fields)
-        with pytest.raises(ProtocolError, match="cannot be printed") as caught:
-            decode_descriptor(encode_descriptor(descriptor))
-        assert str(caught.value).isprintable()
-        assert len(str(caught.value)) < 2000
     with pytest.raises(ProtocolError, match="malformed control message") as caught:
         decode_control(msgspec.msgpack.encode({"type": text}))
     assert str(caught.value).isprintable()
     error = error_of(Cause(text, f"said {text}"))
     assert str(error).isprintable()
     assert error_of(Cause("rank 1", "ünïcode, 'quoted'")).args == ("rank 1: ünïcode, 'quoted'",)
-
-
-def test_more_blocks_than_an_index_can_number_are_refused() -> None:
-    descriptor = Descriptor("allreduce", "", "sum", "float32", MAX_BLOCKS * 8, 8)
-    with pytest.raises(ProtocolError, match="out of range"):
-        decode_descriptor(encode_descriptor(descriptor))
-
-
-def test_the_longest_name_leaves_room_in_the_extra() -> None:
-    name = "\U0001f600" * NAME_CHARACTERS
-    descriptor = Descriptor("allreduce", name, "mean", "bfloat16", 2**62 - 1, 2**31 - 1, "n" * 100)
-    assert len(encode_descriptor(descriptor)) <= EXTRA_BYTES
 
 
 @pytest.mark.parametrize("block_bytes", [8, 12, 20])
@@ -187,19 +150,6 @@ def test_nothing_that_was_in_the_memory_before_travels(block_bytes: int) -> None
     nbytes = seal(slot, 0, 9, np.array([1, 4, 7]), block_bytes, left_out=1)
     assert read_header(slot, nbytes).left_out == 1
     assert 0xA5 not in slot[:nbytes]
-
-
-def test_a_descriptor_in_words() -> None:
-    descriptor = Descriptor("allreduce", "fc1.weight", "sum", "float32", 1000, 256)
-    assert str(descriptor) == "allreduce 'fc1.weight' float32[1000] sum, blocks of 256"
-    noted = Descriptor("broadcast", "", "sum", "uint8", 8, 8, "of int64 from rank 0")
-    assert str(noted) == "broadcast uint8[8] sum, blocks of 8 of int64 from rank 0"
-
-
-def test_descriptors_travel_as_before() -> None:
-    """The bytes of protocol version 1: whoever changes them raises PROTOCOL_VERSION."""
-    descriptor = Descriptor("rows", "w", "sum", "float32", 1000, 8)
-    assert encode_descriptor(descriptor).hex() == "97a4726f7773a177a373756da7666c6f61743332cd03e808a0"
 
 
 # control messages

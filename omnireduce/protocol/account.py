@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.status import Late, Traffic
-from omnireduce.wire import Descriptor
 
 
 class Account:
@@ -33,7 +33,7 @@ class Account:
     def complete(self, descriptor: Descriptor, done: Reduction) -> None:
         """The last result has been sent."""
         more = Traffic(collectives=1)
-        if descriptor.kind in ("allreduce", "rows"):  # of the others, ranks send all or nothing by design
+        if descriptor.reduces:  # of the others, ranks send all or nothing by design
             more.blocks = done.stripes.count(descriptor.layout.blocks)
             more.rank_blocks = more.blocks * len(self._late_s)
             more.own_blocks, more.union_blocks = done.received_blocks, done.sent_blocks

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omnireduce.descriptor import Descriptor, decode_descriptor, told_apart
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import ALL_STRIPES, Stripes
@@ -19,13 +20,11 @@ from omnireduce.wire import (
     Aborted,
     Cause,
     ControlMessage,
-    Descriptor,
     Goodbye,
     Header,
     Leave,
     Waiting,
     capacity,
-    decode_descriptor,
     listed,
     message_extra,
     read_header,
@@ -92,7 +91,9 @@ class AggregatorMachine:
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
         self._reduction = reduction
-        self._formats: dict[tuple[str, int], Reduction] = {}  # by dtype and block size; together no more than the arena
+        self._formats: dict[
+            tuple[str, int], Reduction
+        ] = {}  # by element type and block size; together no more than the arena
         self._current: Reduction | None = None
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
@@ -244,7 +245,7 @@ class AggregatorMachine:
             )
         if header.collective < self._number:
             raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
-        key = (descriptor.dtype, descriptor.block_size)
+        key = (descriptor.element.name, descriptor.layout.block_size)
         if key not in self._formats:
             self._formats[key] = self._reduction(
                 descriptor, len(self._ranks), self._arena, self._results, self._message_bytes
@@ -266,9 +267,11 @@ class AggregatorMachine:
         first, expected = self._first
         number = header.collective
         if (number, extra) != (self._number, expected):
-            sides = sorted([(first, self._number, self._descriptor), (rank, number, decode_descriptor(extra))])
+            assert self._descriptor is not None
+            words = told_apart(self._descriptor, decode_descriptor(extra))
+            sides = sorted(zip((first, rank), (self._number, number), words, strict=True))
             place = " as number {}" if number != self._number else ""
-            said = ", ".join(f"rank {each} submitted {what}{place.format(at)}" for each, at, what in sides)
+            said = "; ".join(f"rank {each} called {what}{place.format(at)}" for each, at, what in sides)
             raise _MismatchError(f"collective {self._number}: {said}")
 
     def _merge(self, current: Reduction) -> bool:

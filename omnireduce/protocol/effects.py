@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import AbortedError, ClosedError, CollectiveTimeoutError, OmniReduceError
+from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError
 from omnireduce.wire import Cause, ControlMessage, shown
 
 ALL = -1
@@ -68,9 +68,7 @@ class Warn(NamedTuple):
 Effect = Send | Return | Tell | Finish | End | Warn
 
 
-def error_of(cause: Cause | None) -> OmniReduceError:
+def error_of(cause: Cause) -> OmniReduceError:
     """The exception for the end of a job."""
-    if cause is None:
-        return ClosedError("the communicator was shut down; make a new one to go on")
     kind = CollectiveTimeoutError if cause.timeout else AbortedError
     return kind(shown(cause.culprit), shown(cause.reason))

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import BYTES, ELEMENT_TYPES, Array
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import SOLE_SHIFT, leave_out, mark_sole, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices, all_owned
 from omnireduce.layout import Stripes
-from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Descriptor, Header, block_rows, capacity, message_indices, seal
+from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Header, block_rows, capacity, message_indices, seal
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes
@@ -36,10 +37,10 @@ class Reduction:
         results: Array,
         message_bytes: int,
     ) -> None:
-        element = ELEMENT_TYPES[descriptor.dtype]
+        element, block_size = descriptor.element, descriptor.layout.block_size
         self._storage: np.dtype[Any] = element.storage
         self._half, self._brain = element.is_half, element.name == "bfloat16"
-        self._block_size, self._block_bytes = descriptor.block_size, descriptor.block_bytes
+        self._block_size, self._block_bytes = block_size, descriptor.block_bytes
         self._slots, self._results = arena, results
         self._arena = arena.reshape(-1).view(self._storage)
         self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in results]
@@ -51,7 +52,7 @@ class Reduction:
         self._frontier = [NOT_STARTED] * ranks
         self._out_indices = np.empty(self.capacity, np.int64)
         self._parts = np.empty((self.capacity, ranks), np.int64)
-        self._scratch = np.empty((2, descriptor.block_size if self._half else 0), np.float32)
+        self._scratch = np.empty((2, block_size if self._half else 0), np.float32)
 
     @property
     def work_bytes(self) -> int:
@@ -60,7 +61,7 @@ class Reduction:
         return sum(array.nbytes for array in arrays)
 
     def begin(self, descriptor: Descriptor, stripes: Stripes) -> None:
-        """Start a collective of this dtype and block size, whose blocks are all of `stripes`."""
+        """Start a collective of this block format, whose blocks are all of `stripes`."""
         self.stripes = stripes
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
         # 16-bit floats go through float32 and back, which may change the bits of a NaN

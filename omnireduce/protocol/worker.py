@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import split_marks
@@ -18,13 +19,11 @@ from omnireduce.wire import (
     Aborted,
     Cause,
     ControlMessage,
-    Descriptor,
     Goodbye,
     Leave,
     Newcomers,
     Waiting,
     block_rows,
-    encode_descriptor,
     largest_block,
     listed,
     message_extra,
@@ -45,10 +44,6 @@ class Collective:
     descriptor: Descriptor
     operand: Operand
     shards_left: int
-    extra: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.extra = encode_descriptor(self.descriptor)
 
 
 class _Stream:
@@ -99,7 +94,7 @@ class _Stream:
         collective, slot = self._outgoing[0], self._free.pop()
         operand, extra = collective.operand, b""
         if self._cursor < 0:
-            self._cursor, extra = operand.start(self.shard), collective.extra
+            self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
         memory = self._send_slots[slot]
         rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
         rows = rows[: max(1, self._message_bytes // operand.block_bytes)]
@@ -313,7 +308,8 @@ class WorkerMachine:
         if self.ended is not None:
             return
         if not reason and self._under_way:
-            reason = f"shut down with {self.under_way} collectives under way"
+            many = "a collective" if self.under_way == 1 else f"{self.under_way} collectives"
+            reason = f"shut down with {many} under way"
         yield from self._end(Cause(self._me, reason) if reason else None)
 
     def _overdue(self, now: float) -> Cause:

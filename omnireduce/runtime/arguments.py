@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
-from typing import Any, Literal, cast
+import threading
+from typing import cast
 
 import numpy as np
 
-from omnireduce.dtypes import Array, ElementType
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
-from omnireduce.wire import NAME_CHARACTERS
+from omnireduce.runtime.launcher import whole
+from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS
 
 
 def check_array(x: Array, what: str) -> Array:
@@ -29,29 +31,46 @@ def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a cop
         raise UsageError(f"{what} is read-only and cannot take the result; {instead}")
     if x.dtype.hasobject:
         raise UsageError(f"{what} holds Python objects, which cannot be sent")
+    if x.dtype.itemsize == 0:
+        raise UsageError(f"{what} has elements of no bytes, of which there is nothing to send")
     return np.asarray(x).reshape(-1)
 
 
-def dtype_text(dtype: np.dtype[Any]) -> str:
-    """A dtype for a descriptor, which has little room: structured ones with many fields show a checksum."""
-    text = str(dtype)
-    return text if len(text) <= 60 and text.isascii() else f"{dtype.str} {zlib.crc32(text.encode()):08x}"
+def check_name(name: object, owner: threading.Thread) -> str:
+    """The name of a collective. Raises UsageError when it is none, or missing in a thread other than the `owner` of the
+    communicator: then nothing tells which thread's tensor meets which."""
+    if not isinstance(name, str):
+        raise UsageError(f"name is a {type(name).__name__}; expected a str")
+    caller = threading.current_thread()
+    if not name and caller is not owner:
+        raise UsageError(
+            f"a collective without a name from thread '{caller.name}', but the communicator belongs to thread "
+            f"'{owner.name}': the ranks would not know which thread's tensor meets which. Give it name=..., the same "
+            "on every rank, or make a communicator in this thread"
+        )
+    return str(name)
 
 
-def check_name(name: str) -> str:
-    if len(name) > NAME_CHARACTERS:
-        raise UsageError(f"a name of {len(name)} characters; expected at most {NAME_CHARACTERS}")
-    if not name.isprintable():
-        raise UsageError(f"the name {name!r} has characters that cannot be shown")
-    return name
-
-
-def check_op(op: str, element: ElementType) -> Literal["sum", "mean", "min", "max", "prod"]:
-    if op not in OPS:
+def check_op(op: object) -> Op:
+    if not isinstance(op, str) or op not in OPS:
         raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
-    if op == "mean" and not element.is_float:
-        raise UsageError(f"the mean of {element.name} is not an {element.name}; convert to a float type first")
-    return cast(Literal["sum", "mean", "min", "max", "prod"], op)
+    return cast(Op, str(op))
+
+
+def check_rows(indices: Array, values: Array, n_rows: object) -> int:
+    """`n_rows` of `allreduce_rows`. Raises UsageError unless the three fit together."""
+    check_array(indices, "indices")
+    if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
+        raise UsageError(f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}")
+    if not np.issubdtype(indices.dtype, np.integer):
+        raise UsageError(f"expected integer indices, got {indices.dtype}")
+    rows, length = whole(n_rows, "n_rows"), values.shape[1]
+    most = min(MAX_BLOCKS, -(-MAX_ELEMENTS // length)) - 1
+    if not 0 <= rows <= most:
+        raise UsageError(f"n_rows {rows}: expected 0 to {most} for rows of {length} elements")
+    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < rows:
+        raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {rows - 1}")
+    return rows
 
 
 def combine_duplicates(numbers: Array, rows: Array, half: bool) -> tuple[Array, Array]:

@@ -6,41 +6,40 @@ import atexit
 import logging
 import os
 import re
-import socket
+import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Self
 
 import numpy as np
 from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, element_type
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.rows import Pool, RowSet
-from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.arguments import (
     check_array,
     check_name,
     check_op,
+    check_rows,
     combine_duplicates,
-    dtype_text,
     flat_view,
 )
-from omnireduce.runtime.engine import Engine, Handle
+from omnireduce.runtime.assemble import assemble
+from omnireduce.runtime.handle import Handle
 from omnireduce.runtime.launcher import DEFAULT_JOB, launch_id, whole
 from omnireduce.runtime.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.trace import check_trace
-from omnireduce.runtime.traced import trace_worker
-from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS, Descriptor
+
+MOST_RANKS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,14 @@ class Communicator:
     """Membership of this process in one job; every rank must call the same collectives in the same order.
 
     `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
-    (None: as `cluster.job` says). Construction returns once all ranks have joined. Methods may be called from several
-    threads.
+    (None: as `cluster.job` says). Construction returns once all ranks have joined.
+
+    Several threads may share it. A collective without a name may be started by one of them only: the thread that has
+    made the communicator, or has called `reform` last. Others must name theirs, the same on every rank: the name is
+    what tells which thread's tensor meets which. Named ones that meet in another order on another rank are an error.
+    No two threads may have collectives of one name under way. Handles may be waited for in any thread.
+
+    A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
     Attributes, not to be changed: `rank`, `size` and `local_rank` of this worker, `config`, `transport` ("shm", "tcp",
     "verbs", or several joined by "+"), `shards`, the number of aggregators, and `generation`, the
@@ -76,8 +81,8 @@ class Communicator:
     def __init__(self, config: Config, *, rank: int, size: int, local_rank: int = 0, job: str | None = None) -> None:
         check_config(config)
         rank, size, local_rank = whole(rank, "rank"), whole(size, "size"), whole(local_rank, "local_rank")
-        if not 0 <= rank < size:
-            raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
+        if not 0 <= rank < size <= MOST_RANKS:
+            raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MOST_RANKS}")
         self.local_rank, self.config = local_rank, config
         name = job or (config.cluster.job if config.cluster.job != "auto" else DEFAULT_JOB)
         if not re.match(JOB_PATTERN, name):
@@ -114,12 +119,14 @@ class Communicator:
 
         Returns when this worker is in such a job. Raises what construction raises, RefusedError when fewer than
         `smallest` have come after `cluster.join_timeout_s`; it may then be called again. Collectives under way in other
-        threads raise.
+        threads raise. Raises UsageError in a signal handler that interrupts a collective.
         """
         smallest = self.config.elastic.smallest if smallest is None else whole(smallest, "smallest")
         largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")
-        if not 1 <= smallest <= largest:
-            raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest")
+        if not 1 <= smallest <= largest <= MOST_RANKS:
+            raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest <= {MOST_RANKS}")
+        if self._engine.inside:
+            raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
         self.shutdown()
         hello = replace(self._hello, world_size=largest, smallest=smallest, settle_s=self.config.elastic.settle_s)
         if self._seat is not None:
@@ -133,30 +140,13 @@ class Communicator:
 
     def _enter(self, arrival: Arrival) -> None:
         """Become a rank of a generation of the job."""
-        config, joined = self.config, arrival.joined
-        rank, size = joined.rank, joined.size
-        self.rank, self.size, self.generation, self._links = rank, size, joined.generation, arrival.links
+        self._links, self._machine, self._engine = assemble(self.config, self._job, arrival)
+        joined = arrival.joined
+        self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self._whole_bytes, self._seat = joined.whole_bytes, joined.seat
-        make_engine: Callable[..., Engine] = Engine
-        if config.trace.folder:
-            self._links, make_engine = trace_worker(config.trace, self._job, rank, size, self._links)
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
-        self._machine = WorkerMachine(
-            [(link.send_slots, link.receive_slots) for link in self._links],
-            [link.peer for link in self._links],
-            worker_name(rank, socket.gethostname(), os.getpid()),
-            rank=rank,
-            scan_span=config.protocol.scan_span,
-            timeout_s=config.cluster.timeout_s,
-            message_bytes=[
-                config.protocol.tcp_message_bytes if link.kind == "tcp" else config.protocol.slot_bytes
-                for link in self._links
-            ],
-        )
-        self._machine.newcomers = arrival.newcomers
-        log = BoundLog(logging.getLogger("omnireduce"), job=self._job, rank=rank)
-        self._engine = make_engine(self._machine, self._links, config.transport.spin_us / 1e6, log)
+        self._owner = threading.current_thread()
         _open_communicators.add(self)
 
     def __enter__(self) -> Self:
@@ -170,10 +160,13 @@ class Communicator:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing."""
-        if self in _open_communicators:
+        """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing.
+
+        In a signal handler that interrupts a collective it returns at once. The collective then leaves the job, closes
+        everything and raises ClosedError.
+        """
+        if self._engine.shutdown():
             _open_communicators.discard(self)
-            self._engine.shutdown()
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""
@@ -194,14 +187,17 @@ class Communicator:
         `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
         int64 or uint8. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only read). `op`:
         sum, mean, min, max or prod; mean needs a float type; 16-bit floats are summed in float32 and rounded once;
-        integers wrap. `name` is compared between ranks and appears in errors. `block_size` overrides
-        `protocol.block_size`: elements, a multiple of 8. A sum that is zero may be -0 where
-        NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0 becomes +0.
+        integers wrap. `name` is compared between ranks and appears in errors; threads other than the communicator's own
+        must give one. `block_size` overrides `protocol.block_size`: elements, a multiple of 8.
 
-        Raises UsageError for unsuitable arguments and for arrays that a collective under way uses; AbortedError or its
-        subclass CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
+        A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
+        becomes +0.
+
+        Raises UsageError for unsuitable arguments, for arrays that a collective under way uses, for a missing name in
+        another thread, and for a name that another thread has under way; AbortedError or its subclass
+        CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
-        return self._allreduce(x, out, op, name, block_size).wait()
+        return self._allreduce("allreduce", x, out, op, name, block_size).wait()
 
     def allreduce_async(
         self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
@@ -211,34 +207,37 @@ class Communicator:
         The arrays belong to the collective until the handle was waited for. Raises what `allreduce` raises, except that
         a failure after the start is raised by the handle's `wait`.
         """
-        handle = self._allreduce(x, out, op, name, block_size)
+        handle = self._allreduce("allreduce", x, out, op, name, block_size)
         self._engine.drive_in_background()
         return handle
 
     def broadcast(self, x: Array, root: int = 0, *, name: str = "") -> Array:
         """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
 
-        `x`: a C-contiguous array, of the same dtype and size on all ranks. Raises what `allreduce` raises.
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
         """
         root = whole(root, "root")
         if not 0 <= root < self.size:
             raise UsageError(f"root {root}: expected 0 to {self.size - 1}")
         flat = flat_view(x, "x", writable=True)
         source = flat if self.rank == root else None
-        self._move_bytes("broadcast", source, flat, name, x.dtype, f"of {dtype_text(x.dtype)} from rank {root}")
+        self._move_bytes(self._moving("broadcast", name, x, root=root), source, flat)
         return x
 
     def allgather(self, x: Array, *, name: str = "") -> Array:
         """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
 
-        `x`: a C-contiguous array, of the same dtype and size on all ranks. Raises what `allreduce` raises.
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
         """
         flat = flat_view(x, "x", writable=False)
-        result = np.zeros((self.size, *x.shape), x.dtype)
+        called = self._moving("allgather", name, x, parts=self.size)
+        try:
+            result = np.zeros((self.size, *x.shape), x.dtype)
+        except ValueError as error:
+            raise UsageError(f"the result of an allgather of {x.shape} by {self.size} ranks: {error}") from None
         result[self.rank] = x
         target = flat_view(result, "result", writable=True)
-        note = f"of {dtype_text(x.dtype)}[{flat.size}] per rank"
-        self._move_bytes("allgather", target, target, name, x.dtype, note, reads=(flat,))
+        self._move_bytes(called, target, target, reads=(flat,))
         return result
 
     def reduce_scatter(self, x: Array, *, op: str = "sum", name: str = "") -> Array:
@@ -249,14 +248,13 @@ class Communicator:
         """
         if check_array(x, "x").ndim == 0:
             raise UsageError("reduce_scatter needs an array of at least one dimension")
-        result = self.allreduce(x, out=np.empty_like(x), op=op, name=name)
+        result = self._allreduce("reduce_scatter", x, np.empty_like(x), op, name, None).wait()
         return np.array_split(result, self.size)[self.rank].copy()
 
-    def barrier(self) -> None:
-        """Return when all ranks have called it. Raises what `allreduce` raises, but for UsageError."""
+    def barrier(self, *, name: str = "") -> None:
+        """Return when all ranks have called it. Raises what `allreduce` raises."""
         empty = np.zeros(0, BYTES)
-        descriptor = Descriptor("barrier", "", "sum", BYTES.name, 0, 8)
-        self._submit(descriptor, DenseTensor(None, empty, self._layout(descriptor), np.uint64(0)), empty).wait()
+        self._move_bytes(self._moving("barrier", name, empty), None, empty)
 
     def allreduce_rows(self, indices: Array, values: Array, n_rows: int, *, name: str = "") -> tuple[Array, Array]:
         """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
@@ -268,32 +266,21 @@ class Communicator:
 
         Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
         """
-        check_array(indices, "indices")
         element = element_type(check_array(values, "values").dtype)
-        if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
-            raise UsageError(
-                f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}"
-            )
-        if not np.issubdtype(indices.dtype, np.integer):
-            raise UsageError(f"expected integer indices, got {indices.dtype}")
-        n_rows, length = whole(n_rows, "n_rows"), values.shape[1]
-        most = min(MAX_BLOCKS, -(-MAX_ELEMENTS // length)) - 1
-        if not 0 <= n_rows <= most:
-            raise UsageError(f"n_rows {n_rows}: expected 0 to {most} for rows of {length} elements")
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
-            raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_rows - 1}")
+        n_rows = check_rows(indices, values, n_rows)
+        shape = n_rows, values.shape[1]
+        called = describe("allreduce_rows", check_name(name, self._owner), element.name, shape)
         numbers, rows = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
-        descriptor = Descriptor("rows", check_name(name), "sum", element.name, n_rows * length, length)
-        with self._engine.exclusively():  # the pool is the machine's, too
-            operand = RowSet(numbers, rows, self._layout(descriptor), self._pool)
-        return self._engine.submit(descriptor, operand, lambda: operand.result, reads=(indices, values)).wait()
+        layout = self._layout(called)
+        operand = self._engine.exclusively(lambda: RowSet(numbers, rows, layout, self._pool))  # one pool for all
+        return self._engine.submit(called, operand, lambda: operand.result, reads=(indices, values)).wait()
 
-    def _allreduce(self, x: Array, out: Array | None, op: str, name: str, block_size: int | None) -> Handle[Array]:
+    def _allreduce(
+        self, kind: Kind, x: Array, out: Array | None, op: str, name: str, block_size: int | None
+    ) -> Handle[Array]:
         element = element_type(check_array(x, "x").dtype)
-        checked_op = check_op(op, element)
         block_size = self.config.protocol.block_size if block_size is None else whole(block_size, "block_size")
-        if block_size < 8 or block_size % 8:
-            raise UsageError(f"block_size {block_size}: expected a multiple of 8 elements")
+        called = describe(kind, check_name(name, self._owner), element.name, x.shape, check_op(op), block_size)
         source = flat_view(x, "x", writable=out is None, instead="pass out=")
         target = source
         if out is not None:
@@ -304,42 +291,22 @@ class Communicator:
             target = flat_view(out, "out", writable=True)
             if np.may_share_memory(source, target):
                 raise UsageError("out overlaps x; leave out away to work in place")
-        descriptor = Descriptor("allreduce", check_name(name), checked_op, element.name, source.size, block_size)
-        operand = DenseTensor(source, target, self._layout(descriptor), element.zero_mask)
-        reads = () if target is source else (source,)
-        return self._submit(descriptor, operand, x if out is None else out, reads=reads, writes=(target,))
+        operand = DenseTensor(source, target, self._layout(called), element.zero_mask)
+        reads, result = () if target is source else (source,), x if out is None else out
+        return self._engine.submit(called, operand, lambda: result, reads=reads, writes=(target,))
+
+    def _moving(self, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
+        name, block_size = check_name(name, self._owner), self.config.protocol.block_size
+        return describe(kind, name, dtype_text(x.dtype), x.shape, "sum", block_size, root, x.dtype.itemsize, parts)
 
     def _move_bytes(
-        self,
-        kind: str,
-        source: Array | None,
-        target: Array,
-        name: str,
-        dtype: np.dtype[Any],
-        note: str,
-        *,
-        reads: tuple[Array, ...] = (),
+        self, called: Descriptor, source: Array | None, target: Array, *, reads: tuple[Array, ...] = ()
     ) -> None:
         """Copy between ranks as a sum of bytes to which all but one rank contribute zeros."""
         in_place = source is target
         target = target.view(BYTES)
-        size = max(8, min(self.config.protocol.block_size * dtype.itemsize, 1 << 15) // 8 * 8)  # fits any slot
-        descriptor = Descriptor(cast(Any, kind), check_name(name), "sum", BYTES.name, target.size, size, note)
-        operand = DenseTensor(
-            target if in_place else source, target, self._layout(descriptor), element_type(BYTES).zero_mask
-        )
-        self._submit(descriptor, operand, target, reads=reads, writes=(target,)).wait()
-
-    def _submit(
-        self,
-        descriptor: Descriptor,
-        operand: DenseTensor,
-        result: Array,
-        *,
-        reads: tuple[Array, ...] = (),
-        writes: tuple[Array, ...] = (),
-    ) -> Handle[Array]:
-        return self._engine.submit(descriptor, operand, lambda: result, reads=reads, writes=writes)
+        operand = DenseTensor(target if in_place else source, target, self._layout(called), called.element.zero_mask)
+        self._engine.submit(called, operand, lambda: None, reads=reads, writes=(target,)).wait()
 
     def _layout(self, descriptor: Descriptor) -> Layout:
         return descriptor.layout.dealt(

@@ -11,58 +11,35 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
-import numpy as np
-
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import ClosedError, OmniReduceError, UsageError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
+from omnireduce.runtime.handle import Handle
+from omnireduce.runtime.interrupts import Here, Interruptible, entering
 from omnireduce.transport.base import Link
-from omnireduce.wire import Cause, Descriptor
+from omnireduce.wire import Cause
 
 T = TypeVar("T")
+UNKNOWN = -1  # for what a link is watched, while that changes
 PEEKED = [(-1, 0)]  # a link has news that no descriptor told
 SMALL_BYTES = 1 << 20  # of a tensor whose exchange is worth polling for: most of it is waiting, for a short time
+FORKED = "was forked from the one that joined; connect in it anew"
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
 
-class Handle(Generic[T]):
-    """A collective under way. `wait` returns its result; the arrays belong to the collective until then."""
-
-    def __init__(self, engine: Engine, result: Callable[[], T]) -> None:
-        self._engine, self._result = engine, result
-        self.reads: tuple[Array, ...] = ()
-        self.writes: tuple[Array, ...] = ()
-        self.finished = False
-        self.failure: End | None = None  # of the job, before this was complete
-
-    def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return self.finished
-
-    def wait(self, timeout_s: float | None = None) -> T:
-        """Return the result.
-
-        Raises AbortedError or its subclass CollectiveTimeoutError when the job failed, and TimeoutError after
-        `timeout_s` seconds (None: no such limit; `cluster.timeout_s` always applies); the collective is then still
-        under way and may be waited for again.
-        """
-        self._engine.wait(self, timeout_s)
-        if self.failure is not None:
-            raise error_of(self.failure.cause)
-        return self._result()
-
-
-class Engine:
+class Engine(Interruptible):
     """Drives the worker machine over `links` (one per shard); its warnings go to `log`."""
 
     def __init__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog) -> None:
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # first: it may fail, before anything refers to us
         self._machine, self._links = machine, links
         self._longest_spin_s = self._spin_s = spin_s
         self._driver = Driver(
@@ -76,8 +53,9 @@ class Engine:
         self._handles: dict[int, Handle[Any]] = {}
         self._start_afresh()
         self._poll = select.poll()
-        self._masks = [0] * len(links)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
+        self._left = False  # this process has shut the communicator down
+        self._closed = False  # and that is complete
         self._poll.register(self._wake, select.POLLIN)
 
     def _start_afresh(self) -> None:
@@ -89,13 +67,21 @@ class Engine:
         self._driving = False
         self._waiters = 0
         self._background: threading.Thread | None = None
+        self._here = Here()
+        self._asked_to_leave = False  # by a call on top of another one
+        self._leaving = 0  # the thread that shuts down
 
-    def exclusively(self) -> threading.RLock:
-        """To be entered by a thread that uses what the machine uses; nobody drives meanwhile."""
-        return self._lock
+    @entering
+    def exclusively(self, function: Callable[[], T]) -> T:
+        """Return `function()`, which uses what the machine uses; nobody drives meanwhile. Raises what `submit` raises
+        of nested calls."""
+        self._refuse_nested()
+        with self._lock:
+            return function()
 
     # collectives
 
+    @entering
     def submit(
         self,
         descriptor: Descriptor,
@@ -107,14 +93,15 @@ class Engine:
     ) -> Handle[T]:
         """Start a collective that owns the arrays it reads and writes until it is finished.
 
-        Raises UsageError when another collective under way uses them or a block does not fit a slot, and the error of
-        the job's end when it is over.
+        Raises UsageError when another collective under way uses them or a block does not fit a slot, when another
+        thread has one of the same name under way, and when this thread is inside the engine already; the error of the
+        job's end when it is over.
         """
-        handle = Handle(self, result)
-        handle.reads, handle.writes = reads, writes
+        self._refuse_nested()
+        handle = Handle(self, result, descriptor.name, reads, writes)
         with self._lock:
-            if self._machine.ended is not None:
-                raise error_of(self._machine.ended.cause)
+            if self._machine.ended is not None or self._leaving:
+                raise self.end_error()
             if not self._machine.fits(operand.block_bytes):
                 raise UsageError(
                     f"a block of {operand.block_bytes} bytes does not fit a slot, which holds one of up to "
@@ -122,7 +109,7 @@ class Engine:
                     "or raise protocol.slot_bytes"
                 )
             for other in self._handles.values():
-                _refuse_shared(handle, other)
+                other.refuse(handle)
             with self._aborting_when_interrupted():
                 number = self._machine.submit(descriptor, operand, time.monotonic())
                 self._handles[number] = handle
@@ -133,8 +120,11 @@ class Engine:
                     os.eventfd_write(self._wake, 1)
         return handle
 
+    @entering
     def wait(self, handle: Handle[Any], timeout_s: float | None = None) -> None:
         """Drive, or let another thread drive, until `handle` is finished. Raises TimeoutError after `timeout_s`."""
+        if not handle.finished:
+            self._refuse_nested()
         deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         with self._aborting_when_interrupted(), self._lock:
             self._waiters += 1
@@ -162,6 +152,8 @@ class Engine:
             if self._driving:
                 os.eventfd_write(self._wake, 1)
                 self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            elif self._asked_to_leave:
+                self._leave()
             else:
                 self._drive(lambda: handle.finished, deadline)
 
@@ -174,26 +166,33 @@ class Engine:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connections without a word, and refuse further use."""
         self._start_afresh()  # the lock may be held by a thread that this process does not have
-        self._machine.ended = End(Cause("this process", "was forked from the one that joined; connect in it anew"))
-        self._fail_all(self._machine.ended)
+        if self._closed:
+            return
+        self._closed = True
+        self._machine.ended, self._left = End(Cause("this process", FORKED)), False
+        self._fail_all()
         for link in self._links:
             link.abandon()
         os.close(self._wake)
         self._wake = -1
 
+    @entering
     def drive_in_background(self) -> None:
         """Let a thread drive whenever collectives are under way and nobody waits for them."""
         with self._lock:
-            if self._background is None:
+            if self._background is None and self._machine.ended is None:
                 self._background = threading.Thread(target=self._run_background, name="omnireduce", daemon=True)
                 self._background.start()
             self._changed.notify_all()
 
+    @entering
     def _run_background(self) -> None:
         with self._aborting_when_interrupted(), self._lock:
             while self._machine.ended is None:
                 if self._driving or self._waiters or not self._machine.under_way:
                     self._changed.wait()
+                elif self._asked_to_leave:
+                    self._leave()
                 else:
                     self._drive(lambda: self._waiters > 0 or not self._machine.under_way, None)
 
@@ -203,7 +202,7 @@ class Engine:
         self._driving = True
         try:
             self._driver.turn()
-            while not done() and self._machine.ended is None:
+            while not done() and self._machine.ended is None and not self._asked_to_leave:
                 self._driver.flush()  # not after the last turn: those credits can leave with the next first message
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
@@ -237,13 +236,23 @@ class Engine:
 
     def _watch(self, shard: int) -> None:
         """Keep the poll object in step with what the link waits for."""
-        link, old = self._links[shard], self._masks[shard]
-        new = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
-        if new and new != old:
-            self._poll.register(link, new)
-        elif old and not new:
-            self._poll.unregister(link)
-        self._masks[shard] = new
+        link = self._links[shard]
+        wanted = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
+        if wanted == self._masks[shard]:
+            return
+        self._masks[shard] = UNKNOWN  # Ctrl-C may come between the poll object and this list
+        if wanted:
+            self._descriptors[shard] = link.fileno()
+            self._poll.register(self._descriptors[shard], wanted)
+        else:
+            self._unwatch(shard)
+        self._masks[shard] = wanted
+
+    def _unwatch(self, shard: int) -> None:
+        if self._descriptors[shard] >= 0:
+            with suppress(KeyError):
+                self._poll.unregister(self._descriptors[shard])
+            self._descriptors[shard] = -1
 
     def _spin(self, now: float) -> list[tuple[int, int]]:
         end = now + self._spin_s
@@ -260,75 +269,117 @@ class Engine:
     # ends
 
     def _on_finish(self, collective: int) -> None:
-        handle = self._handles.pop(collective)
-        handle.finished, handle.reads, handle.writes = True, (), ()
+        self._handles.pop(collective).finish()
         if self._waiters or self._background:
             self._changed.notify_all()
 
+    def end_error(self, *, under_way: bool = False) -> OmniReduceError:
+        """The exception that says why the job is over, to one whose collective was `under_way` then."""
+        end = self._machine.ended
+        if self._left or end is None or end.cause is None:
+            when = " while this collective was under way" if under_way else ""
+            return ClosedError(f"the communicator was shut down{when}; make a new one to go on")
+        return error_of(end.cause)
+
     def _on_end(self, end: End) -> None:
-        self._fail_all(end)
+        self._fail_all()
         self._changed.notify_all()
         os.eventfd_write(self._wake, 1)  # closing a link does not wake a thread that polls it
         if end.cause is not None:
             self._close_links()
 
-    def _fail_all(self, end: End) -> None:
+    def _fail_all(self) -> None:
         for handle in self._handles.values():
-            handle.finished, handle.failure, handle.reads, handle.writes = True, end, (), ()
+            handle.finish(failed=True)
         self._handles.clear()
 
+    @entering
     def abort(self, reason: str) -> None:
         """End the job on every rank; `reason` says what happened to this one."""
         with self._lock:
-            try:
-                self._driver.perform(self._machine.leave(reason))
-            finally:  # a second interrupt may have cut the first abort short
-                if self._machine.ended is not None and self._handles:
-                    self._on_end(self._machine.ended)
+            self._leave("" if self._asked_to_leave else reason)
 
-    def shutdown(self) -> None:
-        """Leave the job cleanly: the aggregators confirm, so that this rank may join again at once."""
+    def _leave(self, reason: str = "") -> None:
+        """End the job, unless it is over; without a `reason`, because this process wants so."""
+        try:
+            self._left = self._left or (not reason and self._machine.ended is None)
+            self._driver.perform(self._machine.leave(reason))
+        finally:  # a second interrupt may have cut the first abort short
+            if self._machine.ended is not None and self._handles:
+                self._on_end(self._machine.ended)
+
+    def shutdown(self) -> bool:
+        """Leave the job cleanly: the aggregators confirm, so that this rank may join again at once.
+
+        On top of a call of this thread, as in a signal handler, it only asks that call to do so. Returns whether all is
+        closed.
+        """
+        if self.inside:
+            with self._lock:
+                if not self._closed:
+                    self._asked_to_leave = self._here.asked = True
+                    os.eventfd_write(self._wake, 1)
+        else:
+            self._shut_down()
+        return self._closed
+
+    def _shut_down(self) -> None:
+        me = threading.get_ident()
         with self._lock:
-            self._driver.perform(self._machine.leave())
-            while self._driving:
-                self._changed.wait()
-            deadline = time.monotonic() + GOODBYE_S
-            while not self._machine.said_goodbye and not all(link.over for link in self._links):
-                if time.monotonic() >= deadline:
-                    break
-                self._driver.flush()
-                self._block(deadline)
-                self._driver.turn()
-            self._close_links()
-        if self._background is not None and self._background is not threading.current_thread():
-            self._background.join()
-        # The driver refers back to this engine; without that, the slots go with the last reference to it, not with the
-        # next run of the cycle collector.
-        self._driver = Driver(self._machine, (), time.monotonic)
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+            while self._leaving not in (0, me) and self._background is not threading.current_thread():
+                self._changed.wait(GOODBYE_S)  # for the thread that shuts down
+            if self._leaving or self._closed:
+                return
+            self._leaving = me
+        try:
+            with self._lock:
+                self._leave()
+                while self._driving:
+                    self._changed.wait()
+                self._await_goodbyes()
+                self._close_links()
+            if self._background is not None and self._background is not threading.current_thread():
+                self._background.join()
+            self._let_go()
+        finally:
+            self._leaving = 0
+            with self._lock:
+                self._changed.notify_all()
+
+    def _await_goodbyes(self) -> None:
+        deadline = time.monotonic() + GOODBYE_S
+        while not self._machine.said_goodbye and not all(link.over for link in self._links):
+            if time.monotonic() >= deadline:
+                break
+            self._driver.flush()
+            self._block(deadline)
+            self._driver.turn()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            # The driver refers back to this engine; without that, the slots go with the last reference to it, not with
+            # the next run of the cycle collector.
+            self._driver = Driver(self._machine, (), time.monotonic)
+            wake, self._wake = self._wake, -1
+            if wake >= 0:
+                os.close(wake)
+            self._closed = True
 
     def _close_links(self) -> None:
-        """Give our last words a moment to leave, then close."""
         deadline = time.monotonic() + GOODBYE_S
         for shard, link in enumerate(self._links):
-            link.flush()
-            while link.wants_write and time.monotonic() < deadline:
-                room = select.poll()  # not `select`, which has a limit of 1024 descriptors
-                room.register(link, select.POLLIN | select.POLLOUT)
-                room.poll(max(0.0, deadline - time.monotonic()) * 1000)
-                link.poll()  # nobody wants its news any more
-                link.flush()
-            if self._masks[shard]:
-                self._poll.unregister(link)
-                self._masks[shard] = 0
+            say_last_words(link, deadline)
+            self._unwatch(shard)
+            self._masks[shard] = 0
             link.close()
 
 
-def _refuse_shared(new: Handle[Any], other: Handle[Any]) -> None:
-    """Raise UsageError when one collective would write what the other reads or writes."""
-    pairs = [(a, b) for a in new.writes for b in other.reads + other.writes]
-    pairs += [(a, b) for a in new.reads for b in other.writes]
-    if any(np.may_share_memory(a, b) for a, b in pairs):
-        raise UsageError("this array is in use by a collective that is under way; wait for its handle first")
+def say_last_words(link: Link, deadline: float) -> None:
+    """Give what waits in the link a moment to leave, until `deadline`."""
+    link.flush()
+    while link.wants_write and time.monotonic() < deadline:
+        room = select.poll()  # not `select`, which has a limit of 1024 descriptors
+        room.register(link, select.POLLIN | select.POLLOUT)
+        room.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        link.poll()  # nobody wants its news any more
+        link.flush()

@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from omnireduce.config import Trace
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.protocol.operands import Operand, Packed
 from omnireduce.protocol.reduction import Reduction
-from omnireduce.runtime.engine import Engine, Handle
+from omnireduce.runtime.engine import Engine
+from omnireduce.runtime.handle import Handle
 from omnireduce.runtime.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Credited, Event, Link, Received
-from omnireduce.wire import Descriptor, Hello
+from omnireduce.wire import Hello
 
 T = TypeVar("T")
 
@@ -174,7 +176,7 @@ class TracedEngine(Engine):
         reads: tuple[Array, ...] = (),
         writes: tuple[Array, ...] = (),
     ) -> Handle[T]:
-        nbytes = descriptor.elements * descriptor.block_bytes // descriptor.block_size
+        nbytes = descriptor.layout.elements * descriptor.element.itemsize
         traced = TracedOperand(operand, nbytes, self._recorder)
         return super().submit(descriptor, traced, result, reads=reads, writes=writes)
 
@@ -183,8 +185,8 @@ class TracedEngine(Engine):
         super()._block(deadline)
         self._recorder.add(What.WAIT, start, now())
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def _let_go(self) -> None:
+        super()._let_go()
         self._recorder.write()
 
 

@@ -14,18 +14,17 @@ import numpy as np
 from local_cluster import WAIT_S
 
 from omnireduce.config import Config, parse_address
+from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire import (
     PROTOCOL_VERSION,
     ControlMessage,
-    Descriptor,
     Pending,
     Refused,
     decode_control,
     encode_control,
-    encode_descriptor,
     seal,
 )
 
@@ -101,7 +100,7 @@ class RawPeer:
         memory = np.zeros(65536, np.uint8)
         end = descriptor.layout.blocks if frontier is None else frontier
         none = np.zeros(0, np.int64)
-        nbytes = seal(memory, number, end, none, descriptor.block_bytes, encode_descriptor(descriptor))
+        nbytes = seal(memory, number, end, none, descriptor.block_bytes, descriptor.encoded)
         self.frame(DATA, slot, nbytes, memory[:nbytes].tobytes())
 
     def read(self, count: int) -> bytes:

@@ -17,8 +17,9 @@ from raw_peer import DEFAULTS, RawPeer, await_pending
 from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
+from omnireduce.descriptor import Descriptor
 from omnireduce.protocol import joining
-from omnireduce.wire import PROTOCOL_VERSION, Descriptor, Pending, Refused, Waiting, Welcome
+from omnireduce.wire import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
 
 
 def join(config: Config, rank: int, size: int, job: str) -> str:
@@ -314,7 +315,7 @@ def test_a_rank_that_begins_while_another_still_joins(daemon: Daemon) -> None:
         ranks = Ranks(1, lambda rank: Communicator(config, rank=0, size=2, job=job))
         while not isinstance(first.control(), Welcome):
             pass
-        first.collective(Descriptor("barrier", "", "sum", "uint8", 0, 8))
+        first.collective(Descriptor("barrier", "", "uint8", (0,), item_bytes=1))
         while not isinstance(first.control(), Waiting):
             pass
         second.hello(job, 1, 2, shard=1, shards=2)

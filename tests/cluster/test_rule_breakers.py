@@ -14,10 +14,11 @@ from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, unique_job
 from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
 from omnireduce import AbortedError, Communicator, RefusedError, TransportError
+from omnireduce.descriptor import Descriptor
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
-from omnireduce.wire import Aborted, Descriptor, Goodbye, Refused, Welcome, encode_descriptor, seal
+from omnireduce.wire import Aborted, Goodbye, Refused, Welcome, seal
 
-GRADIENT = Descriptor("allreduce", "", "sum", "float32", 10_000, 256)  # 40 blocks
+GRADIENT = Descriptor("allreduce", "", "float32", (10_000,), block_size=256)  # 40 blocks
 
 
 def message(
@@ -26,7 +27,7 @@ def message(
     frontier: int = 40,
     number: int = 0,
     block_bytes: int = 1024,
-    extra: bytes = encode_descriptor(GRADIENT),
+    extra: bytes = GRADIENT.encoded,
 ) -> bytes:
     memory = np.zeros(65536, np.uint8)
     return memory[: seal(memory, number, frontier, np.array(indices, np.int64), block_bytes, extra)].tobytes()
@@ -64,8 +65,8 @@ MEMBERS: dict[str, Callable[[RawPeer], None]] = {
     "an unknown dtype": data(message([], extra=descriptor(dtype="complex64"))),
     "an unknown op": data(message([], extra=descriptor(op="xor"))),
     "the mean of integers": data(message([], extra=descriptor(op="mean", dtype="int8"))),
-    "a negative size": data(message([], extra=descriptor(elements=-1))),
-    "a size beyond all": data(message([], extra=descriptor(elements=2**62))),
+    "a negative size": data(message([], extra=descriptor(shape=[-1]))),
+    "a size beyond all": data(message([], extra=descriptor(shape=[2**62]))),
     "blocks of a negative size": data(message([], extra=descriptor(block_size=-8))),
     "blocks of another size": data(message([3], block_bytes=512)),
     "indices that do not ascend": data(message([3, 3])),

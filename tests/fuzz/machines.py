@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from harness import Guarded
 
+from omnireduce.descriptor import decode_descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.errors import OmniReduceError, ProtocolError
 from omnireduce.protocol.aggregator import AggregatorMachine
@@ -19,9 +20,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.wire import (
     MAX_BLOCKS,
     decode_control,
-    decode_descriptor,
     encode_control,
-    encode_descriptor,
     message_indices,
     read_header,
 )
@@ -60,7 +59,7 @@ def descriptor(data: bytes) -> str:
         found = decode_descriptor(data)
     except ProtocolError as error:
         return kind_of(error)
-    assert decode_descriptor(encode_descriptor(found)) == found
+    assert decode_descriptor(found.encoded) == found
     assert descriptor_is_proper(found), found
     return found.kind
 
@@ -113,7 +112,7 @@ def downward(data: bytes) -> str:
 
 
 def busy_worker(send: Guarded, receive: Guarded) -> tuple[Guarded, WorkerMachine, list[Effect]]:
-    tensor = Guarded((TENSOR.elements,), np.float32)
+    tensor = Guarded((TENSOR.layout.elements,), np.float32)
     tensor.array[:] = 1
     machine = WorkerMachine([(send.array, receive.array)], ["a:1"], RANKS[0], rank=0, scan_span=1 << 20, timeout_s=60.0)
     mask = element_type(np.float32).zero_mask

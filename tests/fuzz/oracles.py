@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import struct
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.wire import (
     Challenge,
     ControlMessage,
-    Descriptor,
     Greeting,
     Hello,
     Pending,
@@ -26,15 +26,33 @@ MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
 
 
 def descriptor_is_proper(found: Descriptor) -> bool:
-    blocks = -(-found.elements // found.block_size)
+    shape, elements, spread = found.shape, 1, 1
+    for each in shape:
+        elements, spread = elements * each, spread * max(each, 1)
+    block_size = found.block_size
+    if found.kind in ("broadcast", "allgather", "barrier"):
+        proper = found.op == "sum" and 1 <= found.item_bytes < 2**31
+        elements *= found.item_bytes * found.parts
+        block_size = max(8, min(block_size * found.item_bytes, 2**15) // 8 * 8)
+    else:
+        proper = found.dtype in DTYPES and found.item_bytes == 0 and (found.op != "mean" or found.dtype in FLOATS)
+    if found.kind == "allreduce_rows":
+        proper = proper and found.op == "sum" and len(shape) == 2 and 1 <= shape[1] < 2**31 - 7
+        block_size = shape[1] if proper else 1
     return (
-        found.dtype in DTYPES
-        and (found.op != "mean" or found.dtype in FLOATS)
-        and 0 <= found.elements < 2**62
-        and 1 <= found.block_size < 2**31
-        and blocks < 2**48
+        proper
+        and len(shape) <= 64
+        and all(each >= 0 for each in shape)
+        and spread < 2**62
+        and 0 <= elements < 2**62
+        and -(-elements // block_size) < 2**48
+        and found.block_size in range(8, 2**31, 8)
+        and found.root in range(2**32)
+        and found.parts in range(1, 2**32)
         and len(found.name) <= 200
-        and f"{found.name}{found.note}".isprintable()
+        and len(found.dtype) <= 60
+        and f"{found.name}{found.dtype}".isprintable()
+        and len(found.encoded) <= 1024
     )
 
 

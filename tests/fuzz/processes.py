@@ -107,7 +107,7 @@ def _mislead(server: socket.socket, config: Config, data: bytes) -> str:
 def _reduce(config: Config) -> str:
     try:
         with Communicator(config, rank=0, size=1) as comm:
-            comm.allreduce(np.ones(TENSOR.elements, np.float32), block_size=TENSOR.block_size)
+            comm.allreduce(np.ones(TENSOR.shape, np.float32), block_size=TENSOR.block_size)
     except OmniReduceError as error:
         return kind_of(error)
     return "finished"

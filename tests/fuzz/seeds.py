@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
@@ -17,7 +18,6 @@ from omnireduce.wire import (
     Cause,
     Challenge,
     ControlMessage,
-    Descriptor,
     Endpoint,
     Goodbye,
     Greeting,
@@ -31,7 +31,6 @@ from omnireduce.wire import (
     Waiting,
     Welcome,
     encode_control,
-    encode_descriptor,
     seal,
 )
 
@@ -39,9 +38,11 @@ CORPUS = Path(__file__).parent / "corpus"
 SECRET = Secret(b"the secret of the fuzzer")
 WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
 SLOTS, SLOT_BYTES = 2, 65536
-TENSOR = Descriptor("allreduce", "gradient", "sum", "float32", 300, 8, "note")  # 38 blocks, the last one short
-ROWS = Descriptor("rows", "", "sum", "float32", 50 * 12, 12)
-HALVES = Descriptor("allreduce", "", "mean", "bfloat16", 100, 8)
+TENSOR = Descriptor("allreduce", "gradient", "float32", (5, 60))  # 38 blocks, the last one short
+ROWS = Descriptor("allreduce_rows", "", "float32", (50, 12))
+HALVES = Descriptor("reduce_scatter", "", "bfloat16", (100,), "mean")
+MOVED = Descriptor("broadcast", "state", "[('step', '<i8')]", (), block_size=256, root=1, item_bytes=8)
+GATHERED = Descriptor("allgather", "", "float32", (0, 3), item_bytes=4, parts=2)
 ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
 ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
@@ -88,7 +89,7 @@ def credit(slot: int) -> bytes:
     return FRAME.pack(CREDIT, slot, 0)
 
 
-FIRST = encode_descriptor(TENSOR)
+FIRST = TENSOR.encoded
 WHOLE = block_message([0, 3, 37], 38, extra=FIRST)
 IN_TWO = [block_message([0, 3], 9, extra=FIRST), block_message([9, 37], 38)]
 WHOLE_RESULT = block_message(list(range(38)), 38)
@@ -98,7 +99,7 @@ RESULTS = {
     "valid-part": block_message([0], 1),
     "valid-empty": block_message([], 38),
 }
-SMALL = block_message([1], 13, number=1, block_bytes=16, extra=encode_descriptor(HALVES))
+SMALL = block_message([1], 13, number=1, block_bytes=16, extra=HALVES.encoded)
 SESSION = control(HELLO) + data(1, IN_TWO[0]) + data(0, IN_TWO[1]) + credit(1) + data(1, SMALL) + credit(1)
 PROVEN = control(GREETING, Proof(SECRET.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE)))
 
@@ -123,7 +124,13 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "a-map-of-2-to-the-32": b"\xdf\xff\xff\xff\xff",
         "not-text": b"\x82\xa4type\xa1\xff\xa1x\0",
     },
-    "descriptor": {f"valid-{number}": encode_descriptor(each) for number, each in enumerate([TENSOR, ROWS, HALVES])},
+    "descriptor": {
+        f"valid-{number}": each.encoded for number, each in enumerate([TENSOR, ROWS, HALVES, MOVED, GATHERED])
+    }
+    | {
+        "many-dimensions": msgspec.msgpack.encode(["allreduce", "", "int8", [1] * 64 + [2], "sum", 8, 0, 0, 1]),
+        "large-dimensions": msgspec.msgpack.encode(["allreduce", "", "int8", [0, 2**63], "sum", 8, 0, 0, 1]),
+    },
     "upward": {"valid-whole": WHOLE, "valid-part": IN_TWO[0], "valid-empty": block_message([], 38, extra=FIRST)},
     "downward": RESULTS,
     "stranger": {

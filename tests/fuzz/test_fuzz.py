@@ -31,7 +31,15 @@ EXPECTED = {
         "deep": "ProtocolError",
         "not-text": "ProtocolError",
     },
-    "descriptor": {"valid-0": "allreduce", "valid-1": "rows", "valid-2": "allreduce"},
+    "descriptor": {
+        "valid-0": "allreduce",
+        "valid-1": "allreduce_rows",
+        "valid-2": "reduce_scatter",
+        "valid-3": "broadcast",
+        "valid-4": "allgather",
+        "many-dimensions": "ProtocolError",
+        "large-dimensions": "ProtocolError",
+    },
     "upward": {"valid-whole": "merged", "valid-part": "goes on", "valid-empty": "merged"},
     "downward": {
         "valid-whole": "finished",

@@ -8,16 +8,17 @@ import numpy as np
 from harness import slot_bytes_for
 from samples import Array
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.layout import Layout
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.wire import ControlMessage, Descriptor, Goodbye, encode_descriptor, seal
+from omnireduce.wire import ControlMessage, Goodbye, seal
 
 RANKS, SLOTS, BLOCK, BLOCKS = 2, 2, 8, 6
-DESCRIPTOR = Descriptor("allreduce", "w", "sum", "float32", BLOCK * BLOCKS, BLOCK)
+DESCRIPTOR = Descriptor("allreduce", "w", "float32", (BLOCK * BLOCKS,), block_size=BLOCK)
 SLOT_BYTES = slot_bytes_for(2, BLOCK * 4)
 
 
@@ -80,7 +81,7 @@ class Bench:
 
 
 def message(number: int, frontier: int, indices: Iterable[int] = (), first: bool = False) -> Callable[[Array], int]:
-    extra = encode_descriptor(DESCRIPTOR) if first else b""
+    extra = DESCRIPTOR.encoded if first else b""
     return lambda slot: seal(slot, number, frontier, np.array([*indices], np.int64), BLOCK * 4, extra)
 
 

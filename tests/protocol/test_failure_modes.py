@@ -46,12 +46,12 @@ def test_a_worker_that_contributes_nothing_and_lags_by_thousands_of_results(sile
 
 def test_a_worker_that_lags_by_thousands_of_collectives() -> None:
     cluster = InprocCluster(3, slots=2, slot_bytes=ONE_BLOCK_SLOTS)
-    inputs = [[np.full(BLOCK * (number % 3), 1 + number, np.int64) for number in range(2000)] for _ in range(3)]
+    inputs = [[np.full(BLOCK * (number % 3), 1 + number, np.int32) for number in range(2000)] for _ in range(3)]
     for rank in (0, 2, 1):
         for number in range(2000):
             if rank == 1:
                 inputs[rank][number][:] = 0
-            cluster.allreduce(rank, inputs[rank][number], block_size=4)
+            cluster.allreduce(rank, inputs[rank][number])
         cluster.settle()
     cluster.run()
     for found in inputs:
@@ -121,8 +121,8 @@ def test_two_different_tensors_submitted_in_the_same_place(shards: int, late: in
         assert end is not None
         assert end.cause is not None
         assert "collective 1" in end.cause.reason
-        assert "'fc1.weight' float32[1000]" in end.cause.reason
-        assert "'fc2.bias' float32[10]" in end.cause.reason
+        assert "'fc1.weight' of float32 (1000,)" in end.cause.reason
+        assert "'fc2.bias' of float32 (10,)" in end.cause.reason
     cluster.check_guards()
 
 
@@ -133,6 +133,7 @@ def test_two_different_tensors_submitted_in_the_same_place(shards: int, late: in
         {"name": "b"},
         {"block_size": 16},
         {"x": np.ones(41, np.float32)},
+        {"x": np.ones((4, 10), np.float32)},
         {"x": np.ones(40, np.int32)},
     ],
 )
@@ -199,7 +200,7 @@ def test_a_collective_that_takes_too_long_names_who_is_waited_for() -> None:
         assert end is not None
         assert end.cause is not None
         assert end.cause.timeout
-        assert "allreduce 'w' float32[50] sum" in end.cause.reason
+        assert "allreduce 'w' of float32 (50,), sum" in end.cause.reason
 
 
 def test_a_shard_that_hangs_is_named() -> None:

@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from samples import Array, sparse_tensor
 
+from omnireduce.descriptor import Descriptor, decode_descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Received
 from omnireduce.wire import (
@@ -23,7 +24,6 @@ from omnireduce.wire import (
     Aborted,
     Cause,
     ControlMessage,
-    Descriptor,
     Goodbye,
     Hello,
     Leave,
@@ -33,9 +33,7 @@ from omnireduce.wire import (
     Welcome,
     capacity,
     decode_control,
-    decode_descriptor,
     encode_control,
-    encode_descriptor,
     message_extra,
     message_indices,
     read_header,
@@ -103,7 +101,7 @@ def test_mutated_control_messages_decode_or_are_refused(seed: int, message: Cont
 @settings(max_examples=300)
 @given(seed=SEEDS)
 def test_mutated_descriptors_decode_or_are_refused(seed: int) -> None:
-    data = encode_descriptor(Descriptor("rows", "name", "sum", "float32", 2**40, 128, "note"))
+    data = Descriptor("allreduce_rows", "name", "float32", (2**40, 128)).encoded
     try:
         found = decode_descriptor(mutated(random.Random(seed), data))
     except ProtocolError:
@@ -113,8 +111,9 @@ def test_mutated_descriptors_decode_or_are_refused(seed: int) -> None:
 
 
 def descriptor_bytes(**changes: object) -> bytes:
-    fields = {"kind": "allreduce", "name": "w", "op": "sum", "dtype": "float32", "elements": 10, "block_size": 8}
-    return msgspec.msgpack.encode(list((fields | {"note": ""} | changes).values()))
+    fields = msgspec.structs.asdict(Descriptor("allreduce", "w", "float32", (5, 2)))
+    assert fields.keys() >= changes.keys()
+    return msgspec.msgpack.encode(list((fields | changes).values()))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +123,40 @@ def descriptor_bytes(**changes: object) -> bytes:
         {"op": "xor"},
         {"dtype": "complex64"},
         {"dtype": "int8", "op": "mean"},
-        {"elements": -1},
-        {"elements": 2**62},
-        {"elements": 1.5},
+        {"dtype": "float32\n"},
+        {"dtype": "x" * 61, "kind": "broadcast", "item_bytes": 1},
+        {"dtype": "\x1b[2J", "kind": "broadcast", "item_bytes": 1},
+        {"dtype": "é", "kind": "allgather", "item_bytes": 1},
+        {"op": "max", "kind": "broadcast", "item_bytes": 1},
+        {"op": "max", "kind": "allreduce_rows"},
+        {"shape": [-1]},
+        {"shape": [2**62]},
+        {"shape": [2**31, 2**31]},
+        {"shape": [2**63, 2**63] * 32},
+        {"shape": [0, 2**62]},
+        {"shape": [0, 2**40, 2**40]},
+        {"shape": [1] * 65},
+        {"shape": [1.5]},
+        {"shape": 5},
+        {"shape": None},
+        {"shape": [[1]]},
+        {"shape": [2**52], "block_size": 8},
+        {"shape": [5], "kind": "allreduce_rows"},
+        {"shape": [5, 0], "kind": "allreduce_rows"},
+        {"shape": [5, 2, 1], "kind": "allreduce_rows"},
+        {"shape": [0, 2**31], "kind": "allreduce_rows"},
+        {"shape": [2**48, 2], "kind": "allreduce_rows"},
+        {"kind": "broadcast"},
+        {"kind": "broadcast", "item_bytes": -1},
+        {"kind": "broadcast", "item_bytes": 2**31},
+        {"kind": "broadcast", "item_bytes": 2**30, "shape": [2**32]},
+        {"kind": "allgather", "item_bytes": 8, "parts": 0},
+        {"kind": "allgather", "item_bytes": 8, "parts": 2**32},
+        {"kind": "allgather", "item_bytes": 2**30, "parts": 2**31, "shape": [2]},
+        {"kind": "broadcast", "item_bytes": 8, "root": -1},
+        {"kind": "broadcast", "item_bytes": 8, "root": 2**32},
+        {"item_bytes": 4},
+        {"block_size": 12},
         {"block_size": 0},
         {"block_size": -8},
         {"block_size": 2**31},
@@ -322,7 +352,7 @@ def test_blocks_of_another_size_name_the_peer(block_bytes: int, down: bool) -> N
     for rank in range(2):
         cluster.allreduce(rank, np.ones(6000, np.float32))
         cluster.worker_drivers[rank].advance()
-    first = encode_descriptor(Descriptor("allreduce", "", "sum", "float32", 6000, 8))
+    first = Descriptor("allreduce", "", "float32", (6000,)).encoded
     cluster.aggregator_drivers[0].feed(0)
     link = cluster.up[1][0] if down else cluster.down[0][1]
     slot = 0 if down else 1  # the last free slot goes first
@@ -342,7 +372,7 @@ def test_blocks_of_another_shard_name_the_peer(down: bool) -> None:
         cluster.allreduce(rank, np.ones(8 * 60, np.float32))
         cluster.worker_drivers[rank].advance()
     link = cluster.up[1][1] if down else cluster.down[1][1]
-    slot, first = (0, b"") if down else (1, encode_descriptor(Descriptor("allreduce", "", "sum", "float32", 480, 8)))
+    slot, first = (0, b"") if down else (1, Descriptor("allreduce", "", "float32", (480,)).encoded)
     nbytes = seal(link.receive_slots[slot], 0, 60, np.array([4, 5, 8]), 32, first)  # 8 is of shard 0
     link._arrived.clear()
     link.deliver(Received(slot, nbytes))
@@ -353,7 +383,7 @@ def test_blocks_of_another_shard_name_the_peer(down: bool) -> None:
 
 def test_blocks_that_fit_no_slot_name_the_peer() -> None:
     cluster = InprocCluster(2, shards=2, slot_bytes=4096)
-    slot, extra = cluster.arenas[0][2], encode_descriptor(Descriptor("allreduce", "", "sum", "float64", 10, 2**30))
+    slot, extra = cluster.arenas[0][2], Descriptor("allreduce", "", "float64", (10,), block_size=2**30).encoded
     HEADER.pack_into(slot.data, 0, 0, 1, 0, 2**32 - 1, len(extra), 0)
     slot[HEADER_BYTES : HEADER_BYTES + len(extra)] = np.frombuffer(extra, np.uint8)
     cluster.down[0][1].deliver(Received(0, HEADER_BYTES + len(extra)))

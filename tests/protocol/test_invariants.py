@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
 from samples import Array, sparse_tensor
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.kernels.scatter import admit_indices
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
-from omnireduce.wire import HEADER_BYTES, Descriptor, seal
+from omnireduce.wire import HEADER_BYTES, seal
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK = 8
@@ -321,7 +322,7 @@ def test_i7_a_result_for_a_collective_that_was_not_sent_reaches_nothing() -> Non
     free, stream._free = stream._free, []
     layout = cluster.layout(target.size, BLOCK)
     operand = DenseTensor(target, target, layout, element_type(np.float32).zero_mask)
-    cluster.submit(0, Descriptor("allreduce", "", "sum", "float32", target.size, BLOCK), operand)
+    cluster.submit(0, Descriptor("allreduce", "", "float32", target.shape, block_size=BLOCK), operand)
     cluster.worker_drivers[0].advance()
     nbytes = seal(cluster.results[0][0], 1, 60, np.array([50]), BLOCK * 4)
     cluster.up[0][0].deliver(Received(0, nbytes))

@@ -28,7 +28,6 @@ from omnireduce.wire import (
     Waiting,
     Welcome,
     block_rows,
-    encode_descriptor,
     seal,
 )
 
@@ -287,7 +286,7 @@ def test_aggregator_tells_ranks_apart_that_skip_different_collectives() -> None:
     assert bench.ended is not None
     assert bench.ended.cause is not None
     assert bench.ended.cause.culprit == "ranks 0 and 1"
-    assert "rank 0 submitted allreduce 'w' float32[48] sum" in bench.ended.cause.reason
+    assert "rank 0 called allreduce 'w' of float32 (48,), sum" in bench.ended.cause.reason
     assert bench.ended.cause.reason.endswith("as number 4")
 
 
@@ -371,7 +370,7 @@ def test_a_result_may_leave_out_what_this_worker_alone_has(indices: list[int], l
 
 def test_a_worker_may_leave_nothing_out() -> None:
     bench = aggregator()
-    first = encode_descriptor(DESCRIPTOR)
+    first = DESCRIPTOR.encoded
     bench.receive(1, lambda slot: seal(slot, 0, 3, np.array([0, 1]), BLOCK * 4, first, left_out=1))
     bench.advance()
     assert bench.ended is not None

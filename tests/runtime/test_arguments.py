@@ -39,6 +39,18 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "block size 0": (lambda c: c.allreduce(X, block_size=0), "block_size 0: expected a multiple of 8"),
     "block size -8": (lambda c: c.allreduce(X, block_size=-8), "block_size -8: expected a multiple of 8"),
     "block size 12": (lambda c: c.allreduce(X, block_size=12), "block_size 12: expected a multiple of 8"),
+    "block size 2**31": (
+        lambda c: c.allreduce(X, block_size=2**31),
+        "block_size 2147483648: expected a multiple of 8 from 8 to 2147483640",
+    ),
+    "block size 2**63": (
+        lambda c: c.allreduce(X, block_size=2**63),
+        f"block_size {2**63}: expected a multiple of 8 from 8 to 2147483640",
+    ),
+    "a block size of thousands of digits": (
+        lambda c: c.allreduce(X, block_size=1 << 20_000),
+        "block_size is an integer of 20001 bits, which is out of any range",
+    ),
     "block size of float": (lambda c: c.allreduce(X, block_size=8.0), "block_size is 8.0, a float; expected an int"),
     "a block that fits no slot": (
         lambda c: c.allreduce(X, block_size=1 << 20),
@@ -46,6 +58,15 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
         "block_size (or shorter rows), or raise protocol.slot_bytes",
     ),
     "a long name": (lambda c: c.allreduce(X, name="n" * 201), "a name of 201 characters; expected at most 200"),
+    "no name": (lambda c: c.allreduce(X, name=None), "name is a NoneType; expected a str"),
+    "a name that is no text": (lambda c: c.barrier(name=[1]), "name is a list; expected a str"),
+    "a name that spoils a log": (lambda c: c.allreduce(X, name="a\nb"), "a name with characters that cannot be shown"),
+    "an op that is no text": (lambda c: c.allreduce(X, op=["sum"]), "op ['sum']: expected one of sum"),
+    "elements of no bytes": (lambda c: c.allgather(np.zeros(3, [])), "elements of no bytes"),
+    "a result of 65 dimensions": (
+        lambda c: c.allgather(np.zeros((1,) * 64)),
+        "the result of an allgather of (1, 1, 1,",
+    ),
     "out is x": (lambda c: c.allreduce(X, out=X), "out overlaps x"),
     "out overlaps": (lambda c: c.allreduce(X[:32], out=X[31:63]), "leave out away to work in place"),
     "out is a list": (lambda c: c.allreduce(X, out=[0.0] * 64), "out is a list; expected a numpy.ndarray"),
@@ -58,6 +79,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "strided out": (lambda c: c.allreduce(X, out=np.ones(128, np.float32)[::2]), "out is not C-contiguous"),
     "async": (lambda c: c.allreduce_async(READ_ONLY), "read-only"),
     "root -1": (lambda c: c.broadcast(X, root=-1), "root -1: expected 0 to 1"),
+    "root 2**64": (lambda c: c.broadcast(X, root=2**64), f"root {2**64}: expected 0 to 1"),
     "root 2": (lambda c: c.broadcast(X, root=2), "root 2: expected 0 to 1"),
     "root of float": (lambda c: c.broadcast(X, root=0.5), "root is 0.5, a float; expected an int"),
     "root of bool": (lambda c: c.broadcast(X, root=True), "root is True, a bool; expected an int"),
@@ -84,6 +106,8 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
         lambda c: c.allreduce_rows(INDICES, np.ones((2, 1 << 16), np.int8), 1 << 46),
         f"n_rows {1 << 46}: expected 0 to {(1 << 46) - 1} for rows of 65536 elements",
     ),
+    "n_rows 2**64": (lambda c: c.allreduce_rows(INDICES, ROWS, 1 << 64), f"n_rows {1 << 64}: expected 0 to "),
+    "a huge n_rows": (lambda c: c.allreduce_rows(INDICES, ROWS, 1 << 99_999), "n_rows is an integer of 100000 bits"),
     "n_rows of float": (lambda c: c.allreduce_rows(INDICES, ROWS, 9.0), "n_rows is 9.0, a float; expected an int"),
     "more indices than rows": (lambda c: c.allreduce_rows(np.arange(3), ROWS, 9), "expected indices (n,) and values"),
     "flat values": (lambda c: c.allreduce_rows(INDICES, ROWS[0], 9), "expected indices (n,) and values"),
@@ -115,6 +139,15 @@ def test_unsuitable_arguments_are_refused_with_the_reason(local: Config) -> None
     assert READ_ONLY.tolist() == [1] * 64
 
 
+@pytest.mark.parametrize(("smallest", "largest"), [(0, 1), (2, 1), (1, 2**32), (2**70, 2**71)])
+def test_sizes_of_a_job_that_is_formed_anew(local: Config, smallest: int, largest: int) -> None:
+    with (
+        Communicator(local, rank=0, size=1, job=unique_job()) as comm,
+        pytest.raises(UsageError, match=f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest"),
+    ):
+        comm.reform(smallest=smallest, largest=largest)
+
+
 def test_every_refusal_is_a_value_error(local: Config) -> None:
     def run(comm: Communicator) -> None:
         with pytest.raises(ValueError, match="expected one of sum"):
@@ -123,7 +156,7 @@ def test_every_refusal_is_a_value_error(local: Config) -> None:
     run_job(local, 1, run)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0), (0, -1)])
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0), (0, -1), (0, 2**32), (2**64, 2**65)])
 def test_rank_and_size(local: Config, rank: int, size: int) -> None:
     with pytest.raises(UsageError, match=re.escape(f"rank {rank} of {size}: expected 0 <= rank < size")):
         Communicator(local, rank=rank, size=size)

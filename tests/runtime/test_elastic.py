@@ -269,7 +269,7 @@ def test_a_loop_that_gets_nowhere_gives_up(daemon: Daemon) -> None:
         run_elastic(comm, ElasticState(comm, {}), train, attempts=2)
 
     failed = start(configured(daemon.addresses, *ELASTIC), 2, work).outcomes()
-    assert all(isinstance(error, AbortedError) and "float32[10]" in str(error) for error in failed)
+    assert all(isinstance(error, AbortedError) and "of float32 (10,)" in str(error) for error in failed)
     assert sorted(calls) == [0] * 2 + [1] * 2
 
 

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, Ranks, configured, run_job, start_job
+from local_cluster import CLOSED, WAIT_S, Process, Ranks, configured, run_job, start_job, unique_job
 
 from omnireduce.config import Config
+from omnireduce.descriptor import Descriptor
 from omnireduce.errors import AbortedError, RefusedError
 from omnireduce.logs import BoundLog
+from omnireduce.protocol.effects import Effect
+from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime import engine
 from omnireduce.runtime.communicator import Communicator
-from omnireduce.runtime.engine import Handle
+from omnireduce.runtime.handle import Handle
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
 
@@ -140,6 +147,163 @@ def in_the_child(comm: Communicator, handle: Handle[Any]) -> int:
             refused += "forked" in str(error)
     comm.shutdown()
     return 0 if refused == 3 and handle.done() else 1
+
+
+class Signalled(Process):
+    """`signalled_worker.py` as rank 0; this process is rank 1, which calls the same collective once `outcome` is known
+    of rank 0, or it has ended."""
+
+    def __init__(self, config: Config, where: str, what: str) -> None:
+        self.job, addresses = unique_job("signal"), ",".join(config.cluster.aggregators)
+        script = str(Path(__file__).with_name("signalled_worker.py"))
+        super().__init__(sys.executable, script, addresses, self.job, where, what, environ={"PYTHONPATH": PATHS})
+
+    def events(self) -> dict[str, dict[str, Any]]:
+        """All that it reports until it ends, by kind."""
+        found: dict[str, dict[str, Any]] = {}
+        with contextlib.suppress(AssertionError):
+            while True:
+                event = json.loads(self.line(SOON_S))
+                found[event["event"]] = event
+        assert self._lines.next(0.0) == CLOSED, f"it hangs\n{self.log}"
+        return found
+
+
+PATHS = os.pathsep.join(str(Path(__file__).parent.parent / part) for part in ("..", "."))
+SOON_S = 20.0  # much shorter than the time limit of the collective, and longer than anything here takes
+
+
+def play(config: Config, where: str, what: str) -> tuple[dict[str, dict[str, Any]], int, AbortedError]:
+    """What rank 0 reports, its exit status, and the error of rank 1."""
+    over = threading.Event()
+    with Signalled(config, where, what) as process:
+
+        def other(_: int) -> None:
+            with Communicator(config, rank=1, size=2, job=process.job) as comm:
+                comm.barrier()
+                assert over.wait(WAIT_S)
+                comm.allreduce(np.ones(10_000))
+
+        ranks = Ranks(1, other)
+        try:
+            events, status = process.events(), process.wait(SOON_S)
+        finally:
+            over.set()
+        [error] = ranks.outcomes()
+    assert isinstance(error, AbortedError), error
+    return events, status, error
+
+
+PLACES = ("blocked", "turn", "submit", "waiting", "idle")
+
+
+@pytest.mark.parametrize("what", ["shutdown", "twice"])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_handler_shuts_down_what_it_interrupts(local: Config, where: str, what: str) -> None:
+    events, status, error = play(local, where, what)
+    assert status == 0
+    assert events["handled"]["seconds"] < 2.0
+    outcome = events["outcome"]
+    assert (outcome["error"], outcome["closed"]) == ("ClosedError", True)
+    assert "was shut down" in outcome["text"]
+    assert events.get("thread", {"error": "ClosedError"})["error"] == "ClosedError"
+    assert error.culprit.startswith("rank 0 (host ")
+    assert error.reason == "shut down with a collective under way"
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_handler_shuts_down_and_exits(local: Config, where: str) -> None:
+    events, status, error = play(local, where, "exit")
+    assert status == 3
+    assert "outcome" not in events
+    assert error.culprit.startswith("rank 0 (host ")
+    assert error.reason == "shut down with a collective under way"
+
+
+@pytest.mark.parametrize("where", ["blocked", "turn", "submit", "waiting"])
+def test_a_handler_must_not_call_a_collective_on_top_of_another(local: Config, where: str) -> None:
+    events, status, error = play(local, where, "collective")
+    assert status == 0
+    refused = events["handled"]["refused"]
+    assert len(refused) == (4 if where == "waiting" else 3)
+    assert all(text.startswith("UsageError: ") and "signal handler" in text for text in refused), refused
+    assert events["outcome"]["error"] == "ClosedError"
+    assert error.reason == "shut down with a collective under way"
+
+
+class Interrupting:
+    """Raise KeyboardInterrupt before the n-th line of `names` that this thread runs, n out of `lines`.
+
+    Python stops tracing then; with the next `leave` of `machine` it goes on.
+    """
+
+    def __init__(self, names: tuple[str, ...], lines: tuple[int, ...], machine: WorkerMachine) -> None:
+        self.names, self.lines, self.count = names, lines, 0
+        self._leave = machine.leave
+        machine.leave = self.leave  # type: ignore[method-assign]
+
+    def leave(self, reason: str = "") -> Iterator[Effect]:
+        sys.settrace(self.trace)
+        return self._leave(reason)
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_name in self.names and frame.f_globals["__name__"] == engine.__name__:
+            if event == "line":
+                self.count += 1
+                if self.count in self.lines:
+                    raise KeyboardInterrupt
+            return self.trace
+        return None
+
+    def __enter__(self) -> Interrupting:
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lines = ()
+        sys.settrace(None)
+
+
+def lone_engine() -> tuple[engine.Engine, ShmLink, socket.socket]:
+    """An engine whose only link leads to nobody who answers."""
+    near, far = socket.socketpair()
+    link = ShmLink(near, "host:1")
+    link.attach(private_slots(2, 65536), private_slots(2, 65536))
+    slots = [(link.send_slots, link.receive_slots)]
+    machine = WorkerMachine(slots, ["host:1"], "me", rank=0, scan_span=1, timeout_s=9.0)
+    return engine.Engine(machine, [link], 0.0, BoundLog(logging.getLogger(__name__))), link, far
+
+
+def test_two_interrupts_in_a_row_raise_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every pair of lines of what watches and closes links."""
+    monkeypatch.setattr(engine, "GOODBYE_S", 0.0)
+    names = ("_watch", "_unwatch", "_close_links")
+    called, x = Descriptor("allreduce", "", "float32", (8,)), np.zeros(8, np.float32)
+    first, second, twice = 1, 1, 0
+    while True:
+        ours, link, far = lone_engine()
+        operand = DenseTensor(x, x, called.layout, called.element.zero_mask)
+        handle = ours.submit(called, operand, lambda: x)
+        with Interrupting(names, (first, first + second), ours._machine) as interrupting:
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    handle.wait(0.001)
+                except TimeoutError:
+                    ours.abort("interrupted")
+            with contextlib.suppress(KeyboardInterrupt):
+                ours.shutdown()
+        ours.shutdown()
+        sys.settrace(None)
+        twice += interrupting.count >= first + second
+        assert link.over
+        assert handle.done()
+        assert ours._closed
+        far.close()
+        if interrupting.count < first:
+            break
+        first, second = (first, second + 1) if interrupting.count >= first + second else (first + 1, 1)
+    assert first > 5
+    assert twice > 20
 
 
 @pytest.fixture

@@ -127,23 +127,27 @@ def test_barrier_waits_for_all(config: Config) -> None:
         (
             lambda c: c.broadcast(np.zeros(4), root=0),
             lambda c: c.broadcast(np.zeros(4), root=1),
-            ("from rank 0", "from rank 1"),
+            ("broadcast of float64 (4,), root 0", "broadcast of float64 (4,), root 1"),
         ),
         (
             lambda c: c.broadcast(np.zeros(4, "i8")),
             lambda c: c.broadcast(np.zeros(4, "f8")),
-            ("of int64 from rank 0", "of float64 from rank 0"),
+            ("of int64 (4,), root 0", "of float64 (4,), root 0"),
         ),
         (
             lambda c: c.allgather(np.zeros(4, "f4")),
             lambda c: c.allgather(np.zeros(2, "f8")),
-            ("of float32[4] per rank", "of float64[2] per rank"),
+            ("allgather of float32 (4,)", "allgather of float64 (2,)"),
         ),
-        (lambda c: c.barrier(), lambda c: c.allgather(np.zeros(0)), ("rank 0 submitted barrier", "allgather")),
+        (
+            lambda c: c.barrier(),
+            lambda c: c.allgather(np.zeros(0)),
+            ("called barrier;", "allgather of float64 (0,)"),
+        ),
         (
             lambda c: c.broadcast(np.zeros(4, MANY_FIELDS)),
             lambda c: c.broadcast(np.zeros(4, [(name + "2", kind) for name, kind in MANY_FIELDS.descr])),
-            ("of |V400", "of |V400"),
+            ("of a structure of 400 bytes", "of a structure of 400 bytes"),
         ),
     ],
     ids=["root", "dtype", "dtype of equal bytes", "kind", "names of many fields"],

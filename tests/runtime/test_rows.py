@@ -129,7 +129,9 @@ def test_rows_beside_dense_collectives(local: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_rows", "length", "dtype"), [(11, 4, "float32"), (10, 8, "float32"), (10, 4, "float64")], ids=str
+    ("n_rows", "length", "dtype"),
+    [(11, 4, "float32"), (10, 8, "float32"), (5, 8, "float32"), (10, 4, "float64")],
+    ids=str,
 )
 def test_disagreement_is_seen(local: Config, n_rows: int, length: int, dtype: str) -> None:
     def run(comm: Communicator) -> Rows:
@@ -139,5 +141,5 @@ def test_disagreement_is_seen(local: Config, n_rows: int, length: int, dtype: st
 
     for error in start_job(local, 2, run).outcomes():
         assert isinstance(error, AbortedError)
-        assert "rank 0 submitted rows 'table' float32[40]" in error.reason
-        assert f"rank 1 submitted rows 'table' {dtype}[{n_rows * length}]" in error.reason
+        assert "rank 0 called allreduce_rows 'table' of float32, n_rows 10, width 4" in error.reason
+        assert f"rank 1 called allreduce_rows 'table' of {dtype}, n_rows {n_rows}, width {length}" in error.reason

@@ -227,6 +227,11 @@ def _misconfigure(worker: Worker, number: int) -> None:
 
 
 def _mismatch(worker: Worker, at: int) -> None:
+    """Let the worker submit another collective, sometimes one that differs in nothing but its shape."""
     program = list(worker.program)
-    program[at] = replace(program[at], seed=program[at].seed + 1 + worker.rank)
+    what = program[at]
+    if what.seed % 2 and what.kind != "allreduce_rows":
+        program[at] = replace(what, folded=True)
+    else:
+        program[at] = replace(what, seed=what.seed + 1 + worker.rank)
     worker.program = program

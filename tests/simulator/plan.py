@@ -22,7 +22,7 @@ KINDS = {  # of fault
     "duplicate": "a second process joins as a rank that is there",
     "world size": "a rank believes in another world size",
     "misconfigured": "a rank has other slots, stripes, order of shards or version than its peers, or says nonsense",
-    "mismatch": "a rank submits another collective than the others",
+    "mismatch": "a rank submits another collective than the others, or one of another shape",
     "early leave": "a rank shuts down before the others",
     "garbage": "a rank sends what means nothing",
     "tampering": "a rank sends one message that breaks a rule of the protocol",

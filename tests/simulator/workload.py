@@ -10,15 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from omnireduce.descriptor import REDUCING, Descriptor, describe
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import Pool, RowSet
-from omnireduce.wire import Descriptor
 from tests.oracle import is_number, reduce_in_rank_order
 from tests.samples import sparse_tensor
 
-KINDS = {"allreduce": 8, "rows": 3, "broadcast": 1, "allgather": 1, "barrier": 1}  # and how often each is drawn
+KINDS = {
+    "allreduce": 8,
+    "allreduce_rows": 3,
+    "broadcast": 1,
+    "allgather": 1,
+    "barrier": 1,
+}  # and how often each is drawn
 GUARD, GUARD_BYTE = 512, 0xA5  # bytes around every target, to see what is written outside
 JUNK_BYTE = 0x5A  # what a target holds that only takes a result
 
@@ -35,13 +41,17 @@ class Collective:
     density: float
     seed: int
     root: int = -1  # the only rank that contributes, -1 for all
+    folded: bool = False  # as many elements, in another shape
     awkward: float = 0.0  # the share of blocks with NaN, infinities, subnormals or the limits of integers
     launch: int = 0  # launches bring other data to what looks the same
 
     def descriptor(self) -> Descriptor:
         kind: Any = self.kind
         op: Any = self.op
-        return Descriptor(kind, f"x{self.seed}", op, self.dtype, self.elements, self.block_size)
+        rows = self.elements // self.block_size, self.block_size
+        shape = rows if kind == "allreduce_rows" else (1, self.elements) if self.folded else (self.elements,)
+        item_bytes = 0 if kind in REDUCING else 1
+        return describe(kind, f"x{self.seed}", self.dtype, shape, op, self.block_size, 0, item_bytes)
 
     def __str__(self) -> str:
         where = "" if self.root < 0 else f" from rank {self.root}"
@@ -57,7 +67,7 @@ def draw_collective(rng: random.Random, ranks: int) -> Collective:
     large = rng.random() < 0.2
     block_size = rng.choice([1024, 2048]) if large else rng.choice([8, 16, 64])
     blocks = rng.choice([1, 5, 12, 20]) if large else rng.choice([0, 1, 2, 17, 40, 150])
-    elements = blocks * block_size - (rng.randrange(block_size) if blocks and kind != "rows" else 0)
+    elements = blocks * block_size - (rng.randrange(block_size) if blocks and kind != "allreduce_rows" else 0)
     if kind in ("broadcast", "allgather"):
         root = rng.randrange(ranks) if kind == "broadcast" else -1
         return Collective(kind, "sum", "uint8", elements, block_size, rng.choice([0.05, 1.0]), seed, root)
@@ -116,7 +126,7 @@ class Work:
         self._target.view(np.uint8)[:] = JUNK_BYTE
         self._source: Array | None = None  # an array that is only read
         self.operand: Operand
-        if what.kind == "rows":
+        if what.kind == "allreduce_rows":
             rows = self._brought.reshape(-1, what.block_size)
             with np.errstate(invalid="ignore"):  # signalling NaN
                 numbers = np.flatnonzero((rows != 0).any(axis=1))

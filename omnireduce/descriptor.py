@@ -1,0 +1,169 @@
+"""What a collective is: the call that a user made, which all ranks must make in the same place.
+
+Only the call travels. What the wire needs to know (type and number of elements, blocks) follows from it, on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from omnireduce.dtypes import BYTES, ELEMENT_TYPES, ElementType, element_type
+from omnireduce.errors import ProtocolError, UsageError
+from omnireduce.layout import Layout
+from omnireduce.wire import EXTRA_BYTES, MAX_BLOCKS, MAX_ELEMENTS, SHOWN, UNDECODABLE, shown
+
+Kind = Literal["allreduce", "allreduce_rows", "reduce_scatter", "broadcast", "allgather", "barrier"]
+Op = Literal["sum", "mean", "min", "max", "prod"]
+REDUCING = ("allreduce", "allreduce_rows", "reduce_scatter")  # the others move bytes
+CHOOSING = ("allreduce", "reduce_scatter")  # have an op
+NAME_CHARACTERS = 200
+DTYPE_CHARACTERS = 60
+MAX_DIMENSIONS = 64
+MAX_BLOCK_SIZE = (1 << 31) - 8
+MOVED_BLOCK_BYTES = 1 << 15  # at most, where bytes are moved: such blocks fit any slot
+REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same ones again and again
+
+
+class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """One call. Raises UsageError for one that cannot be; what a peer sends is checked in the same way.
+
+    `shape`: of the array, (n_rows, width) of `allreduce_rows`; `block_size`: in elements; `item_bytes`: the size of an
+    element where bytes are moved, else 0; `parts`: how many such arrays the result holds.
+    """
+
+    kind: Kind
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    op: Op = "sum"
+    block_size: int = 8
+    root: int = 0
+    item_bytes: int = 0
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = self._wrong_words() or self._wrong_shape() or self._wrong_numbers()
+        if wrong:
+            raise UsageError(wrong)
+
+    def _wrong_words(self) -> str:
+        if len(self.name) > NAME_CHARACTERS:
+            return f"a name of {len(self.name)} characters; expected at most {NAME_CHARACTERS}"
+        if not self.name.isprintable():
+            return f"a name with characters that cannot be shown: {self.name[:40]!r}"
+        if self.reduces and self.dtype not in ELEMENT_TYPES:
+            return f"cannot reduce arrays of {self.dtype[:DTYPE_CHARACTERS]!r}"
+        if len(self.dtype) > DTYPE_CHARACTERS or not (self.dtype.isascii() and self.dtype.isprintable()):
+            return f"the dtype {self.dtype[:DTYPE_CHARACTERS]!r} cannot be shown"
+        if self.op != "sum" and self.kind not in CHOOSING:
+            return f"{self.kind} has no op {self.op}"
+        if self.op == "mean" and not self.element.is_float:
+            return f"the mean of {self.dtype} is not an {self.dtype}; convert to a float type first"
+        return ""
+
+    def _wrong_shape(self) -> str:
+        if len(self.shape) > MAX_DIMENSIONS:
+            return f"an array of {len(self.shape)} dimensions; expected at most {MAX_DIMENSIONS}"
+        # A dimension of 0 counts as 1 here: the others are limited all the same, and so is what it takes to say them.
+        if min(self.shape, default=0) < 0 or math.prod(max(each, 1) for each in self.shape) >= MAX_ELEMENTS:
+            return f"the shape {self._shape_text}: expected fewer than 2**62 elements"
+        if self.kind == "allreduce_rows" and (len(self.shape) != 2 or not 1 <= self.shape[1] <= MAX_BLOCK_SIZE):
+            return f"rows of shape {self._shape_text}: expected (n_rows, width), width 1 to {MAX_BLOCK_SIZE}"
+        return ""
+
+    def _wrong_numbers(self) -> str:
+        if not 8 <= self.block_size <= MAX_BLOCK_SIZE or self.block_size % 8:
+            return f"block_size {self.block_size}: expected a multiple of 8 from 8 to {MAX_BLOCK_SIZE}"
+        least, most = (0, 0) if self.reduces else (1, MAX_BLOCK_SIZE)
+        if not (least <= self.item_bytes <= most and 0 <= self.root < 1 << 32 and 1 <= self.parts < 1 << 32):
+            return f"elements of {self.item_bytes} bytes, root {self.root}, {self.parts} parts: out of range"
+        if self.layout.elements >= MAX_ELEMENTS or self.layout.blocks >= MAX_BLOCKS:
+            return f"{self.layout.elements} elements in {self.layout.blocks} blocks: expected fewer than 2**62 in 2**48"
+        return ""
+
+    @property
+    def reduces(self) -> bool:
+        """Numbers are combined. Else bytes move, as a sum to which all ranks but one contribute zeros."""
+        return self.kind in REDUCING
+
+    @cached_property
+    def element(self) -> ElementType:
+        """The type of element that travels."""
+        return ELEMENT_TYPES[self.dtype] if self.reduces else element_type(BYTES)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How many elements travel, in which blocks."""
+        elements = math.prod(self.shape)
+        if self.kind == "allreduce_rows":
+            return Layout(elements, self.shape[1])
+        if self.reduces:
+            return Layout(elements, self.block_size)
+        block_bytes = min(self.block_size * self.item_bytes, MOVED_BLOCK_BYTES) // 8 * 8
+        return Layout(elements * self.item_bytes * self.parts, block_bytes)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """The size of a block that travels."""
+        return self.layout.block_size * self.element.itemsize
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """What travels of it, at most EXTRA_BYTES."""
+        found = msgspec.msgpack.encode(self)
+        assert len(found) <= EXTRA_BYTES, f"a descriptor of {len(found)} bytes"
+        return found
+
+    @property
+    def _shape_text(self) -> str:
+        return str(tuple(self.shape))[:SHOWN]
+
+    @cached_property
+    def _text(self) -> str:
+        said = self.kind + (f" '{self.name}'" if self.name else "")
+        if self.kind == "barrier":
+            return said
+        if self.kind == "allreduce_rows":
+            return f"{said} of {self.dtype}, n_rows {self.shape[0]}, width {self.shape[1]}"
+        said += f" of {self.dtype} {self._shape_text}"
+        if self.kind == "broadcast":
+            return f"{said}, root {self.root}"
+        return said if self.kind == "allgather" else f"{said}, {self.op}"
+
+    def __str__(self) -> str:
+        return self._text
+
+
+describe = lru_cache(REMEMBERED)(Descriptor)  # a descriptor of a call that may have been made before
+
+_decoder = msgspec.msgpack.Decoder(Descriptor)
+
+
+@lru_cache(REMEMBERED)
+def decode_descriptor(data: bytes) -> Descriptor:
+    """Decode and check a peer's descriptor. Raises ProtocolError."""
+    try:
+        return _decoder.decode(data)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"malformed descriptor: {shown(str(error)[:SHOWN])}") from None
+
+
+def told_apart(one: Descriptor, other: Descriptor) -> tuple[str, str]:
+    """Both in words; of two that look the same, with what they differ in."""
+    if str(one) != str(other) or one == other:
+        return str(one), str(other)
+    return f"{one}, block_size {one.block_size}", f"{other}, block_size {other.block_size}"
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """A dtype for a descriptor, which has little room: a structure of many fields shows a checksum."""
+    text = str(dtype)
+    if len(text) <= DTYPE_CHARACTERS and text.isascii():
+        return text
+    return f"a structure of {dtype.itemsize} bytes, checksum {zlib.crc32(text.encode()):08x}"

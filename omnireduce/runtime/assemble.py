@@ -1,0 +1,87 @@
+"""From the links to all shards to an engine that drives them; or, when that fails, to peers that know why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from omnireduce.config import Config
+from omnireduce.errors import TransportError
+from omnireduce.logs import BoundLog
+from omnireduce.protocol.gathering import worker_name
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.engine import GOODBYE_S, Engine, say_last_words
+from omnireduce.runtime.rendezvous import Arrival
+from omnireduce.runtime.reserve import NO_DESCRIPTORS
+from omnireduce.runtime.traced import trace_worker
+from omnireduce.transport.base import NO_SLOTS, Link
+from omnireduce.wire import Cause, Leave, encode_control
+
+
+class Assembled(NamedTuple):
+    """What a rank works with."""
+
+    links: list[Link]
+    machine: WorkerMachine
+    engine: Engine
+
+
+def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
+    """Make the engine of a rank that has joined. Raises TransportError when there are no descriptors or no memory for
+    it; the other ranks are told, and everything is given back."""
+    joined, links = arrival.joined, arrival.links
+    me = worker_name(joined.rank, socket.gethostname(), os.getpid())
+    try:
+        return _assemble(config, job, arrival, me)
+    except (OSError, MemoryError) as error:
+        wrong = _in_words(error)
+    except BaseException as error:
+        _give_up(links, Cause(me, f"left because of {type(error).__name__}"))
+        raise
+    # Not within `except`: the error would keep the memory that is to be given back.
+    _give_up(links, Cause(me, f"could not begin: {wrong}"))
+    raise TransportError(f"rank {joined.rank} of job '{job}' could not begin: {wrong}")
+
+
+def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
+    joined, links = arrival.joined, arrival.links
+    make_engine: Callable[..., Engine] = Engine
+    if config.trace.folder:
+        links, make_engine = trace_worker(config.trace, job, joined.rank, joined.size, links)
+    machine = WorkerMachine(
+        [(link.send_slots, link.receive_slots) for link in links],
+        [link.peer for link in links],
+        me,
+        rank=joined.rank,
+        scan_span=config.protocol.scan_span,
+        timeout_s=config.cluster.timeout_s,
+        message_bytes=[
+            config.protocol.tcp_message_bytes if link.kind == "tcp" else config.protocol.slot_bytes for link in links
+        ],
+    )
+    machine.newcomers = arrival.newcomers
+    log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
+    return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log))
+
+
+def _in_words(error: OSError | MemoryError) -> str:
+    if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+        return f"no descriptors left ({error.strerror}); raise ulimit -n"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "no memory left"
+
+
+def _give_up(links: list[Link], cause: Cause) -> None:
+    """Tell all shards, then close the links and let go of their memory."""
+    deadline = time.monotonic() + GOODBYE_S
+    for link in links:
+        link.send_control(encode_control(Leave(cause)))
+    for link in links:
+        say_last_words(link, deadline)
+        link.close()
+        link.attach(NO_SLOTS, NO_SLOTS)

@@ -1,0 +1,107 @@
+"""A worker that cannot begin although all ranks are there: it says so to all, and keeps nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_job, unique_job
+from transports import KINDS
+
+from omnireduce import AbortedError, Communicator, TransportError
+from omnireduce.runtime import assemble
+
+SCRIPT = """
+import json, os, resource, sys
+from local_cluster import configured, open_files
+from omnireduce import Communicator, TransportError
+
+address, job, kind = sys.argv[1:]
+enter = Communicator._enter
+
+def without_descriptors(self, joined):
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    try:
+        enter(self, joined)
+    finally:
+        for each in held:
+            os.close(each)
+
+Communicator._enter = without_descriptors
+kept = None
+try:
+    Communicator(configured([address], f"transport.kind={kind}"), rank=1, size=2, job=job)
+except TransportError as error:
+    kept = error  # with all that its traceback refers to
+with open("/proc/self/maps") as maps:
+    mapped = maps.read().count("/memfd:omnireduce")
+sockets = sum("socket" in each for each in open_files(os.getpid()))
+print(json.dumps({"error": str(kept), "mapped": mapped, "sockets": sockets}))
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_without_descriptors_tells_the_others_at_once(daemon: Daemon, kind: str) -> None:
+    job, config = unique_job(), configured(daemon.addresses[:1], f"transport.kind={kind}", "cluster.timeout_s=120")
+    paths = os.pathsep.join(str(Path(__file__).parent.parent / part) for part in ("..", "."))
+    arguments = (daemon.addresses[0], job, kind)
+    with Process(sys.executable, "-c", SCRIPT, *arguments, environ={"PYTHONPATH": paths}) as process:
+        try:
+            with Communicator(config, rank=0, size=2, job=job) as comm, pytest.raises(AbortedError) as caught:
+                comm.allreduce(np.ones(10))
+            error = caught.value
+        except AbortedError as early:  # it may hear of that before it has joined
+            error = early
+        said = json.loads(process.line())
+        assert error.culprit == f"rank 1 (host {socket.gethostname()}, pid {process.pid})"
+        assert error.reason == "could not begin: no descriptors left (Too many open files); raise ulimit -n"
+        assert said["error"] == f"rank 1 of job '{job}' {error.reason}"
+        assert said["mapped"] == 0
+        assert said["sockets"] == 0
+    assert run_job(config, 2, lambda comm: float(comm.allreduce(np.ones(3))[0]), job) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "words"),
+    [
+        (MemoryError(), TransportError, "could not begin: no memory left"),
+        (OSError(errno.EIO, "Input/output error"), TransportError, "could not begin: Input/output error"),
+        (ZeroDivisionError("a bug"), ZeroDivisionError, "left because of ZeroDivisionError"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "left because of KeyboardInterrupt"),
+    ],
+    ids=["memory", "input", "bug", "Ctrl-C"],
+)
+def test_whatever_fails_the_others_hear_of_it(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: BaseException, expected: type[BaseException], words: str
+) -> None:
+    """Shards are told one by one, links are closed."""
+    job, make, links = unique_job(), assemble._assemble, []
+
+    def failing(config: object, job: str, joined: assemble.Joined, me: str) -> assemble.Assembled:
+        if joined.rank == 0:
+            return make(config, job, joined, me)  # type: ignore[arg-type]
+        links.extend(joined.links)
+        raise raised
+
+    monkeypatch.setattr(assemble, "_assemble", failing)
+    config = configured(daemon.addresses)
+    first, second = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
+    assert isinstance(second, expected)
+    assert isinstance(first, AbortedError)
+    assert first.culprit.startswith("rank 1 (host ")
+    assert first.reason == words
+    assert len(links) == 3
+    assert all(link.over and not link.send_slots.size for link in links)

@@ -1,0 +1,99 @@
+"""Threads that share a communicator: never a wrong sum, whatever order they come in on each rank."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from local_cluster import WAIT_S, Ranks, run_job, start_job
+
+from omnireduce import AbortedError, Communicator, Config, UsageError
+
+CALLS: dict[str, Callable[[Communicator, str], object]] = {
+    "allreduce": lambda comm, name: comm.allreduce(np.ones(10), name=name),
+    "allreduce_async": lambda comm, name: comm.allreduce_async(np.ones(10), name=name).wait(),
+    "allreduce_rows": lambda comm, name: comm.allreduce_rows(np.array([1]), np.ones((1, 8)), 4, name=name),
+    "reduce_scatter": lambda comm, name: comm.reduce_scatter(np.ones(10), name=name),
+    "broadcast": lambda comm, name: comm.broadcast(np.ones(10), name=name),
+    "allgather": lambda comm, name: comm.allgather(np.ones(10), name=name),
+    "barrier": lambda comm, name: comm.barrier(name=name),
+}
+
+
+@pytest.mark.parametrize("names", [("", ""), ("a", "b")], ids=["without names", "with names"])
+def test_racing_threads_get_right_sums_or_an_error(local: Config, names: tuple[str, str]) -> None:
+    """Two threads per rank, tensors of one shape, pauses that differ: on each rank another one comes first."""
+    sums: list[tuple[float, float]] = []
+
+    def run(comm: Communicator) -> list[object]:
+        def work(thread: int) -> None:
+            pause, chance = threading.Event(), random.Random(2 * comm.rank + thread)
+            for _ in range(50):
+                pause.wait(chance.random() / 500)
+                x = comm.allreduce(np.full(100, 10.0**thread), name=names[thread])
+                sums.append((float(x[0]), 2 * 10.0**thread))
+
+        return Ranks(2, work).outcomes()
+
+    for outcome in start_job(local, 2, run).outcomes():
+        errors = outcome if isinstance(outcome, list) else [outcome]
+        if names == ("", ""):
+            assert all(isinstance(error, UsageError) for error in errors)
+        else:
+            assert all(error is None or isinstance(error, AbortedError) for error in errors)
+    assert all(found == expected for found, expected in sums)
+    assert names != ("", "") or not sums
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_another_thread_must_name_its_collective(local: Config, what: str) -> None:
+    """It is refused before anything is sent: the job goes on, and counts nothing."""
+
+    def run(comm: Communicator) -> tuple[str, int]:
+        owner = threading.current_thread().name
+        [error] = Ranks(1, lambda _: CALLS[what](comm, "")).outcomes()
+        assert isinstance(error, UsageError)
+        refused = comm.statistics().collectives
+        Ranks(1, lambda _: CALLS[what](comm, "named")).results()
+        CALLS[what](comm, "")
+        return str(error).replace(owner, "OWNER"), refused
+
+    for text, refused in run_job(local, 2, run):
+        assert re.match(r"a collective without a name from thread 'Thread-\d+ .*', but the communicator belongs", text)
+        assert "belongs to thread 'OWNER': the ranks would not know" in text
+        assert "Give it name=..., the same on every rank, or make a communicator in this thread" in text
+        assert refused == 0
+
+
+def test_a_name_is_under_way_in_one_thread_only(local: Config) -> None:
+    goes_on = threading.Event()
+
+    def run(comm: Communicator) -> float:
+        if comm.rank == 1:
+            assert goes_on.wait(WAIT_S)
+            return sum(float(comm.allreduce(np.ones(10), name=name)[0]) for name in ("w", "w", "other", "w"))
+        handles = [comm.allreduce_async(np.ones(10), name="w") for _ in range(2)]  # of one thread: in its order
+        [error] = Ranks(1, lambda _: comm.allreduce(np.ones(10), name="w")).outcomes()
+        assert isinstance(error, UsageError)
+        assert re.match(r"a collective named 'w' of thread '.*' is under way; thread '.*' must wait for it", str(error))
+        started = Ranks(1, lambda _: comm.allreduce_async(np.ones(10), name="other")).results()
+        goes_on.set()
+        found = sum(float(handle.wait()[0]) for handle in handles + started)
+        [last] = Ranks(1, lambda _: comm.allreduce(np.ones(10), name="w")).results()
+        return found + float(last[0])
+
+    assert run_job(local, 2, run) == [8.0, 8.0]
+
+
+def test_names_that_meet_in_another_order_are_an_error(local: Config) -> None:
+    def run(comm: Communicator) -> None:
+        for name in ("a", "b") if comm.rank else ("b", "a"):
+            Ranks(1, lambda _, name=name: comm.allreduce(np.ones(10), name=name)).results()
+
+    for error in start_job(local, 2, run).outcomes():
+        assert isinstance(error, AbortedError)
+        assert "rank 0 called allreduce 'b' of float64 (10,), sum; rank 1 called allreduce 'a'" in str(error)
