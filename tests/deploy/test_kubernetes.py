@@ -132,7 +132,8 @@ def test_only_the_jobs_and_monitoring_reach_the_aggregator(settings: Path) -> No
     for each in job["MPIJob"]["spec"]["mpiReplicaSpecs"].values():
         carried = each["template"]["metadata"]["labels"].items()
         assert own["podSelector"]["matchLabels"].items() <= carried
-        assert training["podSelector"]["matchLabels"].items() <= carried
+        assert training == {"podSelector": {"matchLabels": {"app": "omnireduce-training"}}}
+        assert ("app", "omnireduce-training") in carried
     budget = found["PodDisruptionBudget"]["spec"]
     assert budget == {"maxUnavailable": 0, "selector": {"matchLabels": labels}}
 
