@@ -270,7 +270,8 @@ class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _Path,
         _meta(
             "file with the secret that workers and aggregators prove to each other to know; only its owner may be "
-            "allowed to read it. The variable OMNIREDUCE_SECURITY_SECRET can hold the secret instead"
+            "allowed to read it, or a group of this process. The variable OMNIREDUCE_SECURITY_SECRET can hold the "
+            "secret instead"
         ),
     ] = ""
     allow_no_secret: Annotated[

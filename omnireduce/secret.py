@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import os
 import stat
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,11 @@ SECRET_KEY = "security.secret"  # that it has no such key is said to those who t
 MIN_BYTES, MAX_BYTES = 16, 4096
 NONCE_BYTES = PROOF_BYTES = 32
 _PURPOSE = b"omnireduce handshake 2"
+_EXPECTED = (
+    "expected 0600, or 0440 of root and of a group that this process is in; run chmod 600, and make a new one if "
+    "somebody may have read it"
+)
+_USER, _ITS_GROUP, _GROUP = 2, 4, 8  # of the tags in an access list
 _HOW = "for example by: (umask 077; openssl rand -hex 32 > FILE)"
 
 Role = Literal["worker", "aggregator"]
@@ -49,8 +55,8 @@ class Secret:
 def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> Secret | None:
     """The secret in `security.secret_file` or in the environment; None when there is neither.
 
-    White space around it does not count. Raises ConfigError for a file that cannot be read, that others than its owner
-    may read, for a secret that is too short, and when it comes from both places.
+    White space around it does not count. Raises ConfigError for a file that cannot be read, that others may read
+    (see `read_private`), for a secret that is too short, and when it comes from both places.
     """
     text = environ.get(SECRET_VARIABLE)
     if text is not None and security.secret_file:
@@ -63,19 +69,49 @@ def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> 
 
 
 def read_private(name: str, key: str) -> bytes:
-    """The start of a file that only its owner may read. Raises ConfigError, which names `key`."""
+    """The start of a file that only its owner may read, or that root or we let a group of ours read.
+
+    Raises ConfigError, which names `key`.
+    """
     try:
         with open(Path(name).expanduser(), "rb", opener=_without_waiting) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{key}: {name} is no regular file")
-            if mode & 0o077:
-                allowed = f"mode {stat.S_IMODE(mode):04o} lets others than its owner at it"
-                raise ConfigError(f"{key}: {name}: {allowed}, expected 0600; run chmod 600, and make a new one")
+            if found.st_mode & 0o077:
+                _check_readers(file.fileno(), found, f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}")
             return file.read(MAX_BYTES + 1)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{key}: {name} cannot be read: {reason}") from None
+
+
+def _check_readers(file: int, found: os.stat_result, what: str) -> None:
+    """Accept a file that a group of ours may read, as Kubernetes mounts a secret, or that an access list lets us alone
+    read, as systemd hands one on. Raises ConfigError."""
+    if found.st_mode & 0o037:
+        raise ConfigError(f"{what} lets others than its owner at it, {_EXPECTED}")
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{what} lets a group read it, but it belongs to user {found.st_uid}, {_EXPECTED}")
+    users, groups = _listed_readers(file, found.st_gid)
+    if strangers := groups - {os.getegid(), *os.getgroups()}:
+        raise ConfigError(
+            f"{what} lets group {min(strangers)} read it, to which this process does not belong, {_EXPECTED}"
+        )
+    if strangers := users - {0, os.geteuid()}:
+        raise ConfigError(f"{what} has an access list that lets user {min(strangers)} read it, {_EXPECTED}")
+
+
+def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
+    """Users and groups beside the owner that may read a file whose mode has the bit of the group, see acl(5): where
+    there is an access list, this bit is only what the list may allow at most."""
+    try:
+        entries = struct.iter_unpack("<HHI", os.getxattr(file, "system.posix_acl_access")[4:])  # after its version
+    except OSError:
+        return set(), {group}
+    readers = [(tag, group if tag == _ITS_GROUP else number) for tag, allowed, number in entries if allowed]
+    users = {number for tag, number in readers if tag == _USER}
+    return users, {number for tag, number in readers if tag in (_ITS_GROUP, _GROUP)}
 
 
 def _without_waiting(name: str, flags: int) -> int:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from local_cluster import ROOT
 
 from omnireduce.config import Config, Security, dump_config, load_config, override_config
 from omnireduce.errors import ConfigError
@@ -49,12 +56,114 @@ def test_a_file_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load_secret(Security(secret_file="~/secret"), {}) is not None
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o777])
+@pytest.mark.parametrize("mode", [0o604, 0o620, 0o610, 0o660, 0o601, 0o444, 0o777])
 def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
     name = write(tmp_path, TEXT.encode(), mode)
     text = refusal(Security(secret_file=name))
     assert text.startswith(f"security.secret_file: {name}: mode {mode:04o} lets others")
     assert "chmod 600" in text
+
+
+STRANGER, OURS, US = 64_001, 64_002, 64_003  # ids that no account here has
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files and processes other users and groups")
+
+
+def verdict(name: str, user: int, groups: Sequence[int]) -> str:
+    """What a process of this user, the groups' first its own, makes of the file: "accepted", or the refusal.
+
+    The process begins as root, because the interpreter may lie where only root gets at it.
+    """
+    code = f"""
+import os
+from omnireduce.config import Security
+from omnireduce.errors import ConfigError
+from omnireduce.secret import load_secret
+os.setgroups({list(groups[1:])}); os.setgid({groups[0]}); os.setuid({user})
+try:
+    load_secret(Security(secret_file={name!r}), {{}})
+    print("accepted")
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that all users reach, which `tmp_path` is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@as_root
+@pytest.mark.parametrize("groups", [(OURS,), (STRANGER + 9, OURS)])
+@pytest.mark.parametrize("owner", [0, US])
+@pytest.mark.parametrize("mode", [0o440, 0o640])
+def test_a_group_of_ours_may_read_it(shared: Path, mode: int, owner: int, groups: Sequence[int]) -> None:
+    """As Kubernetes mounts it, with fsGroup: root's, 0440, and the group is one of the process."""
+    name = write(shared, TEXT.encode(), mode)
+    os.chown(name, owner, OURS)
+    assert verdict(name, US, groups) == "accepted"
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "user", "said"),
+    [
+        (0o440, 0, STRANGER, 0, f"lets group {STRANGER} read it, to which this process does not belong"),
+        (0o640, US, STRANGER, US, f"lets group {STRANGER} read it, to which this process does not belong"),
+        (0o640, STRANGER, OURS, US, f"lets a group read it, but it belongs to user {STRANGER}"),
+        (0o440, STRANGER, OURS, 0, f"lets a group read it, but it belongs to user {STRANGER}"),
+        (0o460, 0, OURS, US, "lets others than its owner at it"),
+        (0o450, 0, OURS, US, "lets others than its owner at it"),
+        (0o444, 0, OURS, US, "lets others than its owner at it"),
+    ],
+)
+def test_what_strangers_may_read_is_refused(
+    shared: Path, mode: int, owner: int, group: int, user: int, said: str
+) -> None:
+    name = write(shared, TEXT.encode(), mode)
+    os.chown(name, owner, group)
+    text = verdict(name, user, [OURS])
+    assert text.startswith(f"security.secret_file: {name}: mode {mode:04o} {said}, expected 0600, or 0440 of root")
+    assert "chmod 600" in text
+
+
+ACL_OWNER, ACL_USER, ACL_ITS_GROUP, ACL_GROUP, ACL_MASK, ACL_REST = 1, 2, 4, 8, 16, 32  # acl(5), linux/posix_acl.h
+NOBODY = 0xFFFFFFFF
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("listed", "its_group", "said"),
+    [
+        ([(ACL_USER, US)], 0, "accepted"),
+        ([(ACL_USER, US), (ACL_USER, STRANGER)], 0, f"an access list that lets user {STRANGER} read it"),
+        ([(ACL_USER, US), (ACL_GROUP, STRANGER)], 0, f"lets group {STRANGER} read it"),
+        ([(ACL_USER, US), (ACL_GROUP, OURS)], 0, "accepted"),
+        ([(ACL_USER, US)], 4, "lets group 0 read it"),
+    ],
+)
+def test_an_access_list_is_read_as_one(
+    shared: Path, listed: Sequence[tuple[int, int]], its_group: int, said: str
+) -> None:
+    """systemd hands on a credential of root that its list lets the service's user read: the mode then shows 0440."""
+    name = write(shared, TEXT.encode(), 0o400)
+    entries = [(ACL_OWNER, 4, NOBODY), (ACL_ITS_GROUP, its_group, NOBODY), (ACL_MASK, 4, NOBODY), (ACL_REST, 0, NOBODY)]
+    entries += [(tag, 4, number) for tag, number in listed]
+    packed = b"".join(struct.pack("<HHI", *each) for each in sorted(entries))
+    try:
+        os.setxattr(name, "system.posix_acl_access", struct.pack("<I", 2) + packed)
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        pytest.skip("this file system has no access lists")
+    assert Path(name).stat().st_mode & 0o777 == 0o440
+    assert said in verdict(name, US, [OURS])
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"x" * (MIN_BYTES - 1), b"x" * (MAX_BYTES + 1)])

@@ -14,6 +14,10 @@ from pathlib import Path
 
 from local_cluster import READY_S, ROOT, WAIT_S, Process, eventually
 
+from omnireduce.config_schema import Aggregator
+from omnireduce.runtime.server import MAX_STRANGERS
+from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
+
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
 SECRET = {"OMNIREDUCE_SECURITY_SECRET": "whatever the operator has chosen"}
@@ -28,13 +32,25 @@ def as_here(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", PROGRAMS[program], *words[1:]]
 
 
+PROGRAM_BYTES = 256 << 20  # of supervisor, monitor and shards before the first job, which share most of it
+
+
+def memory_bytes(allowed: Aggregator) -> int:
+    """What an aggregator of this configuration may need for jobs and strangers, as docs/security.md counts it."""
+    ranks = allowed.max_ranks * (READ_BYTES + SMALL_LIMIT)
+    strangers = MAX_STRANGERS * (READ_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
+    return allowed.shards * (2 * allowed.max_bytes + ranks + strangers) + PROGRAM_BYTES
+
+
 @contextlib.contextmanager
-def aggregator(command: Sequence[str], environ: dict[str, str]) -> Iterator[tuple[Process, list[str]]]:
+def aggregator(
+    command: Sequence[str], environ: dict[str, str], secret: dict[str, str] = SECRET
+) -> Iterator[tuple[Process, list[str]]]:
     """Run an aggregator's command until it is ready; afterwards it must stop cleanly on SIGTERM.
 
     Yields the process and its shards' addresses.
     """
-    with Process(*command, environ=environ | SECRET) as process:
+    with Process(*command, environ=environ | secret) as process:
         word, *addresses = process.line(READY_S).split()
         assert word == "ready"
         yield process, addresses

@@ -27,6 +27,7 @@ def next_step() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--export", choices=["ALL"], required=True)  # a batch of --export=NONE would hand on nothing
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--ntasks", type=int, default=int(os.environ["SLURM_NTASKS"]))
     parser.add_argument("--ntasks-per-node", type=int)

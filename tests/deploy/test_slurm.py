@@ -91,3 +91,18 @@ def test_a_failure_of_the_workers_is_the_status_of_the_batch(tmp_path: Path) -> 
     assert status == 3, log
     assert "shard " in out  # what the aggregators say, for the record
     assert "event=stopped" in log
+
+
+SHOW = "import os; os.write(1, b'secret %d\\n' % len(os.environ.get('OMNIREDUCE_SECURITY_SECRET', '')))"
+
+
+def test_an_allocation_has_a_secret_of_its_own_or_that_of_the_configuration(tmp_path: Path) -> None:
+    """In the environment or in a file, and in no command line: the stand-in takes no `--export=NAME=VALUE`."""
+    status, out, log = run(tmp_path, "python", "-c", f"import omnireduce; omnireduce.init(); {SHOW}")
+    assert (status, out.count("secret 64\n")) == (0, 2), out + log
+    (tmp_path / "secret").write_text("whatever the operator has chosen")
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "ours.toml").write_text(f"[security]\nsecret_file = '{tmp_path / 'secret'}'\n")
+    ours = {"OMNIREDUCE_CONFIG": str(tmp_path / "ours.toml")}
+    status, out, log = run(tmp_path, "python", "-c", f"import omnireduce; omnireduce.init(); {SHOW}", environ=ours)
+    assert (status, out.count("secret 0\n")) == (0, 2), out + log

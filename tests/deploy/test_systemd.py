@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import configparser
+import ctypes
+import json
+import os
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from deployment import BIN, DEPLOY, aggregator, as_here, page, systemd_socket
-from local_cluster import READY_S, WAIT_S, Process
+from deployment import BIN, DEPLOY, aggregator, as_here, memory_bytes, page, systemd_socket
+from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, configured, eventually, run_job, start_job
 
 from omnireduce.config import load_config
+from omnireduce.errors import OmniReduceError
 
 UNIT = DEPLOY / "systemd" / "omnireduce-aggregator.service"
 SETTINGS = DEPLOY / "systemd" / "aggregator.toml"
 
 
-def service() -> configparser.SectionProxy:
-    parser = configparser.ConfigParser(strict=False, interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(UNIT)
-    return parser["Service"]
+def settings_of(key: str) -> list[str]:
+    """The values that the unit gives to a key, in their order: some keys come more than once."""
+    lines = UNIT.read_text().splitlines()
+    return [line.partition("=")[2] for line in lines if line.partition("=")[0] == key]
+
+
+def setting(key: str) -> str:
+    [found] = settings_of(key)
+    return found
 
 
 def test_the_unit_is_one_to_systemd(tmp_path: Path) -> None:
@@ -40,37 +51,143 @@ def test_the_unit_is_one_to_systemd(tmp_path: Path) -> None:
     assert "Failed to parse kill mode" in done.stderr  # the check sees a mistake
 
 
-def test_the_service_runs_as_the_unit_says() -> None:
-    """Type=notify: ready when it says so, and it ends by itself on SIGTERM."""
-    program, *options = shlex.split(service()["ExecStart"])
-    assert options == ["--config", "/etc/omnireduce/aggregator.toml"]
-    command = as_here([program, "--config", str(SETTINGS)])
+def test_the_service_runs_as_the_unit_says(tmp_path: Path) -> None:
+    """Type=notify: ready when it says so, and it ends by itself on SIGTERM. systemd hands on the secret as a file."""
+    assert setting("LoadCredential") == "secret:/etc/omnireduce/secret"
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    (credentials / "secret").write_text("handed on by systemd\n")
+    (credentials / "secret").chmod(0o400)
+    program, *options = shlex.split(setting("ExecStart"))
+    assert options[:2] == ["--config", "/etc/omnireduce/aggregator.toml"]
+    options[1] = str(SETTINGS)
+    command = as_here([program, *(each.replace("${CREDENTIALS_DIRECTORY}", str(credentials)) for each in options)])
     with systemd_socket() as (path, systemd):
         environ = {
             "NOTIFY_SOCKET": path,
             "OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0",
             "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0",
         }
-        with aggregator(command, environ) as (process, addresses):
+        with aggregator(command, environ, {}) as (process, addresses):
             assert systemd.recv(4096).startswith(b"READY=1\n")
             assert len(addresses) == load_config(SETTINGS, environ={}).aggregator.shards
             assert page(process, "/readyz") == "ready\n"
             assert process.log.startswith("{")
+            config = configured(addresses, f"security.secret_file={credentials / 'secret'}")
+            assert run_job(config, 2, lambda comm: comm.allreduce(np.ones(10))[0]) == [2.0, 2.0]
         assert systemd.recv(4096).startswith(b"STOPPING=1\n")
 
 
 def test_without_its_secret_the_service_says_what_is_missing() -> None:
     """It listens beyond loopback, as the unit has it."""
-    assert service()["EnvironmentFile"] == "/etc/omnireduce/secret.env"
-    assert "OMNIREDUCE_SECURITY_SECRET=$(openssl rand -hex 32)" in UNIT.read_text()
     with Process(*as_here(["omnireduce-aggregator", "--config", str(SETTINGS)])) as process:
         assert process.wait(READY_S) == 2
         assert "without a secret all of them may join: give security.secret_file" in process.log
 
 
 def test_limits_and_times_fit_the_configuration() -> None:
-    found, settings = service(), load_config(SETTINGS, environ={})
-    assert found["Type"] == "notify"
-    assert found["LimitMEMLOCK"] == "infinity"
-    assert int(found["TimeoutStopSec"]) > settings.aggregator.drain_s + 5
-    assert int(found["LimitNOFILE"]) * 3 // 4 > settings.aggregator.max_world_size
+    settings = load_config(SETTINGS, environ={}).aggregator
+    assert setting("Type") == "notify"
+    assert setting("LimitMEMLOCK") == "infinity"
+    assert int(setting("TimeoutStopSec")) > settings.drain_s + 5
+    assert int(setting("LimitNOFILE")) * 3 // 4 > settings.max_ranks
+    memory = int(setting("MemoryMax").removesuffix("G")) << 30
+    assert memory_bytes(settings) <= memory < 2 * memory_bytes(settings)
+
+
+CONFINED = {
+    **dict.fromkeys(("DynamicUser", "NoNewPrivileges", "PrivateTmp", "ProtectHome", "RestrictNamespaces"), "yes"),
+    **dict.fromkeys(("ProtectKernelModules", "ProtectKernelTunables", "ProtectControlGroups"), "yes"),
+    **dict.fromkeys(("LockPersonality", "RestrictSUIDSGID", "RestrictRealtime", "ProtectClock"), "yes"),
+    "CapabilityBoundingSet": "",
+    "AmbientCapabilities": "",
+    "ProtectSystem": "strict",
+    "UMask": "0077",
+    "DevicePolicy": "closed",
+    "DeviceAllow": "char-infiniband_verbs rw",
+    "SystemCallArchitectures": "native",
+}
+
+
+def test_the_service_may_do_little() -> None:
+    assert {key: setting(key) for key in CONFINED} == CONFINED
+
+
+def test_systemd_finds_the_service_well_confined() -> None:
+    """Its own measure, from 0 for nothing that the service can harm to 10; 9.6 without any confinement."""
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze here")
+    rate = [analyze, "security", "--offline=true", "--no-pager", "--threshold"]
+    for threshold, status in (("25", 0), ("10", 1)):  # in tenths; the second shows that the check can fail
+        done = subprocess.run([*rate, threshold, UNIT], capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+
+
+def calls_of(analyze: str, name: str) -> set[str]:
+    """The system calls of a set, as this host's systemd knows it, or of a name that is one."""
+    if not name.startswith("@"):
+        return {name}
+    done = subprocess.run([analyze, "syscall-filter", name], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    words = [line.strip() for line in done.stdout.splitlines()[1:] if line.strip() and not line.strip().startswith("#")]
+    return set().union(*(calls_of(analyze, word) for word in words))
+
+
+@pytest.fixture(scope="module")
+def allowed() -> set[str]:
+    """The system calls that the unit lets the service make."""
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze here, which knows what is in the sets of system calls")
+    try:
+        ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        pytest.skip("no libseccomp here, which makes the filter")
+    found: set[str] = set()
+    for line in settings_of("SystemCallFilter"):
+        names = set().union(*(calls_of(analyze, word) for word in line.removeprefix("~").split()))
+        found = found - names if line.startswith("~") else found | names
+    return found
+
+
+def behind(folder: Path, calls: set[str], families: list[int]) -> list[str]:
+    """The prefix of a command that runs it behind a filter."""
+    file = folder / "filter.json"
+    file.write_text(json.dumps({"calls": sorted(calls), "families": families}))
+    return [sys.executable, str(ROOT / "tests" / "deploy" / "filtered.py"), str(file)]
+
+
+def unit_families() -> list[int]:
+    return [int(getattr(socket, name)) for name in setting("RestrictAddressFamilies").split()]
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_an_aggregator_needs_no_call_beyond_the_filter(tmp_path: Path, allowed: set[str], kind: str) -> None:
+    """A call beyond it would end it. Kernels are compiled, jobs run, a shard dies, pages are served."""
+    prefix = behind(tmp_path, allowed, unit_families())
+    environ = {"NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
+    large = np.arange(1_000_000, dtype=np.float32)
+    with Daemon(2, prefix=prefix, environ=environ) as daemon:
+        for pid in (daemon.pid, *daemon.shard_pids):
+            assert "\nSeccomp:\t2\n" in Path(f"/proc/{pid}/status").read_text()
+        config = configured(daemon.addresses, f"transport.kind={kind}")
+        for _ in range(2):
+            for found in run_job(config, 3, lambda comm: comm.allreduce(large.copy())):
+                assert np.array_equal(found, 3 * large)
+            assert page(daemon, "/metrics").count("omnireduce_shard_up{") == 2
+            if "event=shard_died" not in daemon.log:
+                os.kill(daemon.shard_pids[-1], signal.SIGKILL)  # the first is the monitor
+                assert eventually(lambda: "event=shard_died" in daemon.log), daemon.log
+        assert daemon.log.count("_died") == 1, daemon.log
+
+
+def test_a_call_beyond_the_filter_would_be_seen(tmp_path: Path, allowed: set[str]) -> None:
+    """The filter of the test above ends who calls what it does not allow."""
+    start = as_here(["omnireduce-aggregator", "--listen", "127.0.0.1:0"])
+    with Process(*behind(tmp_path, allowed, [int(socket.AF_UNIX)]), *start) as process:
+        assert process.wait(READY_S) == -signal.SIGSYS, process.log
+    with Daemon(1, prefix=behind(tmp_path, allowed - {"memfd_create"}, unit_families())) as daemon:
+        config = configured(daemon.addresses, "transport.kind=shm", "cluster.join_timeout_s=5")
+        ranks = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)))
+        assert all(isinstance(each, OmniReduceError) for each in ranks.outcomes())
+        assert "event=shard_died" in daemon.log

@@ -1,0 +1,44 @@
+#!/bin/sh
+# Builds the images NAME:TAG and NAME-mpi:TAG from a base that is fixed by its digest. It works with docker and podman.
+#
+#   deploy/container/build.sh omnireduce:0.1.0               # from the base in base.lock; without the file, resolves it first
+#   deploy/container/build.sh --update omnireduce:0.1.0      # takes the base's newest state: commit base.lock
+#
+# BASE=IMAGE:TAG chooses another base; its Python must be the one that requirements.lock was made with. BUILDER chooses the tool.
+set -eu
+
+fail() { echo "build.sh: $*" >&2; exit 2; }
+
+update=
+if [ "${1:-}" = --update ]; then update=1; shift; fi
+case "${1:-}" in
+*@* | -*) fail "got $1, expected NAME:TAG of the image to make" ;;
+?*:?*) ;;
+*) fail "expected NAME:TAG of the image to make, for example omnireduce:0.1.0" ;;
+esac
+name=${1%:*} tag=${1##*:}
+here=$(cd "$(dirname "$0")" && pwd)
+lock=$here/base.lock
+builder=${BUILDER:-$(command -v docker || command -v podman)} || fail "no docker and no podman here: set BUILDER"
+
+if [ -n "$update" ] || [ ! -e "$lock" ]; then
+    base=${BASE:-python:3.11-slim-bookworm}
+    "$builder" pull "$base" >&2
+    digest=$("$builder" image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "$base" | sed -n 1p)
+    printf '# %s on %s, by build.sh\n%s\n' "$base" "$(date -u +%F)" "$digest" > "$lock.new"
+else
+    [ -z "${BASE:-}" ] || fail "BASE is $BASE, but base.lock has a base: call it with --update"
+    cp "$lock" "$lock.new"
+fi
+base=$(grep -v '^#' "$lock.new") || true
+if ! printf '%s\n' "$base" | grep -Exq '[^@[:space:]]+@sha256:[0-9a-f]{64}'; then
+    rm -f "$lock.new"
+    fail "the base is '$base', expected one line NAME@sha256:DIGEST; pull an image that a registry knows, with --update"
+fi
+mv "$lock.new" "$lock"
+
+for target in service mpi; do
+    image=$name:$tag
+    [ "$target" = service ] || image=$name-$target:$tag
+    "$builder" build -f "$here/Containerfile" --build-arg "BASE=$base" --target "$target" -t "$image" "$here/../.."
+done

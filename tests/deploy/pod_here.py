@@ -1,0 +1,89 @@
+"""A pod on this host: a command runs with the rights and the mounts of the container in a file of Kubernetes.
+
+It has the pod's user and groups, no capability, no new privileges, and a file system that it cannot write to but where
+a volume is mounted. Configuration and secrets lie there with the modes and groups that Kubernetes gives them. Not here:
+the image (this host's files stand under it), the network of a cluster, and the container runtime's profile of seccomp.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_cluster import ROOT
+
+Object = dict[str, Any]
+TOOLS = ("unshare", "nsenter", "mount", "setpriv", "chroot", "ip")
+HOME = "/run/omnireduce/home"
+
+
+def need_pods() -> None:
+    """Skip the test where no pod can be made."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a pod")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        pytest.skip(f"no {missing[0]} here")
+    if subprocess.run(["unshare", "--mount", "--net", "--uts", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces here")
+
+
+def _volume(mount: Object, kind: Object, group: int, files: Mapping[str, str]) -> list[str]:
+    """Steps that mount a volume as Kubernetes does for a pod with this fsGroup."""
+    target = shlex.quote(f"root{mount['mountPath']}")
+    steps = [f"mkdir -p {target}", f"mount -t tmpfs -o mode=3777,gid={group} none {target}"]
+    if "emptyDir" in kind:
+        return steps
+    mode = kind.get("secret", {}).get("defaultMode", 0o644) | 0o440  # as fsGroup has it
+    for name, text in files.items():
+        file = f"{target}/{shlex.quote(name)}"
+        steps += [f"printf %s {shlex.quote(text)} > {file}", f"chgrp {group} {file}", f"chmod {mode:o} {file}"]
+    return [*steps, f"mount -o remount,ro {target}"]
+
+
+def pod_command(
+    folder: Path,
+    pod: Object,
+    files: Mapping[str, Mapping[str, str]],
+    command: Sequence[str],
+    image: Mapping[str, Path] = {},
+    hosts: str = "",
+) -> list[str]:
+    """The command that runs `command` in the pod.
+
+    `folder`: an empty one, which the pod alone sees filled. `files`: by volume, the text of each file. `image`: what
+    the image has where, beside what this host has. `hosts`: lines for /etc/hosts.
+    """
+    rights, [container] = pod["securityContext"], pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    user, group, shared = rights["runAsUser"], rights["runAsGroup"], rights["fsGroup"]
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    steps = [
+        *("set -eu", "umask 022", "mount --make-rprivate /", f"cd {folder}", "mount -t tmpfs none .", f"cd {folder}"),
+        *("mkdir upper work root", "mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root"),
+        *("mount --rbind /proc root/proc", "mount --rbind /dev root/dev"),
+        f"mkdir -p root{ROOT} && mount --bind {ROOT} root{ROOT}",
+        f"printf %s {shlex.quote(hosts)} >> root/etc/hosts",
+        f"echo omnireduce:x:{user}:{group}::{HOME}:/bin/sh >> root/etc/passwd",
+        f"mkdir -p root/opt && ln -s {sys.prefix} root/opt/omnireduce",
+    ]
+    folders = (Path(sys.base_prefix), *Path(sys.base_prefix).parents)  # they may let only root in
+    steps += [f"chmod a+rx root{each}" for each in folders]
+    steps += [f"install -D -m {file.stat().st_mode & 0o755:o} {file} root{target}" for target, file in image.items()]
+    for mount in container["volumeMounts"]:
+        steps += _volume(mount, volumes[mount["name"]], shared, files.get(mount["name"], {}))
+    steps += [f"mount -o remount,ro,bind root{ROOT}", "mount -o remount,ro root"]
+    variables = {"HOME": HOME, "NUMBA_CACHE_DIR": "/var/cache/omnireduce", "PYTHONPATH": str(ROOT)}
+    variables |= {each["name"]: each["value"] for each in container.get("env", [])}
+    drop = (
+        f"setpriv --reuid {user} --regid {group} --groups {shared} --bounding-set=-all --inh-caps=-all --no-new-privs"
+    )
+    clean = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items())])
+    steps.append(f"exec chroot root {drop} {clean} {shlex.join(command)}")
+    return ["unshare", "--mount", "sh", "-c", "\n".join(steps)]
