@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from omnireduce.config_security import TEAM_PATTERN
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
@@ -183,6 +184,7 @@ _U64 = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+_Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
 
 
@@ -225,10 +227,11 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, first where there is a secret: prove that you know it, as I shall."""
+    """Worker to aggregator, first where there is a secret: prove that you know that of my team, as I shall."""
 
     version: int
     nonce: _Nonce
+    team: _Team = ""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -265,6 +268,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     settle_s: float = 0.0  # how long an elastic job waits for more of them
     survivor: bool = False  # was in an earlier generation
     formation: int = 0  # of an elastic job, beyond its first shard: what the first one gave
+    team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):

@@ -126,6 +126,7 @@ class Gathering:
     def status(self, now: float) -> JobStatus:
         return JobStatus(
             name=self.spec.job,
+            team=self.spec.team,
             generation=0,
             world_size=self.spec.world_size,
             joined=len(self.members),

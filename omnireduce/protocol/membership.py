@@ -16,9 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from omnireduce.config_security import Terms
+from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.gathering import Gathering, member_name
-from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, slot_bytes, taken
+from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, of_another_team, slot_bytes, taken
 from omnireduce.status import JobStatus
+from omnireduce.teams import FREE
 from omnireduce.wire import Cause, Hello, Pending, Refused, listed, other_version
 
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
@@ -104,14 +107,14 @@ class Membership:
         ends += [0.0] if self._deserted else []
         return min(ends, default=None)
 
-    def hello(self, key: Hashable, hello: Hello, now: float) -> Iterator[MembershipEffect]:
-        """A worker asks to join."""
+    def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
+        """A worker asks to join, of a team on these terms."""
         yield from self._make_way(hello, now)
-        (wrong, temporary), place = self._objection(hello), (hello.job, hello.formation)
+        (wrong, temporary), place = self._objection(hello, terms), (hello.job, hello.formation)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
-            if place in self._gathering and not malformed(hello):
-                waiting = self._gathering[place]
+            waiting = self._gathering.get(place)
+            if waiting is not None and not malformed(hello) and not of_another_team(waiting.spec, hello):
                 waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
                 waiting.is_news = True
             return
@@ -237,6 +240,8 @@ class Membership:
         gathering = self._gathering.get(place)
         if gathering is None or not hello.survivor or gathering.has_survivors or malformed(hello):
             return
+        if of_another_team(gathering.spec, hello):
+            return
         for key, other in list(gathering.members.values()):
             wrong = taken(hello) if other.rank == hello.rank else difference(hello, other)
             if wrong:
@@ -244,7 +249,7 @@ class Membership:
                 yield Answer(key, Refused(wrong))
         gathering.accept(hello)
 
-    def _objection(self, hello: Hello) -> tuple[str, bool]:
+    def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
         """Why `hello` cannot join, and whether it might later; empty when it can."""
         limits = self._limits
         if self.draining:
@@ -252,7 +257,7 @@ class Membership:
         wrong = (
             other_version(hello.version) or malformed(hello) or self._over_limit(hello, limits) or self._conflict(hello)
         )
-        full = "" if wrong or (hello.job, hello.formation) in self._gathering else self._no_room(hello, limits)
+        full = "" if wrong or (hello.job, hello.formation) in self._gathering else self._no_room(hello, limits, terms)
         return wrong or full, bool(full)
 
     def _over_limit(self, hello: Hello, limits: Limits) -> str:
@@ -269,14 +274,14 @@ class Membership:
             )
         return ""
 
-    def _no_room(self, hello: Hello, limits: Limits) -> str:
+    def _no_room(self, hello: Hello, limits: Limits, terms: Terms) -> str:
         """Why there is no room for one more job; those that gather count as if they ran."""
         leaving = self._replaced_by(hello)
-        running = len(self._running.keys() - {leaving})
-        if len(self._gathering) + running >= limits.max_jobs:
+        gather = [each.spec for each in self._gathering.values()]
+        jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
+        if len(jobs) >= limits.max_jobs:
             return f"{limits.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
-        others = [each.spec for each in self._gathering.values()]
-        others += [each for number, each in self._held.items() if number != leaving]
+        others = gather + [each for number, each in self._held.items() if number != leaving]
         ranks, held = sum(each.world_size for each in others), sum(map(slot_bytes, others))
         if ranks + hello.world_size > limits.max_ranks:
             wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
@@ -284,7 +289,7 @@ class Membership:
         if held + slot_bytes(hello) > limits.max_bytes:
             wanted = f"{held} bytes of slots of other jobs and {slot_bytes(hello)} of this one"
             return f"{wanted} are more than aggregator.max_bytes, {limits.max_bytes}: raise it, or wait"
-        return ""
+        return beyond_allowance(terms, hello, jobs, others)
 
     def _replaced_by(self, hello: Hello) -> int | None:
         """The one generation whose room an elastic job takes: its last one, which may still be leaving."""
@@ -296,12 +301,14 @@ class Membership:
     def _conflict(self, hello: Hello) -> str:
         for running in self._running.values():
             if running.place == (hello.job, hello.formation):
-                wrong = _wrong_beside(running, hello)
+                wrong = of_another_team(running.spec, hello) or _wrong_beside(running, hello)
                 if wrong:
                     return wrong
         gathering = self._gathering.get((hello.job, hello.formation))
         if gathering is None:
             return ""
+        if of_another_team(gathering.spec, hello):
+            return of_another_team(gathering.spec, hello)
         if hello.rank in gathering.members:
             return taken(gathering.members[hello.rank][1])
         if hello.smallest and not hello.survivor and gathering.is_full:

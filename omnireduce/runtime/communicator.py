@@ -36,7 +36,7 @@ from omnireduce.runtime.arguments import (
     flat_view,
 )
 from omnireduce.runtime.engine import Engine, Handle
-from omnireduce.runtime.launcher import whole
+from omnireduce.runtime.launcher import job_name, whole
 from omnireduce.runtime.rendezvous import RETRY_S, Joined, Wish, join
 from omnireduce.runtime.trace import check_trace
 from omnireduce.runtime.traced import trace_worker
@@ -81,7 +81,7 @@ class Communicator:
         if not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
         self.local_rank, self.config = local_rank, config
-        name = job or (config.cluster.job if config.cluster.job != "auto" else "default")
+        name = job or job_name(config, None)
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
         if config.elastic.enabled and config.elastic.settle_s >= config.cluster.join_timeout_s:

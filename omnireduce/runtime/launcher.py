@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnireduce.config import Config
 from omnireduce.errors import UsageError
 
 
@@ -115,14 +116,16 @@ def whole(value: object, what: str) -> int:
     raise UsageError(f"{what} is {value!r}, a {type(value).__name__}; expected an int")
 
 
-def job_name(config_job: str, launch: Launch) -> str:
-    """The job's name: `cluster.job` of the configuration, or for "auto" the launcher's id, or else "default".
+def job_name(config: Config, launcher_job: str | None) -> str:
+    """The job's name: `cluster.job` of the configuration, or for "auto" the launcher's id, or else "default", after the
+    name of the team if there is one.
 
     Characters that a job name cannot have become "_".
     """
-    if config_job != "auto":
-        return config_job
-    return re.sub(r"[^A-Za-z0-9._:@+-]", "_", launch.job or "default")[:128]
+    if config.cluster.job != "auto":
+        return config.cluster.job
+    team = f"{config.security.team}." if config.security.team else ""
+    return (team + re.sub(r"[^A-Za-z0-9._:@+-]", "_", launcher_job or "default"))[:128]
 
 
 def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:

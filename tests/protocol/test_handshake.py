@@ -11,6 +11,7 @@ import pytest
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.handshake import Candidate, Gate
 from omnireduce.secret import Secret
+from omnireduce.teams import Teams
 from omnireduce.wire import (
     PROTOCOL_VERSION,
     Challenge,
@@ -25,12 +26,13 @@ from omnireduce.wire import (
 )
 
 SECRET, OTHER = Secret(b"what members know"), Secret(b"what others guess")
+TEAMS = Teams({"": [SECRET]})
 W, A, FRESH = bytes(32), b"a" * 32, b"f" * 32
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, 2, 65536, "host", 7, 64)
 
 
 def test_both_prove_it_and_then_the_worker_may_say_hello() -> None:
-    gate, candidate = Gate(SECRET, A), Candidate(SECRET, W)
+    gate, candidate = Gate(TEAMS, A), Candidate(SECRET, W)
     challenge = gate.told(candidate.greeting)
     assert challenge == Challenge(A)
     mine = candidate.told(challenge)
@@ -56,9 +58,9 @@ def test_no_two_proofs_are_alike() -> None:
     assert len(set(proofs)) == len(proofs)
 
 
-def opened(secret: Secret | None = SECRET) -> Gate:
+def opened(teams: Teams | None = TEAMS) -> Gate:
     """A gate that waits for the worker's proof."""
-    gate = Gate(secret, A)
+    gate = Gate(teams, A)
     gate.told(Greeting(PROTOCOL_VERSION, W))
     return gate
 
@@ -86,7 +88,7 @@ def test_before_the_greeting_only_the_greeting_may_come(message: ControlMessage)
     with pytest.raises(
         ProtocolError, match=r"wants proof of a shared secret: give the worker the same security\.secret"
     ):
-        Gate(SECRET, A).told(message)
+        Gate(TEAMS, A).told(message)
 
 
 @pytest.mark.parametrize("message", [HELLO, Leave(), Greeting(PROTOCOL_VERSION, FRESH), Challenge(A)])
@@ -111,16 +113,16 @@ def test_only_one_of_both_has_a_secret() -> None:
 
 
 def test_an_objection_comes_first() -> None:
-    for secret in (None, SECRET):
+    for teams in (None, TEAMS):
         for message in (HELLO, Greeting(PROTOCOL_VERSION, W)):
             with pytest.raises(ProtocolError, match="not you"):
-                Gate(secret, A, "not you").told(message)
+                Gate(teams, A, "not you").told(message)
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-def test_a_greeting_of_another_version(secret: Secret | None) -> None:
+@pytest.mark.parametrize("teams", [None, TEAMS])
+def test_a_greeting_of_another_version(teams: Teams | None) -> None:
     with pytest.raises(ProtocolError, match=f"protocol version 77, expected {PROTOCOL_VERSION}"):
-        Gate(secret, A).told(Greeting(77, W))
+        Gate(teams, A).told(Greeting(77, W))
 
 
 FALSE_ANSWERS: dict[str, tuple[list[ControlMessage], str]] = {
