@@ -101,7 +101,7 @@ def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] =
     known: dict[str, Sequence[Secret]] = {"": (*general, monitor)}
     terms: dict[str, Terms] = {}
     if security.teams_folder:
-        folder = Path(security.teams_folder).expanduser()
+        folder = Path(os.path.expanduser(security.teams_folder))
         for name in _names(folder):
             if name.endswith(_SUFFIX):
                 terms[name.removesuffix(_SUFFIX)] = _read_terms(folder / name)
@@ -112,14 +112,13 @@ def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] =
 
 
 def _names(folder: Path) -> list[str]:
-    """The files of a folder of teams. Those that begin with a dot do not count: an editor's, or what mounts make."""
+    """The files of a folder of teams. What begins with a dot does not count: an editor made it, or a mount."""
     try:
         mode = folder.stat().st_mode
         with os.scandir(folder) as entries:
             found = list(islice((each.name for each in entries if not each.name.startswith(".")), 2 * MOST_TEAMS + 1))
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of nobody
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{_FOLDER}: {folder} cannot be read: {reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{_FOLDER}: {folder} cannot be read: {error.strerror}") from None
     if mode & 0o022:
         allowed = f"mode {stat.S_IMODE(mode):04o} lets others than its owner add teams"
         raise ConfigError(f"{_FOLDER}: {folder}: {allowed}, expected 0700; run chmod 700")
@@ -127,6 +126,9 @@ def _names(folder: Path) -> list[str]:
         if not re.match(TEAM_PATTERN, name.removesuffix(_SUFFIX)):
             expected = f"files called like teams ({TEAM_ALLOWED.partition(';')[0]}), each with or without {_SUFFIX}"
             raise ConfigError(f"{_FOLDER}: {folder}: got a file {name!r}, expected {expected}")
+    teams = sum(not name.endswith(_SUFFIX) for name in found)
+    if teams > MOST_TEAMS or len(found) > 2 * MOST_TEAMS:
+        raise ConfigError(f"{_FOLDER}: {folder}: got {len(found)} files or more, expected at most {MOST_TEAMS} teams")
     return found
 
 
@@ -151,8 +153,6 @@ def _read_terms(file: Path) -> Terms:
 
 def _check(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms], folder: str) -> None:
     """Raise ConfigError where the files do not fit together."""
-    if len(known) - 1 > MOST_TEAMS:
-        raise ConfigError(f"{_FOLDER}: {folder}: got {len(known) - 1} teams or more, expected at most {MOST_TEAMS}")
     for name in terms.keys() - known.keys():
         raise ConfigError(f"{_FOLDER}: {folder}: got {name}{_SUFFIX} and no secret for this team in a file {name}")
     owners: dict[Secret, str] = {}
