@@ -37,7 +37,8 @@ from omnireduce.wire import (
 
 CORPUS = Path(__file__).parent / "corpus"
 SECRET = Secret(b"the secret of the fuzzer")
-TEAM_SECRET = Secret(b"the secret of its team", "team")
+TEAM_TEXT = b"the secret of its team"
+TEAM_SECRET = Secret(TEAM_TEXT, "team")
 WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
 SLOTS, SLOT_BYTES = 2, 65536
 TENSOR = Descriptor("allreduce", "gradient", "sum", "float32", 300, 8, "note")  # 38 blocks, the last one short
