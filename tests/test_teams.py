@@ -89,6 +89,17 @@ def test_every_team_has_as_many_secrets_whether_there_is_one_or_not(folder: Path
     assert {len(teams.of(name).secrets) for name in names} == {MOST_LINES + 1}
 
 
+@pytest.mark.parametrize("said", [0, MOST_LINES - 1, None])
+def test_all_secrets_are_tried_whichever_it_is(monkeypatch: pytest.MonkeyPatch, said: int | None) -> None:
+    """The time tells nothing about it."""
+    known = [Secret(f"secret number {number}".encode(), "x") for number in range(MOST_LINES)]
+    proof = bytes(32) if said is None else known[said].proof("worker", *NONCES)
+    tried, proves = [], Secret.proves
+    monkeypatch.setattr(Secret, "proves", lambda *given: tried.append(given[0]) or proves(*given))
+    found = Teams({"x": known}).of("x").proved(proof, *NONCES)
+    assert (found, len(tried)) == (None if said is None else known[said], MOST_LINES + 1)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [

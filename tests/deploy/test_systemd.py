@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from deployment import BIN, DEPLOY, aggregator, as_here, page, systemd_socket
-from local_cluster import READY_S, WAIT_S, Process
+from local_cluster import READY_S, WAIT_S, Process, eventually
 
 from omnireduce.config import load_config
 
@@ -56,6 +56,11 @@ def test_the_service_runs_as_the_unit_says() -> None:
             assert len(addresses) == load_config(SETTINGS, environ={}).aggregator.shards
             assert page(process, "/readyz") == "ready\n"
             assert process.log.startswith("{")
+            program, *arguments = shlex.split(service()["ExecReload"])
+            arguments[arguments.index("$MAINPID")] = str(process.pid)
+            assert subprocess.run([program, *arguments], timeout=WAIT_S, check=False).returncode == 0
+            assert eventually(lambda: '"event": "reloaded"' in process.log)
+            assert page(process, "/readyz") == "ready\n"
         assert systemd.recv(4096).startswith(b"STOPPING=1\n")
 
 

@@ -15,11 +15,14 @@ import pytest
 from certificates import Certificates, certificates, needs_openssl
 from cluster_checks import expect_round
 from local_cluster import WAIT_S, Daemon, configured, eventually, run_job, unique_job, workers
+from raw_peer import RawPeer, await_pending
 from test_metrics import LISTEN, base, get, scrape
 
+from aggregator.family import Deaths, Family
+from aggregator.reload import reload_on_hangup
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
 from omnireduce.runtime.observe import ask
-from omnireduce.secret import load_secret
+from omnireduce.secret import Secret, load_secret
 
 VISION, SPEECH, GENERAL = "what vision knows ....", "what speech knows ....", "what the operator knows"
 NEW = "what vision will know .."
@@ -88,12 +91,17 @@ def test_teams_have_jobs_of_their_own_and_see_no_others(keys: Keys) -> None:
         Daemon(2, *keys.aggregator, LISTEN) as daemon,
         workers(daemon, 2, job=mine, overrides=vision) as first,
         workers(daemon, 2, job=theirs, overrides=speech) as second,
+        contextlib.ExitStack() as stack,
     ):
         for worker in (*first, *second):
             expect_round(worker, "round", 2)
+        waiting = stack.enter_context(RawPeer(daemon.addresses[0]))
+        waiting.prove(Secret(GENERAL.encode()))
+        waiting.hello("waits", 0, 2)
+        await_pending(waiting, [1])
         assert names(daemon, vision) == {mine: "vision"}
         assert names(daemon, speech) == {theirs: "speech"}
-        assert names(daemon, operator) == {mine: "vision", theirs: "speech"}
+        assert names(daemon, operator) == {mine: "vision", theirs: "speech", "waits": ""}
         ranks = scrape(daemon)["omnireduce_job_ranks"]
         assert {(mine, shard, "vision") for shard in daemon.addresses} <= ranks.keys()
         assert {(theirs, shard, "speech") for shard in daemon.addresses} <= ranks.keys()
@@ -191,6 +199,27 @@ def test_many_signals_are_no_harm(keys: Keys) -> None:
         reload(daemon)
         assert joins(daemon, worker) == ""
         assert daemon.log.count("event=shard_died") == 1
+
+
+def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
+    """It is blocked from its birth, so it neither ends the child nor is lost."""
+    heard, said = os.pipe()
+
+    def run(stop_pipe: int) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        reload_on_hangup(lambda: bool(os.write(said, b"!")))
+        os.read(stop_pipe, 1)
+
+    family = Family()
+    family.start("shard", "a:1", run, Deaths())
+    os.close(said)
+    assert os.read(heard, 1) == b"!"
+    family.hang_up()
+    assert os.read(heard, 1) == b"!"
+    assert family.stop(family.members, WAIT_S) == []
+    assert family.members[0].process.exitcode == 0
+    assert os.read(heard, 1) == b""
+    os.close(heard)
 
 
 @pytest.fixture
