@@ -1,4 +1,4 @@
-"""Who may join this daemon, as its configuration says."""
+"""Who may join this daemon, as its configuration and the files that it names say now."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from omnireduce.config import Config, parse_address
 from omnireduce.errors import ConfigError
 from omnireduce.protocol.handshake import GIVE
 from omnireduce.runtime.access import Access
-from omnireduce.secret import load_secret
+from omnireduce.secret import Secret
+from omnireduce.teams import load_teams
 from omnireduce.transport.tls import aggregator_context
 
 
-def make_access(config: Config) -> Access:
-    """Whom the shards talk to. Raises ConfigError, also when all the network could join without a word having been
-    said about that."""
-    secret, listen = load_secret(config.security), config.aggregator.listen
-    reach = "" if secret or config.security.allow_no_secret else _reach(listen)
+def make_access(config: Config, monitor: Secret) -> Access:
+    """Whom the shards talk to, beside the daemon's own monitor. Raises ConfigError, also when all the network could
+    join without a word having been said about that."""
+    teams, listen = load_teams(config.security, monitor), config.aggregator.listen
+    reach = "" if teams is not None or config.security.allow_no_secret else beyond_loopback(listen)
     if reach:
         raise ConfigError(
             f"aggregator.listen: {listen} {reach}, and without a secret all of them may join: "
             f"give {GIVE}, here and to the workers, or say security.allow_no_secret = true"
         )
-    return Access(secret, config.security.local_users == "any", aggregator_context(config.security))
+    return Access(teams, config.security.local_users == "any", aggregator_context(config.security))
 
 
-def _reach(listen: str) -> str:
+def beyond_loopback(listen: str) -> str:
     """Why hosts beyond this one can, or could, reach an address; empty for one of loopback."""
     try:
         found = socket.getaddrinfo(parse_address(listen)[0], 0, type=socket.SOCK_STREAM)

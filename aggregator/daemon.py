@@ -2,11 +2,16 @@
 
 Shards are forked after the kernels are loaded, so a restart takes milliseconds, and before any thread exists. Metrics
 and health are served by one more process, the monitor.
+
+At SIGHUP the supervisor reads the files that say who may join, and lets its children read them as well: they are
+what is wrong with them is found here first, and a child that is started again begins with what was accepted last.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import signal
 import socket
 import threading
@@ -18,11 +23,15 @@ from multiprocessing.connection import wait
 from aggregator.access import make_access
 from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family
 from aggregator.notify import notify
+from aggregator.pages import make_pages, why_open
+from aggregator.reload import not_reloaded
 from aggregator.shard import Listeners, open_listeners, run_shard
 from omnireduce.config import Config, parse_address
+from omnireduce.errors import ConfigError
 from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.logs import tagged
 from omnireduce.runtime.trace import check_trace
+from omnireduce.secret import Secret
 
 log = logging.getLogger("omnireduce.aggregator")
 MOMENT_S = 1.0  # longer than it takes to load compiled kernels
@@ -33,7 +42,8 @@ class Daemon:
     """All shards of this host. Raises ConfigError when the secret is missing or cannot be used."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self._access = config, make_access(config)
+        self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's, whatever workers must know
+        self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
         self._family = Family()
         self._signals, self._signals_in = socket.socketpair()
 
@@ -49,7 +59,7 @@ class Daemon:
             self._start_monitor(bound)
         try:
             _make_kernels_ready()
-            if wait([self._signals], 0):
+            if wait([self._signals], 0) and self._told_to_stop():
                 log.info("stopped before the start", extra=tagged("stopped"))
                 return 0
             return self._serve(bound)
@@ -59,7 +69,7 @@ class Daemon:
     def _serve(self, bound: Sequence[Listeners]) -> int:
         deaths = Deaths()
         for each in bound:
-            self._family.start("shard", each.address, partial(run_shard, each, self._config, self._access), deaths)
+            self._family.start("shard", each.address, partial(self._run_shard, each), deaths)
         addresses = [each.address for each in bound]
         print("ready", *addresses, flush=True)
         log.info("ready at %s", ", ".join(addresses), extra=tagged("ready", shards=addresses))
@@ -70,11 +80,33 @@ class Daemon:
         log.info("stopped", extra=tagged("stopped"))
         return 0 if clean and healthy else 1
 
+    def _run_shard(self, listeners: Listeners, stop_pipe: int) -> None:
+        run_shard(listeners, self._config, self._access, self._own, stop_pipe)
+
     def _watch_signals(self) -> None:
         self._signals_in.setblocking(False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self._ends_with_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._signals_in.fileno())
+
+    def _told_to_stop(self) -> bool:
+        """Deal with the signals that have come; return whether one of them ends the daemon."""
+        if set(self._signals.recv(64)) != {signal.SIGHUP} or (self._ends_with_terminal and not _has_terminal()):
+            return True
+        self._reload()
+        return False
+
+    def _reload(self) -> None:
+        try:
+            access, pages = make_access(self._config, self._own), make_pages(self._config.metrics)
+        except ConfigError as error:
+            not_reloaded(error)
+            return
+        self._access, self._pages = access, pages
+        self._family.hang_up()
+        teams = 0 if self._access.teams is None else len(self._access.teams)
+        log.info("read secrets and certificates again: %d teams", teams, extra=tagged("reloaded", teams=teams))
 
     def _bind(self) -> list[Listeners]:
         settings = self._config.aggregator
@@ -86,9 +118,17 @@ class Daemon:
         from aggregator.monitor import open_http, run_monitor
 
         listener, address = open_http(self._config.metrics.listen)
-        log.info("metrics at http://%s/metrics", address, extra=tagged("metrics", address=address))
+        scheme = "http" if self._pages.tls is None else "https"
+        log.info("metrics at %s://%s/metrics", scheme, address, extra=tagged("metrics", address=address))
         names, addresses = [each.name for each in bound], [each.address for each in bound]
-        run = partial(run_monitor, listener, self._config, self._access.secret, names, addresses)
+        open_to = why_open(self._config.metrics)
+        if open_to:
+            log.warning("%s", open_to, extra=tagged("metrics_open", address=address))
+        secret = None if self._access.teams is None else self._own
+
+        def run(stop_pipe: int) -> None:
+            run_monitor(listener, self._config, secret, self._pages, names, addresses, stop_pipe)
+
         self._family.start("monitor", address, run, Deaths())
 
     def _supervise(self) -> bool:
@@ -96,8 +136,7 @@ class Daemon:
         while True:
             children = list(self._family.members)
             ready = wait([self._signals, *(child.process.sentinel for child in children)])
-            if self._signals in ready:
-                self._signals.recv(64)
+            if self._signals in ready and self._told_to_stop():
                 log.info("stopping", extra=tagged("stopping"))
                 return True
             dead = [child for child in children if child.process.sentinel in ready]
@@ -124,6 +163,15 @@ class Daemon:
             killed = tagged(f"{kind}_killed", **{kind: child.address})
             log.error("%s did not stop; killed it", child.name, extra=killed)
         return all(child.process.exitcode == 0 for child in children)
+
+
+def _has_terminal() -> bool:
+    """Whether a terminal controls this process: SIGHUP means that it is gone if it was there before."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def _make_kernels_ready() -> None:

@@ -65,6 +65,13 @@ class Family:
         """Fork it anew, after its end."""
         child.process, child.stop = self._forked(child.name, child.run)
 
+    def hang_up(self) -> None:
+        """Send SIGHUP to all that live: they read their files again."""
+        for child in self.members:
+            pid = child.process.pid
+            if pid is not None and child.process.is_alive():
+                os.kill(pid, signal.SIGHUP)
+
     def bury(self, child: Child) -> int:
         """Take note of its end; return its exit status."""
         child.process.join()
@@ -91,7 +98,9 @@ class Family:
     def _forked(self, name: str, run: Callable[[int], None]) -> tuple[ForkProcess, int]:
         theirs, ours = os.pipe()
         process = self._context.Process(target=self._live, args=(run, theirs, ours), name=name)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it waits until the child waits for it
         process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(theirs)
         return process, ours
 

@@ -12,6 +12,7 @@ from omnireduce.status import JobStatus, Status, Traffic
 
 Answers = Mapping[str, Status | Exception]
 _Value = float | None  # None: no sample
+_JOB = ["shard", "job", "team"]  # a team that is "" is for Prometheus none
 _TRAFFIC: tuple[tuple[str, str, Callable[[Traffic], int]], ...] = (
     ("collectives", "Collectives completed", lambda each: each.collectives),
     ("received_bytes", "Bytes from workers, framing included", lambda each: each.received_bytes),
@@ -69,16 +70,20 @@ def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
     yield _filled(aborts, samples)
 
 
+def _of_job(shard: str, job: JobStatus) -> list[str]:
+    return [shard, job.name, job.team]
+
+
 def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     running = [(shard, job) for shard, job in jobs if job.generation]
 
     def gauge(name: str, text: str, value: Callable[[JobStatus], _Value]) -> Metric:
-        family = GaugeMetricFamily(f"omnireduce_job_{name}", text, labels=["shard", "job"])
-        return _filled(family, (([shard, job.name], value(job)) for shard, job in running))
+        family = GaugeMetricFamily(f"omnireduce_job_{name}", text, labels=_JOB)
+        return _filled(family, ((_of_job(shard, job), value(job)) for shard, job in running))
 
     for name, text, value in _TRAFFIC:
-        family = CounterMetricFamily(f"omnireduce_job_{name}", text, labels=["shard", "job"])
-        yield _filled(family, (([shard, job.name], value(job.traffic)) for shard, job in running))
+        family = CounterMetricFamily(f"omnireduce_job_{name}", text, labels=_JOB)
+        yield _filled(family, ((_of_job(shard, job), value(job.traffic)) for shard, job in running))
     yield gauge("ranks", "Ranks of the job that are here", lambda job: job.joined)
     yield gauge("age_seconds", "Time since all ranks had joined", lambda job: job.age_s)
     yield gauge("density", "Non-zero blocks / blocks of a rank's tensors so far", lambda job: job.traffic.density)
@@ -88,13 +93,13 @@ def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     yield gauge("result_slots", "Result slots", lambda job: job.results)
     yield gauge("result_slots_in_use", "Result slots being filled or read", lambda job: job.results_in_use)
     yield from _waits(running)
-    missing = GaugeMetricFamily("omnireduce_job_missing_ranks", "Ranks still to join", labels=["shard", "job"])
-    samples = (([shard, job.name], job.world_size - job.joined) for shard, job in jobs if not job.generation)
+    missing = GaugeMetricFamily("omnireduce_job_missing_ranks", "Ranks still to join", labels=_JOB)
+    samples = ((_of_job(shard, job), job.world_size - job.joined) for shard, job in jobs if not job.generation)
     yield _filled(missing, samples)
 
 
 def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
-    labels = ["shard", "job", "rank"]
+    labels = [*_JOB, "rank"]
     waiting = GaugeMetricFamily(
         "omnireduce_job_waiting_seconds", "Since when a collective waits for this rank", labels=labels
     )
@@ -104,9 +109,9 @@ def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     for shard, job in jobs:
         if job.waiting is not None:
             for rank in job.waiting.ranks:
-                waiting.add_metric([shard, job.name, str(rank)], job.waiting.seconds)
+                waiting.add_metric([*_of_job(shard, job), str(rank)], job.waiting.seconds)
         for each in job.late:
-            late.add_metric([shard, job.name, str(each.rank)], each.seconds)
+            late.add_metric([*_of_job(shard, job), str(each.rank)], each.seconds)
     yield waiting
     yield late
 

@@ -3,8 +3,8 @@
 The monitor asks the shards as anybody could, by a status request, but at Unix sockets of their own: whatever
 transports workers may use, and with TLS or without. It lives as long as the supervisor does.
 
-Each request has a thread and one deadline for all of it. Of too many the oldest is hung up on, so that silent clients
-keep nobody from asking whether the daemon lives.
+Each request has a thread and one deadline for all of it, TLS included. Of too many the oldest is hung up on, so that
+silent clients keep nobody from asking whether the daemon lives.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from aggregator.metrics import Answers, ShardCollector
+from aggregator.pages import ALL, CHALLENGE, Pages, make_pages
+from aggregator.reload import reload_on_hangup
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
@@ -44,9 +46,17 @@ _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
 
 
 class Monitor:
-    """What the pages say of the shards at `addresses`, which are called `names`."""
+    """What the pages say of the shards at `addresses`, which are called `names`, and who may read them: `access`."""
 
-    def __init__(self, config: Config, secret: Secret | None, names: Sequence[str], addresses: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        secret: Secret | None,
+        names: Sequence[str],
+        addresses: Sequence[str],
+        access: Pages = ALL,
+    ) -> None:
+        self.access = access
         self._names, self._addresses = names, [_reachable(address) for address in addresses]
         self._config, self._secret = config, secret
         self._places = threading.Semaphore(AT_ONCE)
@@ -64,6 +74,10 @@ class Monitor:
             return _page(start, "200 OK", "alive")
         if path not in pages:
             return _page(start, "404 Not Found", "try /metrics, /healthz or /readyz")
+        if path == "/metrics" and not self.access.admits(environ.get("HTTP_AUTHORIZATION", "")):
+            log.warning("refused metrics", extra=tagged("metrics_refused", peer=environ.get("REMOTE_ADDR")))
+            text = "metrics want a token that metrics.token_file has, as: Authorization: Bearer TOKEN"
+            return _page(start, "401 Unauthorized", text, ("WWW-Authenticate", CHALLENGE))
         if not self._places.acquire(blocking=False):
             return _page(start, "503 Service Unavailable", f"{AT_ONCE} requests wait for the shards already")
         try:
@@ -101,26 +115,26 @@ def _reachable(address: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _page(start: _Start, status: str, text: str) -> Iterable[bytes]:
-    start(status, [("Content-Type", "text/plain; charset=utf-8")])
+def _page(start: _Start, status: str, text: str, *headers: tuple[str, str]) -> Iterable[bytes]:
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), *headers])
     return [f"{text}\n".encode()]
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Serves `app` on a socket that listens already; each request may take `limit_s`."""
+    """Serves `monitor` on a socket that listens already; each request may take `limit_s`."""
 
     daemon_threads = True
     timeout = 1.0  # for a connection that was there when `serve` looked
 
-    def __init__(self, listener: socket.socket, app: _App, limit_s: float) -> None:
+    def __init__(self, listener: socket.socket, monitor: Monitor, limit_s: float) -> None:
         address = listener.getsockname()
         super().__init__(address, _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.server_name, self.server_port = address[:2]
         self.setup_environ()
-        self.set_app(app)
-        self._limit_s = limit_s
+        self.set_app(monitor)
+        self._monitor, self._limit_s = monitor, limit_s
         self._deadlines: dict[socket.socket, float] = {}  # of the requests that are there, the oldest first
         self._lock = threading.Lock()  # a socket that is shut down may not be closed meanwhile
 
@@ -143,7 +157,20 @@ class _Server(ThreadingMixIn, WSGIServer):
             for request in list(self._deadlines)[: max(late, len(self._deadlines) - most)]:
                 del self._deadlines[request]
                 with suppress(OSError):  # it has gone already
-                    request.shutdown(socket.SHUT_RDWR)
+                    # Not as an SSLSocket does it, which would let its thread go on without TLS.
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection. Its thread shakes hands, when it reads. Raises OSError."""
+        request, address = super().get_request()
+        tls = self._monitor.access.tls  # of now: it may have been read again
+        if tls is None:
+            return request, address
+        try:
+            return tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False), address
+        except OSError:  # it has gone already
+            request.close()
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begin a thread for the request. Where none can be had, the base class hangs up."""
@@ -188,14 +215,20 @@ def run_monitor(
     listener: socket.socket,
     config: Config,
     secret: Secret | None,
+    access: Pages,
     names: Sequence[str],
     addresses: Sequence[str],
     stop_pipe: int,
 ) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The shards
-    want `secret`."""
+    want `secret`, the pages want what `access` says."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     start_logs(config.log)
-    monitor = Monitor(config, secret, names, addresses)
+    monitor = Monitor(config, secret, names, addresses, access)
+
+    def reload() -> None:
+        monitor.access = make_pages(config.metrics)
+
+    reload_on_hangup(reload)
     _Server(listener, monitor, CLIENT_S + config.metrics.timeout_s).serve(stop_pipe)

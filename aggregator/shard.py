@@ -9,6 +9,8 @@ import signal
 import socket
 from dataclasses import dataclass
 
+from aggregator.access import make_access
+from aggregator.reload import reload_on_hangup
 from omnireduce.config import Config
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
@@ -17,6 +19,7 @@ from omnireduce.runtime.access import Access
 from omnireduce.runtime.observe import MONITOR
 from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.traced import ShardTraces
+from omnireduce.secret import Secret
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.transport.tls import accept_tls
@@ -70,8 +73,9 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
-def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: int) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
+def run_shard(listeners: Listeners, config: Config, access: Access, monitor: Secret, stop_pipe: int) -> None:
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The daemon's
+    monitor proves the secret `monitor`."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
     start_logs(config.log, shard=listeners.name)
@@ -85,8 +89,9 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
         if config.transport.kind == "shm":
             raise ConnectionRefusedError("transport.kind is shm")
         host, port = sock.getpeername()[:2]
-        if access.tls is not None:
-            return accept_tls(sock, f"{host}:{port}", dead_peer_s, access.tls)
+        tls = server.access.tls  # of now: it may have been read again
+        if tls is not None:
+            return accept_tls(sock, f"{host}:{port}", dead_peer_s, tls)
         return TcpLink(sock, f"{host}:{port}", dead_peer_s)
 
     def shm_link(sock: socket.socket) -> ShmLink:
@@ -111,5 +116,10 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
         straggler_s=settings.straggler_s,
         traces=ShardTraces(config.trace) if config.trace.folder else None,
     )
+
+    def reload() -> None:
+        server.access = make_access(config, monitor)
+
+    reload_on_hangup(reload)
     server.stop_when_readable(stop_pipe)
     server.serve()

@@ -97,7 +97,7 @@ def connect(
         rank=launch.rank,
         size=launch.size,
         local_rank=launch.local_rank,
-        job=job_name(settings.cluster.job, launch),
+        job=job_name(settings, launch.job),
     )
 
 

@@ -27,14 +27,13 @@ from omnireduce.config_schema import (
     Config,
     Elastic,
     Log,
-    Metrics,
     Protocol,
-    Security,
     Trace,
     Train,
     Transport,
     Verbs,
 )
+from omnireduce.config_security import Metrics, Security
 from omnireduce.errors import ConfigError
 from omnireduce.secret import SECRET_KEY, SECRET_VARIABLE
 

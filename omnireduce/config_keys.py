@@ -168,24 +168,24 @@ def _allowed(hint: Any) -> str:
     return f"{noun} between {limits['ge']} and {limits['le']}{suffix}"
 
 
-def _keys() -> Iterator[Key]:
-    for section in msgspec.structs.fields(Config):
-        for field in msgspec.structs.fields(section.type):
-            meta: Meta = get_args(field.type)[-1]
-            extra = meta.extra or {}
-            yield Key(
-                section=section.name,
-                name=field.name,
-                type=field.type,
-                default=field.default,
-                meaning=meta.description or "",
-                unit=extra.get("unit", ""),
-                allowed=_allowed(field.type),
-            )
+def keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Key]:
+    """The keys of one section, or of another file that is written like one."""
+    for field in msgspec.structs.fields(struct):
+        meta: Meta = get_args(field.type)[-1]
+        extra = meta.extra or {}
+        yield Key(
+            section=section,
+            name=field.name,
+            type=field.type,
+            default=field.default,
+            meaning=meta.description or "",
+            unit=extra.get("unit", ""),
+            allowed=_allowed(field.type),
+        )
 
 
-KEYS: dict[str, Key] = {key.path: key for key in _keys()}
 SECTIONS: dict[str, type[msgspec.Struct]] = {field.name: field.type for field in msgspec.structs.fields(Config)}
+KEYS: dict[str, Key] = {key.path: key for name, struct in SECTIONS.items() for key in keys_of(name, struct)}
 
 
 def names_in(section: str) -> list[str]:

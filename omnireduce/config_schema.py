@@ -7,9 +7,13 @@ Constructing a struct in Python does not check it; `omnireduce.config.check_conf
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+
+from omnireduce.config_meta import ADDRESS_ALLOWED
+from omnireduce.config_meta import meta as _meta
+from omnireduce.config_security import Metrics, Security
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"]
 Op = Literal["sum", "mean", "min", "max", "prod"]
@@ -17,28 +21,13 @@ Overlap = Literal["random", "full", "none"]
 Distribution = Literal["uniform", "zipf"]
 Kind = Literal["auto", "shm", "tcp", "verbs"]
 Level = Literal["debug", "info", "warning", "error"]
-Users = Literal["same", "any"]
 LogFormat = Literal["text", "json"]
-
-
-def _meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> Meta:
-    """What a key means, its unit, its limits and, where they do not say it all, what is allowed in words."""
-    return Meta(description=meaning, extra={"unit": unit, "allowed": allowed}, **limits)
 
 
 JOB_PATTERN = r"^[A-Za-z0-9._:@+-]{1,128}\Z"
 LAUNCH_PATTERN = r"^[A-Za-z0-9._:@+-]{0,128}\Z"
 JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
-_ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
-
-_Address = Annotated[str, _meta("", allowed=_ADDRESS_ALLOWED)]
-_Path = Annotated[
-    str,
-    Meta(
-        pattern=r"^[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,4096}\Z",
-        extra={"allowed": 'a path without control characters, quotes and backslashes; "" for none'},
-    ),
-]
+_Address = Annotated[str, _meta("", allowed=ADDRESS_ALLOWED)]
 _Elements = Annotated[int, Meta(ge=0, le=2**40)]
 _Density = Annotated[float, Meta(ge=0, le=1)]
 _BenchBlock = Annotated[int, Meta(ge=0, le=65536, multiple_of=8)]
@@ -211,7 +200,7 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         _meta(
             "address of shard 0; shard i listens on PORT + i (port 0: the system picks them)",
-            allowed=_ADDRESS_ALLOWED,
+            allowed=ADDRESS_ALLOWED,
         ),
     ] = "127.0.0.1:7400"
     shards: Annotated[int, _meta("shards of this daemon, each its own process", "processes", ge=1, le=64)] = 1
@@ -260,54 +249,6 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ge=0,
             le=86400,
         ),
-    ] = 1.0
-
-
-class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may join: docs/security.md. A secret itself is no part of the configuration."""
-
-    secret_file: Annotated[
-        _Path,
-        _meta(
-            "file with the secret that workers and aggregators prove to each other to know; only its owner may be "
-            "allowed to read it, or a group of this process. The variable OMNIREDUCE_SECURITY_SECRET can hold the "
-            "secret instead"
-        ),
-    ] = ""
-    allow_no_secret: Annotated[
-        bool,
-        _meta("let an aggregator without a secret listen beyond loopback: all who can reach its port may join"),
-    ] = False
-    local_users: Annotated[
-        Users,
-        _meta('whose processes share memory with this one: "same" is this user\'s and root\'s, "any" all on this host'),
-    ] = "same"
-    tls_certificate: Annotated[
-        _Path,
-        _meta("PEM file: this end's certificate. With it an aggregator takes TCP connections by TLS only"),
-    ] = ""
-    tls_key: Annotated[_Path, _meta("PEM file: the certificate's key; only its owner may be allowed to read it")] = ""
-    tls_ca: Annotated[
-        _Path,
-        _meta(
-            "PEM file: who must have signed the other end's certificate. With it a worker connects by TLS, and an "
-            "aggregator with TLS wants workers to have certificates, too"
-        ),
-    ] = ""
-
-
-class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Metrics and health of the daemon by HTTP: /metrics for Prometheus, /healthz, /readyz. docs/operations.md"""
-
-    listen: Annotated[
-        str,
-        _meta(
-            'address to serve them at; "" serves none. Whoever reaches it sees the names of jobs and hosts',
-            allowed=f'{_ADDRESS_ALLOWED}, or ""',
-        ),
-    ] = ""
-    timeout_s: Annotated[
-        float, _meta("how long one request waits for the shards to answer", "seconds", ge=0.1, le=60)
     ] = 1.0
 
 

@@ -21,7 +21,10 @@ from typing import Any
 
 from omnireduce.config_schema import Log
 
-OF_STRANGERS = {"hello", "refused", "dropped", "turned_away", "accept_failed", "newcomer_lost", "internal_error"}
+OF_STRANGERS = {
+    *("hello", "refused", "dropped", "turned_away", "accept_failed", "newcomer_lost", "internal_error"),
+    "metrics_refused",
+}
 A_SECOND = 10  # lines of each of these events
 _PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
 

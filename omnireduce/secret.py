@@ -1,10 +1,11 @@
-"""The shared secret of a cluster: where it comes from, and the proofs that it makes.
+"""The shared secrets of a cluster: where they come from, and the proofs that they make.
 
-It is no part of the configuration, so that nothing that shows a configuration can show it.
+They are no part of the configuration, so that nothing that shows a configuration can show them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import stat
@@ -13,13 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from omnireduce.config_schema import Security
+from omnireduce.config_security import TEAM_CHARACTERS, Security
 from omnireduce.errors import ConfigError
 
 SECRET_VARIABLE = "OMNIREDUCE_SECURITY_SECRET"
 SECRET_KEY = "security.secret"  # that it has no such key is said to those who try
 MIN_BYTES, MAX_BYTES = 16, 4096
+MOST_LINES = 4  # of one file, each a secret
 NONCE_BYTES = PROOF_BYTES = 32
+_BLOCK_BYTES = 64  # of SHA-256: HMAC hashes what is longer
 _PURPOSE = b"omnireduce handshake 2"
 _EXPECTED = (
     "expected 0600, or 0440 of root and of a group that this process is in; run chmod 600, and make a new one if "
@@ -32,19 +35,31 @@ Role = Literal["worker", "aggregator"]
 
 
 class Secret:
-    """Bytes that only members know. It makes and checks proofs, and shows itself to nobody."""
+    """Bytes that only members of `team` know. It makes and checks proofs, and shows itself to nobody.
 
-    __slots__ = ("_key",)
+    Two that are equal have the same bytes, whatever the team.
+    """
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    __slots__ = ("_key", "team")
+
+    def __init__(self, key: bytes, team: str = "") -> None:
+        # What HMAC would do with a long one anyhow, done once: a proof takes the same time with every secret.
+        self._key = key if len(key) <= _BLOCK_BYTES else hashlib.sha256(key).digest()
+        self.team = team
 
     def __repr__(self) -> str:
         return "Secret(...)"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._key, other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
     def proof(self, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bytes:
         """What only a `role` that knows the secret can say after these nonces, HMAC-SHA256."""
-        said = b"\0".join((_PURPOSE, role.encode(), worker_nonce + aggregator_nonce))
+        team = self.team.encode().ljust(TEAM_CHARACTERS, b"\0") if self.team else b""
+        said = b"\0".join((_PURPOSE, role.encode(), worker_nonce + aggregator_nonce + team))
         return hmac.digest(self._key, said, "sha256")
 
     def proves(self, proof: bytes, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bool:
@@ -53,23 +68,45 @@ class Secret:
 
 
 def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret in `security.secret_file` or in the environment; None when there is neither.
+    """The secret that a worker proves: the first line of `security.secret_file` or of the environment's variable; None
+    when there is neither.
 
-    White space around it does not count. Raises ConfigError for a file that cannot be read, that others may read
-    (see `read_private`), for a secret that is too short, and when it comes from both places.
+    Raises ConfigError for a file that cannot be read, that others may read (see `read_private`), for a secret that is
+    too short, when it comes from both places, and when a team has none.
     """
+    found = load_secrets(security, environ, security.team)
+    if security.team and not found:
+        raise ConfigError(
+            f"security.team: got {security.team} and no secret: give security.secret_file or the variable "
+            f"{SECRET_VARIABLE}, with the secret of this team"
+        )
+    return found[0] if found else None
+
+
+def load_secrets(security: Security, environ: Mapping[str, str] = os.environ, team: str = "") -> list[Secret]:
+    """All lines of `security.secret_file` or of the variable, the newest secret first. Raises ConfigError."""
     text = environ.get(SECRET_VARIABLE)
     if text is not None and security.secret_file:
         raise ConfigError(f"{SECRET_VARIABLE}: got a secret from it and one from security.secret_file, expected one")
     if text is not None:
-        return _checked(os.fsencode(text), SECRET_VARIABLE)
-    if security.secret_file:
-        return _checked(read_private(security.secret_file, "security.secret_file"), security.secret_file)
-    return None
+        return [Secret(line, team) for line in _lines(os.fsencode(text), SECRET_VARIABLE, "secret")]
+    return read_secrets(security.secret_file, "security.secret_file", team) if security.secret_file else []
 
 
-def read_private(name: str, key: str) -> bytes:
-    """The start of a file that only its owner may read, or that root or we let a group of ours read.
+def read_secrets(name: str | Path, key: str, team: str = "") -> list[Secret]:
+    """The secrets of a team in a file, one a line. Raises ConfigError, which names `key`."""
+    return [Secret(line, team) for line in read_lines(name, key, "secret")]
+
+
+def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
+    """The lines of a file of secrets, or of `what` else nobody may know, 1 to MOST_LINES; white space around one does
+    not count. Raises ConfigError, which names `key`."""
+    return _lines(read_private(name, key, most_bytes=MOST_LINES * (MAX_BYTES + 2)), str(name), what)
+
+
+def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES) -> bytes:
+    """The start of a file that only its owner may read, or that root or we let a group of ours read: one byte more than
+    `most_bytes` at most.
 
     Raises ConfigError, which names `key`.
     """
@@ -80,7 +117,7 @@ def read_private(name: str, key: str) -> bytes:
                 raise ConfigError(f"{key}: {name} is no regular file")
             if found.st_mode & 0o077:
                 _check_readers(file.fileno(), found, f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}")
-            return file.read(MAX_BYTES + 1)
+            return file.read(most_bytes + 1)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{key}: {name} cannot be read: {reason}") from None
@@ -119,10 +156,12 @@ def _without_waiting(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NONBLOCK)
 
 
-def _checked(data: bytes, source: str) -> Secret:
-    key = data.strip()
-    if not MIN_BYTES <= len(key) <= MAX_BYTES:
-        raise ConfigError(
-            f"{source}: got a secret of {len(key)} bytes, expected {MIN_BYTES} to {MAX_BYTES}, made {_HOW}"
-        )
-    return Secret(key)
+def _lines(data: bytes, source: str, what: str) -> list[bytes]:
+    lines = [line.strip() for line in data.splitlines() if line.strip()] or [b""]
+    if len(lines) > MOST_LINES:
+        raise ConfigError(f"{source}: got {len(lines)} lines or more, expected 1 to {MOST_LINES}, each a {what}")
+    for line in lines:
+        if not MIN_BYTES <= len(line) <= MAX_BYTES:
+            got = f"a {what} of {len(line)} bytes" + (" on one of its lines" if len(lines) > 1 else "")
+            raise ConfigError(f"{source}: got {got}, expected {MIN_BYTES} to {MAX_BYTES}, made {_HOW}")
+    return lines

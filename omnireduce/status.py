@@ -67,7 +67,8 @@ FIRST_KEY: JobKey = ("", 0, "")
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One job. `generation` is 0 while it still gathers its ranks; then `missing` names some of those not here.
+    """One job. `generation` is 0 while it still gathers its ranks; then `missing` names some of those not here. Its
+    ranks have proved the secret of `team`.
 
     `slots_in_use` are receive slots with a message that is still needed, `results_in_use` result slots that are being
     filled, or that a rank has not read yet. `late` names the ranks that were waited for most, longest first.
@@ -80,6 +81,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     joined: _Count
     age_s: _Seconds
     missing: list[_Count] = []
+    team: str = ""
     transport: str = ""
     traffic: Traffic = msgspec.field(default_factory=Traffic)
     slots: _Count = 0
@@ -105,7 +107,8 @@ class StatusRequest(msgspec.Struct, frozen=True, tag=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Aggregator's answer. `traffic` and what follows count since the shard started; `aborts` by AbortKind.
 
-    `jobs` are in the order of their keys; with `more`, ask again after the last one.
+    `jobs` are in the order of their keys; with `more`, ask again after the last one. Who has proved the secret of a
+    team is told of its jobs alone; all else is of the whole shard.
     """
 
     shard: str

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from omnireduce.config_security import TEAM_PATTERN
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
@@ -135,6 +136,7 @@ _Message = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
+_Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
 
 
@@ -177,10 +179,11 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, first where there is a secret: prove that you know it, as I shall."""
+    """Worker to aggregator, first where there is a secret: prove that you know that of my team, as I shall."""
 
     version: int
     nonce: _Nonce
+    team: _Team = ""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -219,6 +222,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     formation: _Formation = 0  # of an elastic job, beyond its first shard: what the first one gave
     survived: _Formation = 0  # the formation that this worker was in before; 0: it comes new
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
+    team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):

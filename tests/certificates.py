@@ -31,6 +31,10 @@ class Certificates:
             signed_by = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
             self._openssl("x509", "-req", "-in", "request", *signed_by, "-out", f"{holder}.pem", "-days", "2")
 
+    def close(self) -> None:
+        """Remove the files."""
+        self._keep.cleanup()
+
     def _out(self, name: str) -> tuple[str, ...]:
         return ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2")
 

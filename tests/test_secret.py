@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import struct
 import subprocess
@@ -17,7 +18,7 @@ from local_cluster import ROOT
 
 from omnireduce.config import Config, Security, dump_config, load_config, override_config
 from omnireduce.errors import ConfigError
-from omnireduce.secret import MAX_BYTES, MIN_BYTES, SECRET_VARIABLE, load_secret
+from omnireduce.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, SECRET_VARIABLE, Secret, load_secret, load_secrets
 from worker.cli import main
 
 TEXT = "correct horse battery staple"
@@ -172,6 +173,49 @@ def test_a_secret_of_an_unsuitable_length_is_refused(tmp_path: Path, content: by
     name = write(tmp_path, content)
     assert refusal(Security(secret_file=name)).startswith(f"{name}: {expected}")
     assert refusal(Security(), **{SECRET_VARIABLE: content.decode()}).startswith(f"{SECRET_VARIABLE}: {expected}")
+
+
+def test_of_several_lines_a_worker_proves_the_first_and_an_aggregator_admits_all(tmp_path: Path) -> None:
+    lines = [f"secret number {number} of four" for number in range(MOST_LINES)]
+    security = Security(secret_file=write(tmp_path, f"\n  {lines[0]}\r\n\n{lines[1]}\n{lines[2]}\n{lines[3]}".encode()))
+    assert load_secret(security, {}) == Secret(lines[0].encode())
+    assert load_secrets(security, {}) == [Secret(line.encode()) for line in lines]
+    assert load_secrets(Security(), {SECRET_VARIABLE: "\n".join(lines)}) == load_secrets(security, {})
+
+
+def test_lines_that_are_too_many_or_too_short_are_refused(tmp_path: Path) -> None:
+    name = write(tmp_path, f"{TEXT}\n".encode() * (MOST_LINES + 1))
+    assert refusal(Security(secret_file=name)) == f"{name}: got 5 lines or more, expected 1 to 4, each a secret"
+    name = write(tmp_path, f"{TEXT}\nshort\n".encode())
+    expected = f"{name}: got a secret of 5 bytes on one of its lines, expected 16 to 4096, made for example by"
+    assert refusal(Security(secret_file=name)).startswith(expected)
+    for size in (MAX_BYTES + 1, 100 * MAX_BYTES):  # all is read that four may take, and not more
+        name = write(tmp_path, b"x" * size)
+        assert f"expected {MIN_BYTES} to {MAX_BYTES}" in refusal(Security(secret_file=name))
+
+
+def test_a_team_needs_a_secret_and_has_its_name_in_its_proofs(tmp_path: Path) -> None:
+    assert refusal(Security(team="vision")).startswith("security.team: got vision and no secret: give security.")
+    security = Security(team="vision", secret_file=write(tmp_path, TEXT.encode()))
+    found = load_secret(security, {})
+    assert found is not None
+    assert found.team == "vision"
+    assert found == Secret(TEXT.encode())
+    assert found.proof("worker", *NONCES) != Secret(TEXT.encode()).proof("worker", *NONCES)
+
+
+@pytest.mark.parametrize("team", ["a.b", "x" * 65, "é", "a b", "../a", "a\n"])
+def test_a_name_that_no_team_can_have(team: str) -> None:
+    with pytest.raises(ConfigError, match=r"security\.team: got .*, expected a string of up to 64 characters"):
+        override_config(Config(), {"security.team": team}, source="argument")
+
+
+def test_a_long_secret_is_what_hmac_makes_of_it() -> None:
+    """Hashed once, not for every proof: the time of a proof tells nothing of the secret's length."""
+    for size in (16, 63, 64, 65, 4096):
+        key = os.urandom(size)
+        said = b"omnireduce handshake 2\0worker\0" + NONCES[0] + NONCES[1]
+        assert Secret(key).proof("worker", *NONCES) == hmac.digest(key, said, "sha256")
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

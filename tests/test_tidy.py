@@ -32,7 +32,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("console",),
     ("aggregator", "worker"),
 )
-BASE = {"cli", "config", "descriptor", "dtypes", "errors", "layout", "logs", "secret", "status", "wire"}
+BASE = {"cli", "config", "descriptor", "dtypes", "errors", "layout", "logs", "secret", "status", "teams", "wire"}
 IMPURE = {
     *("asyncio", "concurrent", "datetime", "mmap", "multiprocessing", "os", "random", "select", "selectors"),
     *("signal", "socket", "subprocess", "threading", "time"),

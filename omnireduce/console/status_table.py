@@ -28,13 +28,15 @@ class View:
         """The tables for these answers, which came at `now` (seconds), and below them what stands out."""
         elapsed_s = None if self._last_at is None else now - self._last_at
         jobs = [job for each in answers.values() if isinstance(each, Status) for job in each.jobs]
-        table, seen = _jobs_table(with_rates=elapsed_s is not None), {}
+        with_teams = any(job.team for job in jobs)
+        table, seen = _jobs_table(with_rates=elapsed_s is not None, with_teams=with_teams), {}
         notes = [Text(shown(str(each)), style="bold red") for each in answers.values() if isinstance(each, Exception)]
         for key, parts in groupby(sorted(jobs, key=_same_job), key=_same_job):
             shards = list(parts)
             seen[key] = traffic = _sum(shards)
             rates = [] if elapsed_s is None else _rates(traffic, self._last.get(key), elapsed_s)
-            _add_row(table, _cells(shards, traffic, rates))
+            name, *cells = _cells(shards, traffic, rates)
+            _add_row(table, [name, *([shards[0].team] if with_teams else []), *cells])
             notes += _notes(shards)
         self._last, self._last_at = seen, now
         return Group(_shards_table(answers), Text(), table if jobs else Text("no jobs"), *notes)
@@ -74,16 +76,17 @@ def _shards_table(answers: Mapping[str, Status | Exception]) -> Table:
     return table
 
 
-def _jobs_table(*, with_rates: bool) -> Table:
+def _jobs_table(*, with_rates: bool, with_teams: bool) -> Table:
     rates = ("in/s", "out/s") if with_rates else ()
+    team = ("team",) if with_teams else ()
     first = ("ranks", "by", "age", "done", "in", "out")
-    return _table("job", *first, *rates, "density", "union", "slots", "late", "waits for")
+    return _table("job", *team, *first, *rates, "density", "union", "slots", "late", "waits for")
 
 
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in titles:
-        is_text = title in ("shard", "job", "aborts")
+        is_text = title in ("shard", "job", "team", "aborts")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     return table
 

@@ -182,6 +182,7 @@ class Gathering:
     def status(self, now: float) -> JobStatus:
         return JobStatus(
             name=self.spec.job,
+            team=self.spec.team,
             generation=0,
             launch=self.spec.launch,
             world_size=self.spec.world_size,

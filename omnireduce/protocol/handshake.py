@@ -1,21 +1,37 @@
 """Mutual proof of a shared secret, before a worker says who it is: two pure machines.
 
-    worker      Greeting   its nonce w
+    worker      Greeting   its nonce w, and the name of its team
     aggregator  Challenge  its nonce a
-    worker      Proof      HMAC-SHA256(secret, purpose, "worker", w, a)
-    aggregator  Proof      HMAC-SHA256(secret, purpose, "aggregator", w, a)
+    worker      Proof      HMAC-SHA256(secret, purpose, "worker", w, a, team)
+    aggregator  Proof      HMAC-SHA256(secret, purpose, "aggregator", w, a, team)
     worker      Hello      from here on as without a secret
 
 A proof is bound to a role and to a fresh nonce of either side: it can be neither sent back nor sent again. The worker
 proves itself first: whoever connects gets nothing to try guesses of the secret on. Memory and RDMA keys change hands
 with the Hello and its answer, so never before both proofs.
+
+The team says which secrets the aggregator tries; it answers with the one that the worker has proved. A team that does
+not exist is refused after its proof, in the words and in the time of a wrong one.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import SECRET_VARIABLE, Secret
-from omnireduce.wire import PROTOCOL_VERSION, Challenge, ControlMessage, Greeting, Proof, other_version
+from omnireduce.teams import ANYBODY, Teams
+from omnireduce.wire import (
+    PROTOCOL_VERSION,
+    SHOWN,
+    Challenge,
+    ControlMessage,
+    Greeting,
+    Hello,
+    Proof,
+    listed,
+    other_version,
+)
 
 GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
 
@@ -23,40 +39,62 @@ GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
 class Gate:
     """Aggregator's side of one connection: says which messages are of a worker that may say Hello.
 
-    `nonce` is fresh. `objection`: why nobody may say Hello here; empty when that depends on the secret alone.
+    `nonce` is fresh. `objection`: why nobody may say Hello here; empty when that depends on the secret alone. `team` is
+    the one whose secret must be proved, or has been; `said` is how the worker calls it.
     """
 
-    def __init__(self, secret: Secret | None, nonce: bytes, objection: str = "") -> None:
-        self._secret, self._nonce, self._objection = secret, nonce, objection
+    def __init__(self, teams: Teams | None, nonce: bytes, objection: str = "") -> None:
+        self._teams, self._nonce, self._objection = teams, nonce, objection
         self._theirs: bytes | None = None  # the worker's nonce
-        self._open = secret is None
+        self._open = teams is None
+        self.team, self.said = ANYBODY, ""
 
     def told(self, message: ControlMessage) -> Challenge | Proof | None:
         """The answer to a message; None for one that is no part of the handshake and may be dealt with.
 
-        Raises ProtocolError for all that a worker may not say yet.
+        Raises ProtocolError for all that a worker may not say, or not yet.
         """
         if isinstance(message, Greeting) and self._theirs is None:
             return self._challenge(message)
         if self._objection:
             raise ProtocolError(self._objection)
-        if isinstance(message, Proof) and self._secret is not None and self._theirs is not None and not self._open:
-            if not self._secret.proves(message.proof, "worker", self._theirs, self._nonce):
-                raise ProtocolError(f"the worker has another secret than the aggregator: give both the same {GIVE}")
-            self._open = True
-            return Proof(self._secret.proof("aggregator", self._theirs, self._nonce))
+        if isinstance(message, Proof) and self._theirs is not None and not self._open:
+            return self._proof(message, self._theirs)
         if not self._open:
             raise ProtocolError(f"the aggregator wants proof of a shared secret: give the worker the same {GIVE}")
+        if isinstance(message, Hello) and not self.team.may_use(message.job):
+            raise ProtocolError(self._not_theirs(message.job))
         return None
+
+    def signed(self, hello: Hello) -> Hello:
+        """A Hello that may be dealt with, with the team that was proved in place of what the worker says."""
+        return msgspec.structs.replace(hello, team=self.team.name)
 
     def _challenge(self, greeting: Greeting) -> Challenge:
         wrong = other_version(greeting.version) or self._objection
-        if not wrong and self._secret is None:
+        if not wrong and self._teams is None:
             wrong = f"the worker has a secret, the aggregator has none: give it the same {GIVE}"
         if wrong:
             raise ProtocolError(wrong)
-        self._theirs = greeting.nonce
+        assert self._teams is not None
+        self._theirs, self.said = greeting.nonce, greeting.team
+        self.team = self._teams.of(greeting.team)
         return Challenge(self._nonce)
+
+    def _proof(self, message: Proof, theirs: bytes) -> Proof:
+        secret = self.team.proved(message.proof, theirs, self._nonce)
+        if secret is None:
+            there = f" of team '{self.said}', or there is no such team" if self.said else ""
+            hint = "" if self.said else "; the secret of a team wants security.team on the worker"
+            raise ProtocolError(
+                f"the worker has another secret than the aggregator{there}: give both the same {GIVE}{hint}"
+            )
+        self._open = True
+        return Proof(secret.proof("aggregator", theirs, self._nonce))
+
+    def _not_theirs(self, job: str) -> str:
+        names = listed([f"'{name}'" for name in self.team.jobs])
+        return f"job {job[:SHOWN]!r} is none of team '{self.team.name}': call cluster.job {names}"
 
 
 class Candidate:
@@ -65,7 +103,7 @@ class Candidate:
     def __init__(self, secret: Secret, nonce: bytes) -> None:
         self._secret, self._nonce = secret, nonce
         self._theirs: bytes | None = None  # the aggregator's nonce
-        self.greeting = Greeting(PROTOCOL_VERSION, nonce)
+        self.greeting = Greeting(PROTOCOL_VERSION, nonce, secret.team)
 
     def told(self, message: ControlMessage) -> Proof | None:
         """The answer to a message; None once the aggregator has proved itself. Raises ProtocolError."""

@@ -42,6 +42,15 @@ def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) 
     return ""
 
 
+def of_another_team(spec: Hello, hello: Hello) -> str:
+    """What to say to who wants to join a job of others: neither who they are nor how they do."""
+    if spec.team == hello.team:
+        return ""
+    own = f"of team '{hello.team}'" if hello.team else "of those without a team"
+    advice = "choose another cluster.job, or give all workers of the job the same security.team"
+    return f"the job '{hello.job}' that is here is none {own}: {advice}"
+
+
 def taken(other: Hello) -> str:
     return f"{member_name(other)} is already in job '{other.job}'; choose another cluster.job"
 

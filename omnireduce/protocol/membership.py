@@ -18,11 +18,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from omnireduce.config_security import Terms
 from omnireduce.protocol import tickets
+from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.gathering import Gathering, Member, Place, Standing, member_name
-from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, taken
+from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, of_another_team, taken
 from omnireduce.protocol.limits import Limits
 from omnireduce.status import JobStatus
+from omnireduce.teams import FREE
 from omnireduce.wire import Cause, Hello, Pending, Refused, listed, other_version, shown
 
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
@@ -77,7 +80,7 @@ class Membership:
         same in a process that takes the place of another, and known to nobody else."""
         self._limits, self._salt, self._key = limits, salt, key
         self._gathering: dict[Place, Gathering] = {}
-        self._of_name: dict[tuple[str, int], list[Place]] = {}  # places of those, by job and formation
+        self._of_name: dict[tuple[str, str, int], list[Place]] = {}  # places of those, by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # of each connection in them
         self._running: dict[int, _Running] = {}
         self._held: dict[int, Hello] = {}  # by generation, what its size and memory follow from, until it is released
@@ -96,18 +99,18 @@ class Membership:
         ends += [0.0] if self._deserted or self._has_freed_room else []
         return min(ends, default=None)
 
-    def hello(self, key: Hashable, hello: Hello, now: float) -> Iterator[MembershipEffect]:
-        """A worker asks to join."""
+    def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
+        """A worker asks to join, of a team on these terms."""
         place, standing = Place.of(hello), Standing.NEWCOMER
         wrong, temporary = self._unfit(hello)  # first: nothing may depend on numbers without bounds
         if not wrong:
             standing = self._standing(hello, place)
             yield from self._make_way(hello, place, standing, now)
-            wrong, temporary = self._objection(hello, place, standing)
+            wrong, temporary = self._objection(hello, place, standing, terms)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
-            if place in self._gathering and not malformed(hello):
-                waiting = self._gathering[place]
+            waiting = self._gathering.get(place)
+            if waiting is not None and not malformed(hello) and not of_another_team(waiting.spec, hello):
                 waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
                 waiting.is_news = True
             return
@@ -191,7 +194,7 @@ class Membership:
         generation = self._generation_of(place) if hello.smallest else None
         last = frozenset[int]() if generation is None else self._running[generation].asked
         gathering = Gathering(hello, now, now, now, generation is not None, last, self._replaced_by(hello))
-        others = self._of_name.setdefault((place.job, place.formation), [])
+        others = self._of_name.setdefault((hello.team, place.job, place.formation), [])
         for other in others[:1]:
             gathering.rival = _rival(self._gathering[other].spec, hello)
             self._gathering[other].rival = _rival(hello, self._gathering[other].spec)
@@ -200,8 +203,7 @@ class Membership:
         self._gathering[place] = gathering
 
     def _close(self, place: Place) -> None:
-        del self._gathering[place]
-        name = place.job, place.formation
+        name = self._gathering.pop(place).spec.team, place.job, place.formation
         self._of_name[name].remove(place)
         if not self._of_name[name]:
             del self._of_name[name]
@@ -279,7 +281,7 @@ class Membership:
     def _make_way(self, hello: Hello, place: Place, standing: Standing, now: float) -> Iterator[MembershipEffect]:
         """Survivors go first: others who disagree with one, or gave his rank, are refused, not he."""
         gathering = self._gathering.get(place)
-        if gathering is None or standing is not Standing.SURVIVOR:
+        if gathering is None or standing is not Standing.SURVIVOR or of_another_team(gathering.spec, hello):
             return
         is_led = gathering.is_led
         for key, other, others_standing in list(gathering.members.values()):
@@ -299,19 +301,19 @@ class Membership:
             return "the aggregator is shutting down", True
         return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
 
-    def _objection(self, hello: Hello, place: Place, standing: Standing) -> tuple[str, bool]:
+    def _objection(self, hello: Hello, place: Place, standing: Standing, terms: Terms) -> tuple[str, bool]:
         """Why `hello` cannot join beside those who are here, and whether it might later; empty when it can."""
         wrong = self._conflict(hello, place, standing)
-        full = "" if wrong or place in self._gathering else self._no_room(hello)
+        full = "" if wrong or place in self._gathering else self._no_room(hello, terms)
         return wrong or full, bool(full) or standing is Standing.CLAIMANT
 
-    def _no_room(self, hello: Hello) -> str:
+    def _no_room(self, hello: Hello, terms: Terms) -> str:
         """Why there is no room for one more job; those that gather count as if they ran."""
         leaving = self._replaced_by(hello)
-        others = [each.spec for each in self._gathering.values()]
-        others += [each for number, each in self._held.items() if number != leaving]
-        jobs = len(self._gathering) + len(self._running.keys() - {leaving})
-        return self._limits.beyond(hello, jobs, others)
+        gather = [each.spec for each in self._gathering.values()]
+        jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
+        others = gather + [each for number, each in self._held.items() if number != leaving]
+        return self._limits.beyond(hello, len(jobs), others) or beyond_allowance(terms, hello, jobs, others)
 
     def _replaced_by(self, hello: Hello) -> int | None:
         """The generation whose room an elastic job takes: its last one, unless another that gathers takes it."""
@@ -325,12 +327,14 @@ class Membership:
     def _conflict(self, hello: Hello, place: Place, standing: Standing) -> str:
         for running in self._running.values():
             if running.place == place:
-                wrong = _wrong_beside(running, hello, standing)
+                wrong = of_another_team(running.spec, hello) or _wrong_beside(running, hello, standing)
                 if wrong:
                     return wrong
         gathering = self._gathering.get(place)
         if gathering is None:
             return ""
+        if of_another_team(gathering.spec, hello):
+            return of_another_team(gathering.spec, hello)
         if hello.rank in gathering.members:
             return taken(gathering.members[hello.rank].hello)
         if hello.smallest and not standing and gathering.is_full:

@@ -14,7 +14,7 @@ _PURPOSE = b"omnireduce ticket 1"
 
 def ticket(key: bytes, hello: Hello, formation: int) -> bytes:
     """That of the members of `formation` of the job that `hello` names, HMAC-SHA256."""
-    said = "\0".join((hello.job, hello.launch, str(formation)))
+    said = "\0".join((hello.team, hello.job, hello.launch, str(formation)))
     return hmac.digest(key, _PURPOSE + b"\0" + said.encode(), "sha256")
 
 

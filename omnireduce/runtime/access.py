@@ -8,26 +8,27 @@ import ssl
 from dataclasses import dataclass, field
 
 from omnireduce.protocol.handshake import Gate
-from omnireduce.secret import NONCE_BYTES, Secret
+from omnireduce.secret import NONCE_BYTES
+from omnireduce.teams import Teams
 from omnireduce.transport.base import Link
 from omnireduce.transport.shm import ShmLink
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`secret`: what workers must prove to know. `any_local_user`: who shares memory may be anybody on this host.
-    `tls`: what comes by TCP must come by TLS. `ticket_key`: survivors of elastic jobs are known by it, also by a shard
-    that takes the place of another.
+    """`teams`: which secrets workers must prove to know; None: none. `any_local_user`: who shares memory may be anybody
+    on this host. `tls`: what comes by TCP must come by TLS. `ticket_key`: survivors of elastic jobs are known by it,
+    also by a shard that takes the place of another.
     """
 
-    secret: Secret | None = None
+    teams: Teams | None = None
     any_local_user: bool = False
     tls: ssl.SSLContext | None = None
     ticket_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def gate(self, link: Link) -> Gate:
         """What stands between a new connection and its Hello."""
-        return Gate(self.secret, secrets.token_bytes(NONCE_BYTES), self._objection(link))
+        return Gate(self.teams, secrets.token_bytes(NONCE_BYTES), self._objection(link))
 
     def _objection(self, link: Link) -> str:
         user = None if self.any_local_user or not isinstance(link, ShmLink) else link.foreign_user

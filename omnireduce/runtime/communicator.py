@@ -35,7 +35,7 @@ from omnireduce.runtime.arguments import (
 )
 from omnireduce.runtime.assemble import assemble
 from omnireduce.runtime.handle import Handle
-from omnireduce.runtime.launcher import DEFAULT_JOB, launch_id, whole
+from omnireduce.runtime.launcher import job_name, launch_id, whole
 from omnireduce.runtime.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.trace import check_trace
 
@@ -84,7 +84,7 @@ class Communicator:
         if not 0 <= rank < size <= MOST_RANKS:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MOST_RANKS}")
         self.local_rank, self.config = local_rank, config
-        name = job or (config.cluster.job if config.cluster.job != "auto" else DEFAULT_JOB)
+        name = job or job_name(config, None)
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
         if config.elastic.enabled and config.elastic.settle_s >= config.cluster.join_timeout_s:
@@ -100,7 +100,7 @@ class Communicator:
         launch = launch_id() if config.cluster.launch == "auto" else config.cluster.launch
         self._hello = hello_of(config, name, launch, rank, size)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
-        if size > 1 and not launch and name == DEFAULT_JOB:
+        if size > 1 and not launch and config.cluster.job == "auto" and name == job_name(config, None):
             self._log.warning(
                 "nothing tells this launch from another one of %d workers: if two may run at once on these "
                 "aggregators, set another cluster.job for each", size, extra=tagged("no_launch_id"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import time
 from collections.abc import Callable
@@ -31,13 +32,24 @@ def connect_once(
     wanted = config.transport
     timeout_s = max(0.1, deadline - time.monotonic())
     if wanted.kind in ("auto", "shm"):
+        any_user = config.security.local_users == "any"
         try:
-            return connect_shm(host, port, timeout_s, any_user=config.security.local_users == "any")
+            link = connect_shm(host, port, timeout_s, any_user=any_user)
         except (OSError, TransportError) as error:
             if wanted.kind == "shm":
                 raise
             if isinstance(error, TransportError):
                 say(str(error))
+        else:
+            owner = link.peer_user
+            if wanted.kind == "shm" or any_user or owner == os.geteuid():
+                return link
+            # Root's memory could be shared, but root's aggregator shares none with others than root.
+            link.close()
+            say(
+                f"the aggregator {address} is of user {owner}, this worker of user {os.geteuid()}: for shared memory "
+                "set security.local_users = 'any' on both"
+            )
     tls = make_tls()
     if tls is not None:
         return connect_tls(host, port, timeout_s, wanted.dead_peer_s, tls)

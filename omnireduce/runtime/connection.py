@@ -26,7 +26,7 @@ class Connection:
 
     def about(self, what: str) -> dict[str, object]:
         """The log's event `what` with all that is known of who it is about."""
-        hello = self.hello
+        hello, team = self.hello, self.gate.said or None
         if hello is None or not hello.job.isprintable():
-            return tagged(what, peer=self.link.peer)
-        return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, peer=self.link.peer)
+            return tagged(what, peer=self.link.peer, team=team)
+        return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, peer=self.link.peer, team=team)

@@ -65,7 +65,9 @@ class Job:
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,
     ) -> None:
-        self.log = BoundLog(logging.getLogger("omnireduce.aggregator"), job=name, generation=generation)
+        self.log = BoundLog(
+            logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
+        )
         self._clock, self._straggler_s = clock, straggler_s
         self.generation, self.name, self.links = generation, name, list(links)
         self._since, self._spec = clock(), hellos[0]
@@ -152,6 +154,10 @@ class Job:
             link.send_control(encode_control(message))
 
     @property
+    def team(self) -> str:
+        return self._spec.team
+
+    @property
     def traffic(self) -> Traffic:
         """Totals since the job began."""
         found = copy(self.machine.account.traffic)
@@ -172,6 +178,7 @@ class Job:
         wait = machine.waiting(now)
         return JobStatus(
             name=self.name,
+            team=self.team,
             generation=self.generation,
             launch=spec.launch,
             world_size=spec.world_size,

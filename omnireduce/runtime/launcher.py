@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnireduce.config import Config
 from omnireduce.errors import UsageError
 
-DEFAULT_JOB = "default"
 LONGEST = 128  # characters of a job's name and of a launch's id
 LONGEST_BITS = 1024  # of an integer that an error may still show
 
@@ -121,14 +121,16 @@ def whole(value: object, what: str) -> int:
     raise UsageError(f"{what} is {value!r}, a {type(value).__name__}; expected an int")
 
 
-def job_name(config_job: str, launch: Launch) -> str:
-    """The job's name: `cluster.job` of the configuration, or for "auto" the launcher's id, or else "default".
+def job_name(config: Config, launcher_job: str | None) -> str:
+    """The job's name: `cluster.job` of the configuration, or for "auto" the launcher's id, or else "default", after the
+    name of the team if there is one.
 
     Characters that a job name cannot have become "_".
     """
-    if config_job != "auto":
-        return config_job
-    return _clean(launch.job or DEFAULT_JOB)[:LONGEST]
+    if config.cluster.job != "auto":
+        return config.cluster.job
+    team = f"{config.security.team}." if config.security.team else ""
+    return (team + _clean(launcher_job or "default"))[:LONGEST]
 
 
 def launch_id(environ: Mapping[str, str] = os.environ) -> str:

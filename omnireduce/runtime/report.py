@@ -43,14 +43,21 @@ class Report:
             self._aborts[end.kind] += 1
 
     def page(
-        self, request: StatusRequest, running: Collection[Job], gathering: Collection[JobStatus], connections: int
+        self,
+        request: StatusRequest,
+        running: Collection[Job],
+        gathering: Collection[JobStatus],
+        connections: int,
+        team: str = "",
     ) -> Status:
-        """The answer to a request."""
+        """The answer to a request of who has the secret of `team`; "" may know of all jobs."""
         now, traffic = self._clock(), Traffic()
         for each in (self._ended, *(job.traffic for job in running)):
             traffic.add(each)
-        makers: dict[JobKey, Callable[[], JobStatus]] = {job.key: partial(job.status, now) for job in running}
-        makers |= {job.key: partial(_same, job) for job in gathering}
+        makers: dict[JobKey, Callable[[], JobStatus]] = {
+            job.key: partial(job.status, now) for job in running if team in ("", job.team)
+        }
+        makers |= {job.key: partial(_same, job) for job in gathering if team in ("", job.team)}
         jobs, more = _fill(makers, request.after)
         return Status(
             shard=self._name,

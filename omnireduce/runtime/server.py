@@ -57,8 +57,8 @@ class ShardServer:
 
     `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
     address, as workers see it in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may
-    join, `verbs` allows RDMA, `traces` records every job. The log says whom a collective waits for after `straggler_s`.
-    A simulation brings its own `clock` and `selector`, and hands links to `adopt`.
+    join, and may be replaced; `verbs` allows RDMA, `traces` records every job. The log says whom a collective waits for
+    after `straggler_s`. A simulation brings its own `clock` and `selector`, and hands links to `adopt`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ShardServer:
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self._access = clock, drain_s, access
+        self._clock, self._drain_s, self.access = clock, drain_s, access
         self._make_job = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces
         )
@@ -153,10 +153,9 @@ class ShardServer:
         if not connection.leaving and connection.job is None:
             events = self._newcomer(connection, events)
             self._update_interest(connection)
-        if connection.leaving:
-            if connection.link.over:
-                self._drop(connection)
-        elif connection.job is not None:
+        if connection.leaving and connection.link.over:
+            self._drop(connection)
+        elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
             return {connection.job}
         return set()
@@ -195,7 +194,7 @@ class ShardServer:
 
     def adopt(self, link: Link) -> None:
         """Serve a worker that has just connected."""
-        connection = Connection(link, self._access.gate(link))
+        connection = Connection(link, self.access.gate(link))
         self._connections.add(connection)
         self._strangers.add(connection, self._clock())
         self._selector.register(link, selectors.EVENT_READ, connection)
@@ -233,17 +232,18 @@ class ShardServer:
             self._refuse(connection, str(error))
             self._membership.gone(connection, self._clock())
             return False
-        connection.hello = message
+        connection.hello = hello = connection.gate.signed(message)
         log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
         self._strangers.discard(connection)
-        self._answer(self._membership.hello(connection, message, self._clock()))
+        self._answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
         return connection.job is None and not connection.leaving
 
     def _tell_status(self, now: float) -> None:
         for connection, request in self._questions.take():
             try:
                 gathering = self._membership.gathering(now)
-                page = self._report.page(request, self._jobs.values(), gathering, len(self._connections))
+                count, team = len(self._connections), connection.gate.team.name
+                page = self._report.page(request, self._jobs.values(), gathering, count, team)
                 connection.link.send_control(encode_control(page))
                 self._update_interest(connection)
             except Exception as error:  # a bug of ours

@@ -35,11 +35,16 @@ class ShmLink(StreamLink):
         self._takes_memory = takes_memory
 
     @property
-    def foreign_user(self) -> int | None:
-        """The user of the peer's process, as the kernel says, if it is neither root nor the one of this process."""
+    def peer_user(self) -> int:
+        """The user of the peer's process, as the kernel says."""
         size = _CREDENTIALS.size
         user: int = _CREDENTIALS.unpack(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
-        return None if user in (0, os.geteuid()) else user
+        return user
+
+    @property
+    def foreign_user(self) -> int | None:
+        """The user of the peer's process if it is neither root nor the one of this process."""
+        return None if self.peer_user in (0, os.geteuid()) else self.peer_user
 
     def _receive(self, into: memoryview) -> int:
         if not self._takes_memory:

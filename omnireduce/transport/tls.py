@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from omnireduce.config import Security
+from omnireduce.config import Metrics, Security
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
 from omnireduce.transport.base import Event
@@ -109,16 +109,17 @@ def accept_tls(sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.
     return TlsLink(context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), peer, dead_peer_s)
 
 
-def aggregator_context(security: Security) -> ssl.SSLContext | None:
-    """What an aggregator shows, and with `tls_ca` demands; None without TLS. Raises ConfigError."""
-    if not (security.tls_certificate or security.tls_key or security.tls_ca):
+def aggregator_context(files: Security | Metrics, section: str = "security") -> ssl.SSLContext | None:
+    """What an aggregator shows, and with `tls_ca` demands; None without TLS. `files` is the `section` of the
+    configuration. Raises ConfigError."""
+    if not (files.tls_certificate or files.tls_key or files.tls_ca):
         return None
-    if not security.tls_certificate:
-        raise ConfigError("security.tls_certificate: an aggregator with TLS needs one, and security.tls_key")
+    if not files.tls_certificate:
+        raise ConfigError(f"{section}.tls_certificate: an aggregator with TLS needs one, and {section}.tls_key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    if security.tls_ca:
+    if files.tls_ca:
         context.verify_mode = ssl.CERT_REQUIRED
-    return _filled(context, security)
+    return _filled(context, files, section)
 
 
 def worker_context(security: Security) -> ssl.SSLContext | None:
@@ -127,22 +128,22 @@ def worker_context(security: Security) -> ssl.SSLContext | None:
         return None
     if not security.tls_ca:
         raise ConfigError("security.tls_ca: a worker with TLS needs it, to know the aggregators' certificates")
-    return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), security)
+    return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), security, "security")
 
 
-def _filled(context: ssl.SSLContext, security: Security) -> ssl.SSLContext:
+def _filled(context: ssl.SSLContext, files: Security | Metrics, section: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    certificate, key, ca = security.tls_certificate, security.tls_key, security.tls_ca
+    certificate, key, ca = files.tls_certificate, files.tls_key, files.tls_ca
     if bool(certificate) != bool(key):
         raise ConfigError(
-            "security.tls_certificate and security.tls_key go together: got one, expected both or neither"
+            f"{section}.tls_certificate and {section}.tls_key go together: got one, expected both or neither"
         )
     try:
         if ca:
             context.load_verify_locations(ca)
         if certificate:
-            read_private(key, "security.tls_key")
+            read_private(key, f"{section}.tls_key")
             context.load_cert_chain(certificate, key, password=lambda: "")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"security: {ca}, {certificate} or {key} cannot be used for TLS: {error}") from None
+        raise ConfigError(f"{section}: {ca}, {certificate} or {key} cannot be used for TLS: {error}") from None
     return context

@@ -14,6 +14,7 @@ import sys
 import time
 
 import numpy as np
+from users import set_user
 
 import omnireduce as omni
 
@@ -34,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1_000_000)
     parser.add_argument("--name", default="gradient")
     parser.add_argument("--hold", nargs=2, type=int, default=(-1, -1), metavar=("RANK", "ROUND"))
+    parser.add_argument("--as-user", type=int, default=None, metavar="ID")
     return parser.parse_args()
 
 
@@ -56,6 +58,8 @@ def loop(comm: omni.Communicator, options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = arguments()
+    if options.as_user is not None and not set_user(options.as_user):
+        sys.exit("this process cannot be another user")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     overrides = [f"cluster.aggregators={json.dumps(options.aggregators.split(','))}", *options.overrides]
     try:

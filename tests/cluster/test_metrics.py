@@ -67,7 +67,7 @@ def scrape(daemon: Daemon) -> Samples:
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
-            key = tuple(value for _, value in sorted(sample.labels.items()))
+            key = tuple(value for _, value in sorted(sample.labels.items()) if value)  # an empty label is none
             assert key not in found.setdefault(sample.name, {}), f"{sample.name} {key} twice"
             found[sample.name][key] = sample.value
     return found

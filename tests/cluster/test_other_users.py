@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, Daemon, Ranks, configured, unique_job
+from local_cluster import WAIT_S, Daemon, Ranks, Worker, configured, unique_job
+from users import set_user
 
 from omnireduce import Communicator, RefusedError, TransportError
 from omnireduce.runtime.observe import ask
 from omnireduce.transport.shm import listen_shm
 
 NOBODY = 65534
-KEEP = -1
 
 _T = TypeVar("_T")
-
-
-def set_user(user: int) -> bool:
-    """Be another user in this thread alone, but for files; root can. glibc's own functions change all threads."""
-    setresuid, setfsuid = {"x86_64": (117, 122), "aarch64": (147, 151)}.get(os.uname().machine, (-1, -1))
-    call = ctypes.CDLL(None).syscall
-    changed = setresuid > 0 and call(setresuid, KEEP, user, KEEP) == 0
-    if changed:
-        call(setfsuid, 0)  # what Python and numba load late must not fail for the whole process
-    return changed
 
 
 def can_change() -> bool:
@@ -64,19 +53,45 @@ def outcome(daemon: Daemon, *overrides: str) -> str:
     return as_nobody(run)
 
 
-def test_another_users_worker_gets_no_memory(daemon: Daemon) -> None:
-    text = outcome(daemon)
+def test_another_users_worker_gets_no_memory(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    """Of root's aggregator, which could be trusted, but does not trust the worker: where tcp will do, it goes on."""
+    assert outcome(daemon) == "tcp"
+    text = f"the aggregator {daemon.addresses[0]} is of user 0, this worker of user {NOBODY}: for shared memory set "
+    assert f"going on by tcp: {text}security.local_users = 'any' on both" in caplog.text
+    assert caplog.text.count("going on by tcp") == len(daemon.addresses)
+    assert outcome(daemon, "transport.kind=tcp") == "tcp"
+    text = outcome(daemon, "transport.kind=shm")
     assert f"refused: user {NOBODY} may not share memory with an aggregator of user 0: " in text
     assert "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the worker" in text
-    assert outcome(daemon, "transport.kind=tcp") == "tcp"
+
+
+def test_another_users_question_goes_by_tcp(daemon: Daemon) -> None:
+    config = configured(daemon.addresses)
+    assert as_nobody(lambda: ask(daemon.addresses[0], config, WAIT_S)).connections == 1
 
 
 def test_another_users_worker_that_is_welcome() -> None:
     with Daemon(1, "security.local_users=any") as daemon:
-        assert outcome(daemon) == "shm"
+        assert outcome(daemon, "security.local_users=any") == "shm"
+        assert outcome(daemon, "transport.kind=shm") == "shm"
+        assert outcome(daemon) == "tcp"  # it cannot know
 
 
-@contextmanager
+def test_real_processes_of_two_users(daemon: Daemon) -> None:
+    """One rank of each: root's shares memory, the other one goes by tcp, and the sums are the same."""
+    job, size = unique_job(), 2
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(size):
+            who = ["--as-user", str(NOBODY)] if rank else []
+            ranks.append(stack.enter_context(Worker(daemon, job, rank, size, "--rounds", "3", *who)))
+        joined = [rank.expect("joined") for rank in ranks]
+        assert [each["transport"] for each in joined] == ["shm", "tcp"]
+        for rank in ranks:
+            rank.expect("left")
+
+
+@contextlib.contextmanager
 def impostor(port: int) -> Iterator[socket.socket]:
     """Another user's process has taken the name under which an aggregator offers shared memory."""
     with as_nobody(lambda: listen_shm("127.0.0.1", port)) as listener:

@@ -70,6 +70,15 @@ def test_a_job_that_gathers_beside_one_of_its_name_that_runs() -> None:
     assert " ".join(lines[5]) == f"train: rank {', '.join(map(str, range(2, 18)))} … must still join"
 
 
+def test_teams_have_a_column_where_there_are_any() -> None:
+    assert "team" not in str(text(View(), {"a:1": answer(job())}))
+    rows = text(View(), {"a:1": answer(job("x.train", team="x"), job("other"))})
+    [titles] = [row for row in rows if row[:1] == ["job"]]
+    assert titles[:3] == ["job", "team", "ranks"]
+    assert [row[:2] for row in rows if row[:1] == ["x.train"]] == [["x.train", "x"]]
+    assert [row[:2] for row in rows if row[:1] == ["other"]] == [["other", "2/2"]]
+
+
 def test_the_second_look_has_rates() -> None:
     view = View()
     text(view, {"a:1": answer(job(traffic=Traffic(received_bytes=1000, sent_bytes=0)))}, now=10.0)

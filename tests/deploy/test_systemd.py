@@ -75,6 +75,11 @@ def test_the_service_runs_as_the_unit_says(tmp_path: Path) -> None:
             assert process.log.startswith("{")
             config = configured(addresses, f"security.secret_file={credentials / 'secret'}")
             assert run_job(config, 2, lambda comm: comm.allreduce(np.ones(10))[0]) == [2.0, 2.0]
+            program, *arguments = shlex.split(setting("ExecReload"))
+            arguments[arguments.index("$MAINPID")] = str(process.pid)
+            assert subprocess.run([program, *arguments], timeout=WAIT_S, check=False).returncode == 0
+            assert eventually(lambda: '"event": "reloaded"' in process.log)
+            assert page(process, "/readyz") == "ready\n"
         assert systemd.recv(4096).startswith(b"STOPPING=1\n")
 
 

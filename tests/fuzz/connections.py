@@ -19,15 +19,16 @@ from omnireduce.runtime.access import Access
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rendezvous import feed
 from omnireduce.runtime.server import ShardServer
-from omnireduce.secret import Secret
+from omnireduce.teams import Teams
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.stream import CONTROL, DATA, FRAME, StreamLink
 from omnireduce.wire import Hello, Welcome, decode_control, encode_control
 
 from .machines import busy_worker, kind_of
 from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper
-from .seeds import AGGREGATOR_NONCE, HELLO, SECRET, SLOT_BYTES, SLOTS, WORKER_NONCE
+from .seeds import AGGREGATOR_NONCE, HELLO, SECRET, SLOT_BYTES, SLOTS, TEAM_SECRET, WORKER_NONCE
 
+TEAMS = Teams({"": [SECRET], TEAM_SECRET.team: [TEAM_SECRET]})
 TURNS = 200  # of a server until a connection that has ended must be forgotten
 
 
@@ -106,7 +107,7 @@ class FixedNonce(Access):
     """So that a seed can hold the right proof."""
 
     def gate(self, link: Link) -> Gate:
-        return Gate(self.secret, AGGREGATOR_NONCE)
+        return Gate(self.teams, AGGREGATOR_NONCE)
 
 
 def stranger(data: bytes) -> str:
@@ -115,16 +116,20 @@ def stranger(data: bytes) -> str:
 
 
 def proven(data: bytes) -> str:
-    """A whole connection to a shard with a secret: without the right proof nothing begins."""
-    outcome = _connection(data, SECRET)
+    """A whole connection to a shard with a secret, and a team with one: without the right proof nothing begins."""
+    outcome = _connection(data, TEAMS)
     if outcome in ("Welcome", "Aborted", "Goodbye", "Pending"):
-        assert SECRET.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE) in data
+        proofs = [each.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE) in data for each in (SECRET, TEAM_SECRET)]
+        assert any(proofs)
+        if not proofs[0]:
+            jobs = [each.job for each in hellos(data)]
+            assert any(job == TEAM_SECRET.team or job.startswith(f"{TEAM_SECRET.team}.") for job in jobs)
     return outcome
 
 
-def _connection(data: bytes, secret: Secret | None) -> str:
+def _connection(data: bytes, teams: Teams | None) -> str:
     limits = Limits(max_jobs=4, max_world_size=MAX_RANKS, max_job_bytes=MAX_BYTES, join_timeout_s=60.0)
-    server = ShardServer("a:1", [], limits, drain_s=0.0, access=FixedNonce(secret))
+    server = ShardServer("a:1", [], limits, drain_s=0.0, access=FixedNonce(teams))
     said = b""
     with wired() as (link, peer):
         server.adopt(link)

@@ -72,6 +72,10 @@ def control_is_proper(message: ControlMessage) -> bool:
             return False
     if isinstance(message, (Greeting, Challenge)) and len(message.nonce) != 32:
         return False
+    if isinstance(message, Greeting) and not (
+        len(message.team) <= 64 and all(each.isascii() and (each.isalnum() or each in "_-") for each in message.team)
+    ):
+        return False
     if isinstance(message, Proof) and len(message.proof) != 32:
         return False
     return all(len(text) <= 4096 for text in texts)

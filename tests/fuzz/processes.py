@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from cluster_checks import assert_serves
@@ -22,7 +24,7 @@ from omnireduce.wire import Challenge, ControlMessage, Greeting, Hello, Proof, W
 
 from .connections import frames
 from .machines import kind_of
-from .seeds import SLOT_BYTES, SLOTS, TENSOR
+from .seeds import SLOT_BYTES, SLOTS, TEAM_SECRET, TEAM_TEXT, TENSOR
 
 SECRET_TEXT = "the secret of the fuzzer"
 GROWTH_BYTES = 64 << 20  # of a shard, whatever number of strangers it has seen
@@ -49,18 +51,30 @@ def _knowing(secret: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _teams() -> Iterator[str]:
+    """A folder with the one team of the seeds."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / TEAM_SECRET.team
+        file.touch(0o600)
+        file.write_bytes(TEAM_TEXT)
+        yield folder
+
+
+@contextlib.contextmanager
 def daemon(*, local: bool, secret: str) -> Iterator[Run]:
     """Each input is a connection. At the end the same process serves others, and has not grown."""
     environ = {SECRET_VARIABLE: secret} if secret else {}
-    with Daemon(1, environ=environ) as found, _knowing(secret):
-        [shard] = found.shard_pids
-        assert_serves(found)
-        before = resident_bytes(shard)
-        yield partial(_disturb, found.addresses[0], local)
-        assert_serves(found)
-        assert found.shard_pids == [shard]
-        assert resident_bytes(shard) - before < GROWTH_BYTES
-        assert "internal error" not in found.log
+    with _teams() as folder, _knowing(secret):
+        settings = [f"security.teams_folder={folder}"] if secret else []
+        with Daemon(1, *settings, environ=environ) as found:
+            [shard] = found.shard_pids
+            assert_serves(found)
+            before = resident_bytes(shard)
+            yield partial(_disturb, found.addresses[0], local)
+            assert_serves(found)
+            assert found.shard_pids == [shard]
+            assert resident_bytes(shard) - before < GROWTH_BYTES
+            assert "internal error" not in found.log
 
 
 def _disturb(address: str, local: bool, data: bytes) -> str:

@@ -36,6 +36,8 @@ from omnireduce.wire import (
 
 CORPUS = Path(__file__).parent / "corpus"
 SECRET = Secret(b"the secret of the fuzzer")
+TEAM_TEXT = b"the secret of its team"
+TEAM_SECRET = Secret(TEAM_TEXT, "team")
 WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
 SLOTS, SLOT_BYTES = 2, 65536
 TENSOR = Descriptor("allreduce", "gradient", "float32", (5, 60))  # 38 blocks, the last one short
@@ -47,10 +49,12 @@ ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
 ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
 GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
+TEAM_GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE, TEAM_SECRET.team)
 CAUSE = Cause("rank 1 (host h, pid 7)", "died", timeout=True)
 
 MESSAGES: dict[str, ControlMessage] = {
     "greeting": GREETING,
+    "greeting-team": TEAM_GREETING,
     "challenge": Challenge(AGGREGATOR_NONCE),
     "proof": Proof(bytes(32)),
     "hello": HELLO,
@@ -102,6 +106,8 @@ RESULTS = {
 SMALL = block_message([1], 13, number=1, block_bytes=16, extra=HALVES.encoded)
 SESSION = control(HELLO) + data(1, IN_TWO[0]) + data(0, IN_TWO[1]) + credit(1) + data(1, SMALL) + credit(1)
 PROVEN = control(GREETING, Proof(SECRET.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE)))
+TEAM_PROVEN = control(TEAM_GREETING, Proof(TEAM_SECRET.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE)))
+TEAM_HELLO = msgspec.structs.replace(HELLO, job="team.job")
 
 
 def proven_aggregator() -> bytes:
@@ -147,6 +153,9 @@ SEEDS: dict[str, dict[str, bytes]] = {
     },
     "proven": {
         "valid-session": PROVEN + SESSION + control(Leave()),
+        "valid-team": TEAM_PROVEN + control(TEAM_HELLO) + SESSION[len(control(HELLO)) :] + control(Leave()),
+        "team-and-a-job-of-others": TEAM_PROVEN + SESSION,
+        "team-with-the-secret-of-all": control(TEAM_GREETING) + PROVEN[len(control(GREETING)) :] + SESSION,
         "greeting": control(GREETING),
         "hello-first": SESSION,
         "false-proof": control(GREETING, Proof(bytes(32)), HELLO),

@@ -60,6 +60,9 @@ EXPECTED = {
     },
     "proven": {
         "valid-session": "Goodbye",
+        "valid-team": "Goodbye",
+        "team-and-a-job-of-others": "Refused",
+        "team-with-the-secret-of-all": "Refused",
         "greeting": "Challenge",
         "hello-first": "Refused",
         "false-proof": "Refused",

@@ -6,11 +6,16 @@ import hashlib
 import hmac
 import itertools
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from omnireduce.config_security import Terms
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.handshake import Candidate, Gate
 from omnireduce.secret import Secret
+from omnireduce.teams import Teams
 from omnireduce.wire import (
     PROTOCOL_VERSION,
     Challenge,
@@ -25,12 +30,13 @@ from omnireduce.wire import (
 )
 
 SECRET, OTHER = Secret(b"what members know"), Secret(b"what others guess")
+TEAMS = Teams({"": [SECRET]})
 W, A, FRESH = bytes(32), b"a" * 32, b"f" * 32
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, 2, 65536, "host", 7, 64)
 
 
 def test_both_prove_it_and_then_the_worker_may_say_hello() -> None:
-    gate, candidate = Gate(SECRET, A), Candidate(SECRET, W)
+    gate, candidate = Gate(TEAMS, A), Candidate(SECRET, W)
     challenge = gate.told(candidate.greeting)
     assert challenge == Challenge(A)
     mine = candidate.told(challenge)
@@ -56,9 +62,9 @@ def test_no_two_proofs_are_alike() -> None:
     assert len(set(proofs)) == len(proofs)
 
 
-def opened(secret: Secret | None = SECRET) -> Gate:
+def opened(teams: Teams | None = TEAMS) -> Gate:
     """A gate that waits for the worker's proof."""
-    gate = Gate(secret, A)
+    gate = Gate(teams, A)
     gate.told(Greeting(PROTOCOL_VERSION, W))
     return gate
 
@@ -86,7 +92,7 @@ def test_before_the_greeting_only_the_greeting_may_come(message: ControlMessage)
     with pytest.raises(
         ProtocolError, match=r"wants proof of a shared secret: give the worker the same security\.secret"
     ):
-        Gate(SECRET, A).told(message)
+        Gate(TEAMS, A).told(message)
 
 
 @pytest.mark.parametrize("message", [HELLO, Leave(), Greeting(PROTOCOL_VERSION, FRESH), Challenge(A)])
@@ -111,16 +117,142 @@ def test_only_one_of_both_has_a_secret() -> None:
 
 
 def test_an_objection_comes_first() -> None:
-    for secret in (None, SECRET):
+    for teams in (None, TEAMS):
         for message in (HELLO, Greeting(PROTOCOL_VERSION, W)):
             with pytest.raises(ProtocolError, match="not you"):
-                Gate(secret, A, "not you").told(message)
+                Gate(teams, A, "not you").told(message)
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-def test_a_greeting_of_another_version(secret: Secret | None) -> None:
+@pytest.mark.parametrize("teams", [None, TEAMS])
+def test_a_greeting_of_another_version(teams: Teams | None) -> None:
     with pytest.raises(ProtocolError, match=f"protocol version 77, expected {PROTOCOL_VERSION}"):
-        Gate(secret, A).told(Greeting(77, W))
+        Gate(teams, A).told(Greeting(77, W))
+
+
+# teams
+
+MINE, THEIRS = Secret(b"what team one knows", "one"), Secret(b"what team two knows", "two")
+OLD = Secret(b"what team one knew before", "one")
+SEVERAL = Teams(
+    {"": [SECRET], "one": [MINE, OLD], "two": [THEIRS]}, {"two": Terms(jobs=("two", "shared.*", "*-of-two"))}
+)
+
+
+def hello_of(job: str) -> Hello:
+    return msgspec.structs.replace(HELLO, job=job)
+
+
+def prove(secret: Secret, teams: Teams = SEVERAL) -> Gate:
+    """A gate to which a worker has proved this secret, and it to the worker."""
+    gate, candidate = Gate(teams, A), Candidate(secret, W)
+    assert candidate.greeting.team == secret.team
+    challenge = gate.told(candidate.greeting)
+    assert isinstance(challenge, Challenge)
+    proof = candidate.told(challenge)
+    assert isinstance(proof, Proof)
+    answer = gate.told(proof)
+    assert answer is not None
+    assert candidate.told(answer) is None
+    return gate
+
+
+@pytest.mark.parametrize("secret", [SECRET, MINE, OLD, THEIRS])
+def test_each_team_proves_its_own_secret_and_so_does_the_aggregator(secret: Secret) -> None:
+    """The one that the worker has: during a rotation that may be the old one."""
+    assert prove(secret).team.name == secret.team
+
+
+def test_what_a_worker_says_of_its_team_in_a_hello_does_not_count() -> None:
+    said = msgspec.structs.replace(HELLO, job="one", team="two")
+    gate = prove(MINE)
+    assert gate.told(said) is None
+    assert gate.signed(said).team == "one"
+    assert Gate(None, A).signed(said).team == ""
+
+
+ALLOWED = {
+    "one": (MINE, ["one", "one.x", "one.two"], ["two", "one2", "onex", "One", "one-x", "x.one", "", "x" * 200]),
+    "two": (THEIRS, ["two", "shared.x", "a-of-two"], ["two.x", "shared", "a-of-two2", "one"]),
+    "": (SECRET, ["one", "two", "anything"], []),
+}
+
+
+@pytest.mark.parametrize("team", ALLOWED)
+def test_a_team_has_job_names_of_its_own(team: str) -> None:
+    secret, yes, no = ALLOWED[team]
+    gate = prove(secret)
+    for job in yes:
+        assert gate.told(hello_of(job)) is None
+    for job in no:
+        with pytest.raises(ProtocolError, match=f"is none of team '{team}': call cluster.job '{team}'") as caught:
+            gate.told(hello_of(job))
+        assert repr(job) in str(caught.value)
+
+
+def test_a_team_that_does_not_exist_is_refused_like_a_wrong_secret() -> None:
+    """In the same words, and with the same work: neither tells a stranger which teams there are."""
+    said = []
+    for team in ("one", "none"):
+        gate, candidate = Gate(SEVERAL, A), Candidate(Secret(b"a guess of a stranger", team), W)
+        proof = candidate.told(Challenge(A))
+        assert gate.told(candidate.greeting) == Challenge(A)
+        assert isinstance(proof, Proof)
+        with pytest.raises(ProtocolError) as caught:
+            gate.told(proof)
+        said.append(str(caught.value).replace(f"'{team}'", "'…'"))
+    assert "has another secret than the aggregator of team '…', or there is no such team: give both" in said[0]
+    assert said[0] == said[1]
+    work = {name: len(SEVERAL.of(name).secrets) for name in ("", "one", "two", "none", "four")}
+    assert len(set(work.values())) == 1
+    lengths = {len(secret.team) > 0 for secret in SEVERAL.of("none").secrets}
+    assert lengths == {True}  # and what is hashed is as long as for a team that exists
+
+
+def test_the_secret_of_all_is_no_teams_and_the_other_way_round() -> None:
+    for secret, team in ((SECRET, "one"), (MINE, ""), (MINE, "two"), (THEIRS, "one")):
+        gate = Gate(SEVERAL, A)
+        gate.told(Greeting(PROTOCOL_VERSION, W, team))
+        with pytest.raises(ProtocolError, match="another secret than the aggregator"):
+            gate.told(Proof(secret.proof("worker", W, A)))
+
+
+def test_a_proof_is_of_one_team_even_if_another_has_the_same_secret() -> None:
+    twins = [Secret(b"the same for both", team) for team in ("", "one", "two")]
+    assert len({each.proof("worker", W, A) for each in twins}) == 3
+
+
+MESSAGES: list[ControlMessage] = [
+    *(Greeting(PROTOCOL_VERSION, nonce, team) for nonce in (W, FRESH) for team in ("", "one", "none")),
+    *(Proof(secret.proof("worker", nonce, A)) for secret in (SECRET, MINE, OLD, THEIRS) for nonce in (W, FRESH)),
+    *(Proof(secret.proof("aggregator", W, A)) for secret in (SECRET, MINE)),
+    *(hello_of(job) for job in ("one", "one.x", "two")),
+    *(Challenge(A), Leave(), Goodbye(), Proof(bytes(32))),
+]
+
+
+@given(st.lists(st.sampled_from(MESSAGES), max_size=6), st.booleans())
+def test_whatever_comes_a_hello_needs_the_proof_of_its_team(messages: list[ControlMessage], is_proper: bool) -> None:
+    """The model: the first greeting counts; then only the right proof for its nonce and team opens."""
+    if is_proper:
+        messages = [Greeting(PROTOCOL_VERSION, W, "one"), Proof(OLD.proof("worker", W, A)), *messages]
+    gate, greeting, proved = Gate(SEVERAL, A), None, None
+    for message in messages:
+        expected: object = ProtocolError
+        if isinstance(message, Greeting) and greeting is None:
+            greeting, expected = message, Challenge(A)
+        elif proved is not None:
+            wrong = isinstance(message, Hello) and proved.team == "one" and message.job == "two"
+            expected = ProtocolError if wrong else None
+        elif isinstance(message, Proof) and greeting is not None:
+            known = {"": [SECRET], "one": [MINE, OLD]}.get(greeting.team, [])
+            fits = [each for each in known if message.proof == each.proof("worker", greeting.nonce, A)]
+            if fits:
+                proved, expected = fits[0], Proof(fits[0].proof("aggregator", greeting.nonce, A))
+        if expected is ProtocolError:
+            with pytest.raises(ProtocolError):
+                gate.told(message)
+        else:
+            assert gate.told(message) == expected
 
 
 FALSE_ANSWERS: dict[str, tuple[list[ControlMessage], str]] = {

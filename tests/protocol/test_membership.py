@@ -11,12 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from omnireduce.config_security import Terms
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Admit, Answer, Membership, MembershipEffect
+from omnireduce.teams import FREE
 from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
+TEAM_TERMS = Terms(max_jobs=2, max_ranks=3)
 TIGHT = dataclasses.replace(LIMITS, max_ranks=5, max_bytes=2 << 20)
 
 
@@ -384,7 +387,7 @@ class Life(RuleBasedStateMachine):
         self.started = admit.generation
         assert [self.waiting.pop(key) for key in admit.keys] == admit.hellos
         assert [each.rank for each in admit.hellos] == list(range(admit.hellos[0].world_size))
-        agreed = {(each.job, each.world_size, each.shards, each.shard, each.slots) for each in admit.hellos}
+        agreed = {(each.job, each.team, each.world_size, each.shards, each.shard, each.slots) for each in admit.hellos}
         assert len(agreed) == 1
         there = {(each.job, each.rank) for ranks in self.running.values() for each in ranks.values()}
         assert not any((admit.job, rank) in there for rank in range(len(admit.keys)))
@@ -397,24 +400,36 @@ class Life(RuleBasedStateMachine):
         rank=st.integers(0, 2),
         world_size=st.sampled_from([1, 2, 2, 2, 3]),
         slots=st.sampled_from([4, 4, 4, 5]),
+        team=st.sampled_from(["", "", "", "one"]),
     )
-    def comes(self, job: str, rank: int, world_size: int, slots: int) -> Any:
+    def comes(self, job: str, rank: int, world_size: int, slots: int, team: str) -> Any:
         self.next_key += 1
-        message = hello(rank, world_size, job=job, slots=slots)
+        message = hello(rank, world_size, job=job, slots=slots, team=team)
+        terms = TEAM_TERMS if team else FREE
         self.waiting[self.next_key] = message
         before = {key: each for key, each in self.waiting.items() if key != self.next_key}
         others = [each for each in before.values() if each.job == job]
-        agrees = all((each.world_size, each.slots) == (world_size, slots) and each.rank != rank for each in others)
+        agrees = all(
+            (each.world_size, each.slots, each.team) == (world_size, slots, team) and each.rank != rank
+            for each in others
+        )
         is_there = any(
             each.job == job and each.rank == rank for ranks in self.running.values() for each in ranks.values()
         )
+        held = self.held
+        of_others = any(held[each].job == job and held[each].team != team for each in self.running)
         jobs = len({each.job for each in before.values()}) + len(self.running)
         loads = [*{each.job: each for each in before.values()}.values(), *self.held.values(), message]
         ranks = sum(each.world_size for each in loads)
         memory = sum((each.world_size + 1) * each.slots * each.slot_bytes for each in loads)
         room = bool(others) or (jobs < TIGHT.max_jobs and ranks <= TIGHT.max_ranks and memory <= TIGHT.max_bytes)
-        welcome = rank < world_size and agrees and not is_there and room and not self.membership.draining
-        started = self.read(self.membership.hello(self.next_key, message, self.now))
+        own = sum(each.world_size for each in loads if each.team == team)
+        own_jobs = {each.job for each in before.values() if each.team == team}
+        own_running = sum(held[each].team == team for each in self.running)
+        fits = bool(others) or (own <= terms.max_ranks and len(own_jobs) + own_running < terms.max_jobs)
+        fair = fits and not of_others
+        welcome = rank < world_size and agrees and not is_there and room and fair and not self.membership.draining
+        started = self.read(self.membership.hello(self.next_key, message, self.now, terms))
         assert bool(started) == (welcome and len(others) + 1 == world_size)
         assert (self.next_key in self.waiting or bool(started)) == welcome
         return multiple(*started)

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import MPIRUN
 
+from omnireduce.config import Cluster, Config, Security
 from omnireduce.config_keys import KEYS
 from omnireduce.errors import UsageError
 from omnireduce.runtime.launcher import Launch, detect_launch, job_name, launch_id
+from omnireduce.teams import Team
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -124,15 +126,25 @@ def test_variables_that_do_not_fit_are_named(environ: dict[str, str], message: s
 
 
 def test_job_name() -> None:
-    assert job_name("mine", detect_launch(SLURM)) == "mine"
-    assert job_name("auto", detect_launch(SLURM)) == "77.0"
-    assert job_name("auto", detect_launch(MPICH)) == "default"
-    assert job_name("auto", detect_launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "my run/1"})) == "my_run_1"
+    config = Config()
+    assert job_name(Config(cluster=Cluster(job="mine")), detect_launch(SLURM).job) == "mine"
+    assert job_name(config, detect_launch(SLURM).job) == "77.0"
+    assert job_name(config, detect_launch(MPICH).job) == "default"
+    assert job_name(config, detect_launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "my run/1"}).job) == "my_run_1"
 
 
-@given(job=st.none() | st.text())
-def test_every_job_name_is_one_that_the_configuration_allows(job: str | None) -> None:
-    name = job_name("auto", Launch(0, 1, 0, job, "torchrun"))
+def test_the_job_of_a_team_is_called_after_it() -> None:
+    """Without a word in its configuration it has a name that its aggregator lets it use."""
+    config, team = Config(security=Security(team="vision")), Team("vision")
+    for job in (None, "77.0"):
+        assert job_name(config, job) == f"vision.{job or 'default'}"
+        assert team.may_use(job_name(config, job))
+    assert job_name(Config(cluster=Cluster(job="mine"), security=Security(team="vision")), "77.0") == "mine"
+
+
+@given(job=st.none() | st.text(), team=st.sampled_from(["", "vision", "v" * 64]))
+def test_every_job_name_is_one_that_the_configuration_allows(job: str | None, team: str) -> None:
+    name = job_name(Config(security=Security(team=team)), job)
     assert KEYS["cluster.job"].read(name) == name
 
 

@@ -1,0 +1,61 @@
+"""Who may read the pages of metrics, as the configuration and the files that it names say now."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import ssl
+from dataclasses import dataclass
+
+from aggregator.access import beyond_loopback
+from omnireduce.config_security import Metrics
+from omnireduce.errors import ConfigError
+from omnireduce.secret import read_lines
+from omnireduce.transport.tls import aggregator_context
+
+CHALLENGE = 'Bearer realm="omnireduce metrics"'
+_TOKEN = re.compile(rb"[A-Za-z0-9._~+/-]+=*\Z")  # RFC 6750
+_BEARER = re.compile(r"bearer +(\S+) *\Z", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """`tokens`: digests of those of which a request for metrics must bring one; without any none is wanted. `tls`: what
+    the pages come by."""
+
+    tokens: tuple[bytes, ...] = ()
+    tls: ssl.SSLContext | None = None
+
+    def admits(self, authorization: str) -> bool:
+        """Whether a request with this header may see the metrics. The time tells nothing about the tokens."""
+        given = _BEARER.match(authorization)
+        digest = _digest(given[1].encode(errors="replace") if given else b"")
+        known = [hmac.compare_digest(digest, each) for each in self.tokens]  # all of them, whichever it is
+        return not self.tokens or any(known)
+
+
+ALL = Pages()
+
+
+def make_pages(metrics: Metrics) -> Pages:
+    """Whom the pages are for. Raises ConfigError."""
+    tokens = read_lines(metrics.token_file, "metrics.token_file", "token") if metrics.token_file else []
+    for token in tokens:
+        if not _TOKEN.match(token):
+            expected = "letters, digits and . _ ~ + / - alone, as from: (umask 077; openssl rand -hex 32 > FILE)"
+            raise ConfigError(f"{metrics.token_file}: got a token with other characters, expected {expected}")
+    return Pages(tuple(map(_digest, tokens)), aggregator_context(metrics, "metrics"))
+
+
+def why_open(metrics: Metrics) -> str:
+    """What to warn of, if hosts beyond this one can read the metrics; empty when they cannot."""
+    reach = "" if not metrics.listen or metrics.token_file or metrics.tls_ca else beyond_loopback(metrics.listen)
+    return reach and (
+        f"metrics.listen: {metrics.listen} {reach}, and all of them may read the metrics, with the names of jobs and "
+        "teams: give metrics.token_file, or metrics.tls_ca"
+    )
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

@@ -1,0 +1,39 @@
+"""SIGHUP: what the supervisor's children read again, while they go on.
+
+A child has the signal blocked from its birth, and one thread that waits for it: it comes once however often it was sent
+meanwhile, nothing is read in a turn of a shard, and a folder that hangs holds up nothing but this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+
+from omnireduce.errors import ConfigError
+from omnireduce.logs import tagged
+
+log = logging.getLogger("omnireduce.aggregator")
+
+
+def reload_on_hangup(reload: Callable[[], None]) -> None:
+    """Call `reload` at each SIGHUP from now on, in a thread of its own. What raises ConfigError changes nothing."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    threading.Thread(target=_wait, args=(reload,), daemon=True, name="reload").start()
+
+
+def _wait(reload: Callable[[], None]) -> None:
+    while True:
+        signal.sigwait({signal.SIGHUP})
+        try:
+            reload()
+        except ConfigError as error:
+            not_reloaded(error)
+        except Exception:  # a bug; the files may be better the next time
+            log.exception("internal error while files were read again; please report it", extra=tagged("reload_failed"))
+
+
+def not_reloaded(error: ConfigError) -> None:
+    """Say so in the log."""
+    log.error("what was read before goes on to hold: %s", error, extra=tagged("reload_failed"))

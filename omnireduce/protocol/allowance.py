@@ -1,0 +1,29 @@
+"""What the jobs of one team may take together on one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnireduce.config_security import Terms
+from omnireduce.protocol.hello_checks import slot_bytes
+from omnireduce.wire import Hello
+
+
+def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
+    """Why one more job is too much for the team of `hello`; empty when it is not.
+
+    `jobs` has a hello of every other job that gathers or runs, `held` of every one whose slots are taken.
+    """
+    team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
+    count = sum(each.team == hello.team for each in jobs)
+    if count >= terms.max_jobs:
+        return f"{count} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
+    own = [each for each in held if each.team == hello.team]
+    ranks, taken = sum(each.world_size for each in own), sum(map(slot_bytes, own))
+    if ranks + hello.world_size > terms.max_ranks:
+        wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
+        return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"
+    if taken + slot_bytes(hello) > terms.max_bytes:
+        wanted = f"{taken} bytes of slots of other jobs of {team} and {slot_bytes(hello)} of this one"
+        return f"{wanted} are more than max_bytes, {terms.max_bytes}, in {where}"
+    return ""

@@ -1,0 +1,164 @@
+"""Who may join an aggregator: those who know its own secret, and teams, each with a secret, jobs and limits of its own.
+
+`security.teams_folder` has a file NAME with the secret of each team and, where it is to differ from the defaults, a
+file NAME.toml with its `Terms`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from omnireduce.config_keys import keys_of, unknown
+from omnireduce.config_security import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, Security, Terms
+from omnireduce.errors import ConfigError
+from omnireduce.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets
+
+MOST_TEAMS = 1024
+TERMS_BYTES = 64 * 1024
+_FOLDER = "security.teams_folder"
+_SUFFIX = ".toml"
+_WIDTH = MOST_LINES + 1  # secrets of a team: those of its file, and the one of the daemon's own monitor
+_TERMS = {key.name: key for key in keys_of("terms", Terms)}
+FREE = Terms()
+msgspec.convert({}, Terms)  # the first conversion prepares the type, and threads may not do that at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Those who know one of `secrets`; "" is the name of those who know the aggregator's own."""
+
+    name: str
+    secrets: tuple[Secret, ...] = ()
+    terms: Terms = FREE
+
+    def proved(self, proof: bytes, worker_nonce: bytes, aggregator_nonce: bytes) -> Secret | None:
+        """The secret that a worker has proved to know. All are tried, so that the time tells nothing."""
+        found = None
+        for secret in self.secrets:
+            if secret.proves(proof, "worker", worker_nonce, aggregator_nonce):
+                found = secret
+        return found
+
+    @property
+    def jobs(self) -> Sequence[str]:
+        """What its jobs may be called; * stands for any characters."""
+        return self.terms.jobs or ((self.name, f"{self.name}.*") if self.name else ("*",))
+
+    def may_use(self, job: str) -> bool:
+        """Whether its jobs may have this name."""
+        return any(fnmatchcase(job, pattern) for pattern in self.jobs)
+
+
+ANYBODY = Team("")  # where there is no secret
+
+
+class Teams:
+    """The teams of an aggregator, by name; "" has the aggregator's own secrets, if there are any.
+
+    Each has as many secrets, those beside its own known to nobody. So has the one that stands for every team that does
+    not exist: neither an answer nor its time tells which teams there are.
+    """
+
+    def __init__(self, known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms] | None = None) -> None:
+        self._teams = {
+            name: Team(name, _filled(own, name), (terms or {}).get(name, FREE))
+            for name, own in {"": (), **known}.items()
+        }
+        nobody = "?" * TEAM_CHARACTERS
+        self._nobody = Team(nobody, _filled((), nobody))
+
+    def __len__(self) -> int:
+        """How many there are beside the aggregator's own."""
+        return len(self._teams) - 1
+
+    def of(self, name: str) -> Team:
+        """The team of this name, or one whose secrets nobody knows."""
+        return self._teams.get(name, self._nobody)
+
+
+def _filled(own: Sequence[Secret], team: str) -> tuple[Secret, ...]:
+    return (*own, *(Secret(secrets.token_bytes(32), team) for _ in range(_WIDTH - len(own))))
+
+
+def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] = os.environ) -> Teams | None:
+    """Whom the configuration and its files let in, now; None when it wants no secret. The daemon's own monitor proves
+    `monitor`. Raises ConfigError for whatever is wrong with any of the files.
+    """
+    general = load_secrets(security, environ)
+    if not general and not security.teams_folder:
+        return None
+    known: dict[str, Sequence[Secret]] = {"": (*general, monitor)}
+    terms: dict[str, Terms] = {}
+    if security.teams_folder:
+        folder = Path(os.path.expanduser(security.teams_folder))
+        for name in _names(folder):
+            if name.endswith(_SUFFIX):
+                terms[name.removesuffix(_SUFFIX)] = _read_terms(folder / name)
+            else:
+                known[name] = read_secrets(folder / name, _FOLDER, name)
+    _check(known, terms, security.teams_folder)
+    return Teams(known, terms)
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a folder of teams. What begins with a dot does not count: an editor made it, or a mount."""
+    try:
+        mode = folder.stat().st_mode
+        with os.scandir(folder) as entries:
+            found = list(islice((each.name for each in entries if not each.name.startswith(".")), 2 * MOST_TEAMS + 1))
+    except OSError as error:
+        raise ConfigError(f"{_FOLDER}: {folder} cannot be read: {error.strerror}") from None
+    if mode & 0o022:
+        allowed = f"mode {stat.S_IMODE(mode):04o} lets others than its owner add teams"
+        raise ConfigError(f"{_FOLDER}: {folder}: {allowed}, expected 0700; run chmod 700")
+    for name in found:
+        if not re.match(TEAM_PATTERN, name.removesuffix(_SUFFIX)):
+            expected = f"files called like teams ({TEAM_ALLOWED.partition(';')[0]}), each with or without {_SUFFIX}"
+            raise ConfigError(f"{_FOLDER}: {folder}: got a file {name!r}, expected {expected}")
+    teams = sum(not name.endswith(_SUFFIX) for name in found)
+    if teams > MOST_TEAMS or len(found) > 2 * MOST_TEAMS:
+        raise ConfigError(f"{_FOLDER}: {folder}: got {len(found)} files or more, expected at most {MOST_TEAMS} teams")
+    return found
+
+
+def _read_terms(file: Path) -> Terms:
+    data = read_private(file, _FOLDER, most_bytes=TERMS_BYTES)
+    if len(data) > TERMS_BYTES:
+        raise ConfigError(f"{file}: got more than {TERMS_BYTES} bytes")
+    try:
+        table = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+    values: dict[str, object] = {}
+    for name, value in table.items():
+        if name not in _TERMS:
+            raise ConfigError(f"{file}: {name!r}: unknown key, {unknown(name, _TERMS)}")
+        try:
+            values[name] = _TERMS[name].read(value)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {name}: {error}") from None
+    return msgspec.convert(values, Terms)
+
+
+def _check(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms], folder: str) -> None:
+    """Raise ConfigError where the files do not fit together."""
+    for name in terms.keys() - known.keys():
+        raise ConfigError(f"{_FOLDER}: {folder}: got {name}{_SUFFIX} and no secret for this team in a file {name}")
+    owners: dict[Secret, str] = {}
+    for name, own in known.items():
+        for secret in own:
+            other = owners.setdefault(secret, name)
+            if other != name:
+                both = " and ".join(f"team {each}" if each else "the aggregator's own" for each in (other, name))
+                raise ConfigError(f"{_FOLDER}: {folder}: {both} have a secret in common, expected none")

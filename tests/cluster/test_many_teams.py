@@ -1,0 +1,289 @@
+"""Teams on one daemon, and secrets and certificates that change while it runs: real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from certificates import Certificates, certificates, needs_openssl
+from cluster_checks import expect_round
+from local_cluster import WAIT_S, Daemon, configured, eventually, run_job, unique_job, workers
+from raw_peer import RawPeer, await_pending
+from test_metrics import LISTEN, base, get, scrape
+
+from aggregator.family import Deaths, Family
+from aggregator.reload import reload_on_hangup
+from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
+from omnireduce.runtime.observe import ask
+from omnireduce.secret import Secret, load_secret
+
+VISION, SPEECH, GENERAL = "what vision knows ....", "what speech knows ....", "what the operator knows"
+NEW = "what vision will know .."
+
+
+class Keys:
+    """The files of an aggregator with teams, and those of their workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "teams").mkdir(0o700)
+        self.write("general", GENERAL)
+        self.write("teams/vision", VISION)
+        self.write("teams/speech", SPEECH)
+        self.write("teams/speech.toml", 'jobs = ["speech.*", "shared"]\nmax_jobs = 1\n')
+        self.aggregator = [f"security.secret_file={folder}/general", f"security.teams_folder={folder}/teams"]
+
+    def write(self, name: str, content: str) -> None:
+        """Replace a file at once, as an operator should."""
+        new = self.folder / "new"
+        new.touch(0o600)
+        new.write_text(content)
+        new.rename(self.folder / name)
+
+    def worker(self, team: str, secret: str) -> list[str]:
+        """The settings of a worker with its own copy of a secret."""
+        name = f"of-a-worker-{team}-{abs(hash(secret))}"
+        self.write(name, secret)
+        return [f"security.secret_file={self.folder / name}", f"security.team={team}"]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+def joins(daemon: Daemon, settings: Sequence[str], job: str = "", *more: str) -> str:
+    """How a worker fares that is alone in its job: "" or why it is refused."""
+    config = configured(daemon.addresses, "cluster.join_timeout_s=20", *settings, *more)
+    try:
+        with Communicator(config, rank=0, size=1, job=job or None) as comm:
+            assert comm.allreduce(np.ones(9)).tolist() == [1.0] * 9
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
+def names(daemon: Daemon, settings: Sequence[str]) -> dict[str, str]:
+    """The jobs of which a status tells who has this secret, each with its team."""
+    config = configured(daemon.addresses, *settings)
+    found = ask(daemon.addresses[0], config, WAIT_S, secret=load_secret(config.security))
+    return {job.name: job.team for job in found.jobs}
+
+
+def reload(daemon: Daemon, event: str = "event=reloaded") -> None:
+    """Let the daemon read its files again, and wait until it says how that went."""
+    count = daemon.log.count(event)
+    daemon.signal(signal.SIGHUP)
+    assert eventually(lambda: daemon.log.count(event) > count), daemon.log
+
+
+def test_teams_have_jobs_of_their_own_and_see_no_others(keys: Keys) -> None:
+    vision, speech, operator = keys.worker("vision", VISION), keys.worker("speech", SPEECH), keys.worker("", GENERAL)
+    mine, theirs = unique_job("vision.train"), unique_job("speech.train")
+    with (
+        Daemon(2, *keys.aggregator, LISTEN) as daemon,
+        workers(daemon, 2, job=mine, overrides=vision) as first,
+        workers(daemon, 2, job=theirs, overrides=speech) as second,
+        contextlib.ExitStack() as stack,
+    ):
+        for worker in (*first, *second):
+            expect_round(worker, "round", 2)
+        waiting = stack.enter_context(RawPeer(daemon.addresses[0]))
+        waiting.prove(Secret(GENERAL.encode()))
+        waiting.hello("waits", 0, 2)
+        await_pending(waiting, [1])
+        assert names(daemon, vision) == {mine: "vision"}
+        assert names(daemon, speech) == {theirs: "speech"}
+        assert names(daemon, operator) == {mine: "vision", theirs: "speech", "waits": ""}
+        ranks = scrape(daemon)["omnireduce_job_ranks"]
+        assert {(mine, shard, "vision") for shard in daemon.addresses} <= ranks.keys()
+        assert {(theirs, shard, "speech") for shard in daemon.addresses} <= ranks.keys()
+        assert f"job={mine} generation=1 team=vision" in daemon.log
+        refusal = f"job '{theirs}' is none of team 'vision': call cluster.job 'vision', 'vision.*'"
+        assert refusal in joins(daemon, vision, theirs)
+        assert eventually(lambda: "event=refused" in daemon.log)
+        [line, *_] = [line for line in daemon.log.splitlines() if "event=refused" in line]
+        assert " team=vision " in line
+        assert " peer=" in line
+        here = "1 jobs of team 'speech' are here already, and max_jobs is 1 in speech.toml on the aggregator: raise it"
+        assert here in joins(daemon, speech, "speech.more")
+        assert joins(daemon, vision) == joins(daemon, operator, unique_job()) == ""  # by a name of its own making
+        for said in (joins(daemon, keys.worker("vision", SPEECH)), joins(daemon, keys.worker("none", SPEECH))):
+            assert "the worker has another secret than the aggregator of team " in said
+            assert ", or there is no such team: give both the same security.secret_file" in said
+        assert all(each not in daemon.log for each in (VISION, SPEECH, GENERAL))
+
+
+def test_teams_alone_may_join(keys: Keys) -> None:
+    """Beyond loopback no further word is needed then, and the monitor has its own way in."""
+    [_, folder] = keys.aggregator
+    with Daemon(1, folder, LISTEN, listen="0.0.0.0:0") as daemon:
+        daemon.addresses = [daemon.addresses[0].replace("0.0.0.0", "127.0.0.1")]
+        assert joins(daemon, keys.worker("vision", VISION)) == ""
+        assert "the secret of a team wants security.team on the worker" in joins(daemon, keys.worker("", VISION))
+        assert "wants proof of a shared secret" in joins(daemon, [])
+        assert get(f"{base(daemon)}/readyz") == (200, "ready\n")
+
+
+def test_a_secret_changes_while_jobs_run(keys: Keys) -> None:
+    """The steps that an operator goes: both, then the new one with the workers, then the new one alone."""
+    old, new, job = keys.worker("vision", VISION), keys.worker("vision", NEW), unique_job("vision.run")
+    with Daemon(2, *keys.aggregator, LISTEN) as daemon, workers(daemon, 2, job=job, overrides=old) as running:
+        assert "has another secret than the aggregator" in joins(daemon, new)
+        keys.write("teams/vision", f"{NEW}\n{VISION}\n")
+        reload(daemon)
+        assert eventually(lambda: joins(daemon, new) == "")
+        assert joins(daemon, old) == ""
+        assert names(daemon, new) == {job: "vision"}
+        keys.write("teams/vision", NEW)
+        reload(daemon)
+        assert eventually(lambda: joins(daemon, old) != "")
+        assert "has another secret than the aggregator of team 'vision', or there" in joins(daemon, old)
+        assert joins(daemon, new) == ""
+        (keys.folder / "teams" / "speech.toml").unlink()
+        (keys.folder / "teams" / "speech").unlink()
+        keys.write("teams/text", SPEECH)
+        reload(daemon)
+        assert eventually(lambda: joins(daemon, keys.worker("text", SPEECH)) == "")
+        assert "or there is no such team" in joins(daemon, keys.worker("speech", SPEECH))
+        before = max(worker.expect("round")["round"] for worker in running)
+        for worker in running:
+            expect_round(worker, "round", before + 2)  # of who proved a secret that counts no more
+        assert get(f"{base(daemon)}/readyz") == (200, "ready\n")
+        assert all(each not in daemon.log for each in (VISION, NEW, SPEECH, GENERAL))
+
+
+def test_files_that_cannot_be_used_change_nothing(keys: Keys) -> None:
+    worker = keys.worker("vision", VISION)
+    with Daemon(1, *keys.aggregator) as daemon:
+        keys.write("teams/vision", "short")
+        keys.write("teams/text", "what a new team knows")
+        reload(daemon, "event=reload_failed")
+        assert "what was read before goes on to hold: " in daemon.log
+        assert "vision: got a secret of 5 bytes, expected 16 to 4096" in daemon.log
+        assert joins(daemon, worker) == ""
+        os.kill(daemon.shard_pids[0], signal.SIGKILL)  # the next one does not read them either
+        assert eventually(lambda: "event=shard_died" in daemon.log)
+        assert joins(daemon, worker) == ""
+        assert "or there is no such team" in joins(daemon, keys.worker("text", "what a new team knows"))
+
+
+def test_a_shard_that_is_started_again_admits_whom_the_others_do(keys: Keys) -> None:
+    """Though that changed after the daemon was started."""
+    new = keys.worker("vision", NEW)
+    with Daemon(1, *keys.aggregator) as daemon:
+        keys.write("teams/vision", NEW)
+        reload(daemon)
+        os.kill(daemon.shard_pids[0], signal.SIGKILL)
+        assert eventually(lambda: "event=shard_died" in daemon.log)
+        assert joins(daemon, new) == ""
+
+
+def test_many_signals_are_no_harm(keys: Keys) -> None:
+    """Also while it starts, and while a shard is started again."""
+    worker = keys.worker("vision", VISION)
+    with Daemon(2, *keys.aggregator) as daemon:
+        for _ in range(300):
+            daemon.signal(signal.SIGHUP)
+        os.kill(daemon.shard_pids[0], signal.SIGKILL)
+        for _ in range(300):
+            daemon.signal(signal.SIGHUP)
+        assert eventually(lambda: "event=shard_died" in daemon.log)
+        reload(daemon)
+        assert joins(daemon, worker) == ""
+        assert daemon.log.count("event=shard_died") == 1
+
+
+def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
+    """It is blocked from its birth, so it neither ends the child nor is lost."""
+    heard, said = os.pipe()
+
+    def run(stop_pipe: int) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        reload_on_hangup(lambda: bool(os.write(said, b"!")))
+        os.read(stop_pipe, 1)
+
+    family = Family()
+    family.start("shard", "a:1", run, Deaths())
+    os.close(said)
+    assert os.read(heard, 1) == b"!"
+    family.hang_up()
+    assert os.read(heard, 1) == b"!"
+    assert family.stop(family.members, WAIT_S) == []
+    assert family.members[0].process.exitcode == 0
+    assert os.read(heard, 1) == b""
+    os.close(heard)
+
+
+@pytest.fixture
+def another() -> Iterator[Certificates]:
+    """Certificates that another authority has signed."""
+    with contextlib.closing(Certificates()) as found:
+        yield found
+
+
+@needs_openssl
+def test_a_certificate_changes_while_jobs_run(tmp_path: Path, another: Certificates) -> None:
+    """New connections get the new one; a file that is none leaves the old one."""
+    first, second, tcp = certificates(), another, "transport.kind=tcp"
+    ours = tmp_path / "aggregator"
+    own = [f"security.tls_certificate={ours}.pem", f"security.tls_key={ours}.key"]
+
+    def install(source: Certificates) -> None:
+        for suffix in (".pem", ".key"):
+            shutil.copy(source.folder / f"aggregator{suffix}", f"{ours}{suffix}")
+
+    def fails(source: Certificates) -> bool:
+        with contextlib.suppress(TransportError):
+            return bool(joins(daemon, [tcp, source.trust()], unique_job()))
+        return True
+
+    install(first)
+    with Daemon(1, *own) as daemon, workers(daemon, 2, overrides=[tcp, first.trust()]) as running:
+        assert (fails(first), fails(second)) == (False, True)
+        install(second)
+        reload(daemon)
+        assert eventually(lambda: not fails(second))
+        assert fails(first)
+        Path(f"{ours}.pem").write_text("no certificate")
+        reload(daemon, "event=reload_failed")
+        assert "cannot be used for TLS" in daemon.log
+        assert not fails(second)
+        before = max(worker.expect("round")["round"] for worker in running)
+        for worker in running:
+            expect_round(worker, "round", before + 2)
+
+
+@contextlib.contextmanager
+def on_a_terminal() -> Iterator[tuple[Daemon, int]]:
+    """A daemon whose terminal this is; closing the descriptor closes the terminal."""
+    ours, theirs = os.openpty()
+    script = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0); "
+    script += "os.execv(sys.argv[2], sys.argv[2:])"
+    with Daemon(1, prefix=[sys.executable, "-c", script, str(theirs)], pass_fds=[theirs]) as daemon:
+        os.close(theirs)
+        yield daemon, ours
+
+
+def test_without_its_terminal_a_daemon_ends() -> None:
+    """SIGHUP says that as well. While the terminal is there, it means to read files again."""
+    with on_a_terminal() as (daemon, terminal):
+        reload(daemon)
+        os.close(terminal)
+        assert daemon.wait() == 0
+        assert "event=stopped" in daemon.log
+
+
+def test_a_worker_that_was_refused_may_try_again(keys: Keys) -> None:
+    with Daemon(1, *keys.aggregator) as daemon:
+        config = configured(daemon.addresses, *keys.worker("vision", VISION))
+        with pytest.raises(OmniReduceError, match="is none of team 'vision'"):
+            Communicator(config, rank=0, size=1, job="speech.x")
+        assert run_job(config, 2, lambda comm: comm.size, job="vision") == [2, 2]

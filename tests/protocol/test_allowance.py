@@ -1,0 +1,73 @@
+"""Jobs of teams on one shard: what they may take together, and that no other has a part in them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from test_membership import LIMITS, hello, refusal
+
+from omnireduce.config_security import Terms
+from omnireduce.protocol.membership import Admit, Answer, Membership
+from omnireduce.wire import Pending, Refused
+
+
+def test_a_team_takes_no_more_than_its_terms_allow() -> None:
+    """Beside the limits of the shard, which hold for all; who has gone counts no more."""
+    for terms, limit in {
+        Terms(
+            max_jobs=1
+        ): "1 jobs of team 'one' are here already, and max_jobs is 1 in one.toml on the aggregator: raise",
+        Terms(
+            max_ranks=3
+        ): "2 ranks of other jobs of team 'one' and 2 of this one are more than max_ranks, 3, in one.toml",
+        Terms(max_bytes=2 << 20): "1572864 bytes of slots of other jobs of team 'one' and 1572864 of this one are more",
+    }.items():
+        membership = Membership(dataclasses.replace(LIMITS, max_jobs=9))
+        (first,) = membership.hello(1, hello(0, job="one.a", team="one", slots=8), 0.0, terms)
+        assert isinstance(first.message, Pending)  # type: ignore[union-attr]
+        (answer,) = membership.hello(2, hello(0, job="one.b", team="one", slots=8), 0.0, terms)
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.message, Refused)
+        assert limit in answer.message.reason
+        assert answer.message.temporary
+        for key, team in ((3, ""), (4, "two")):
+            (other,) = membership.hello(key, hello(0, job=f"of{team}", team=team, slots=8), 0.0)
+            assert isinstance(other.message, Pending)  # type: ignore[union-attr]
+        (second,) = membership.hello(5, hello(1, job="one.a", team="one", slots=8), 0.0, terms)
+        assert isinstance(second, Admit)
+        assert refusal(list(membership.hello(6, hello(0, job="one.b", team="one", slots=8), 0.0, terms))) == (
+            answer.message.reason
+        )
+        membership.finished(second.generation, 0.0)
+        membership.released(second.generation)
+        (later,) = membership.hello(7, hello(0, job="one.b", team="one", slots=8), 0.0, terms)
+        assert isinstance(later.message, Pending)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("survivor", [False, True])
+@pytest.mark.parametrize("team", ["", "two"])
+def test_a_job_is_of_one_team(team: str, survivor: bool) -> None:
+    """Whoever has another secret is told nothing about who is there, disturbs nobody and is not spoken of to them."""
+    membership = Membership(LIMITS)
+    elastic = {"smallest": 1, "settle_s": 5.0} if survivor else {}
+    membership_of = {"job": "shared", **elastic}
+    list(membership.hello(1, hello(0, team="one", **membership_of), 0.0))
+    stranger = hello(0, team=team, survivor=survivor, host="secret-host", **membership_of)
+    own = f"of team '{team}'" if team else "of those without a team"
+    expected = (
+        f"the job 'shared' that is here is none {own}: choose another cluster.job, or give all workers of the job the "
+        "same security.team"
+    )
+    assert refusal(list(membership.hello(2, stranger, 0.0))) == expected
+    assert [each.note for each in membership._gathering.values()] == [""]
+    admitted = list(membership.hello(3, hello(1, team="one", **membership_of), 0.0))
+    assert isinstance(admitted[0], Admit)
+    assert refusal(list(membership.hello(4, stranger, 0.0))) == expected
+    assert [(each.name, each.team) for each in membership.gathering(0.0)] == []
+
+
+def test_a_status_says_of_which_team_a_job_is() -> None:
+    membership = Membership(LIMITS)
+    list(membership.hello(1, hello(0, team="one"), 0.0))
+    assert [(each.name, each.team) for each in membership.gathering(0.0)] == [("job", "one")]
