@@ -43,6 +43,7 @@ FILES = [f"security.{name}" for name in ("secret_file", "teams_folder", *TLS)]
 FILES += [f"metrics.{name}" for name in ("token_file", *TLS)]
 TEXTS = {
     "cluster.job": r"[A-Za-z0-9._:@+-]{1,128}",
+    "cluster.launch": r"[A-Za-z0-9._:@+-]{0,128}",
     "verbs.device": r"[A-Za-z0-9_.-]{1,64}",
     "security.team": r"[A-Za-z0-9_-]{0,64}",
     **dict.fromkeys(FILES, r"[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,40}"),

@@ -136,7 +136,8 @@ def test_the_secret_of_all_in_the_file_of_a_team_is_refused(folder: Path) -> Non
 
 def test_who_else_may_touch_the_files_is_bounded(folder: Path) -> None:
     write(folder, "vision", TEXT, 0o640)
-    assert refused(folder).startswith(f"security.teams_folder: {folder}/vision: mode 0640 lets others than its owner")
+    write(folder, "vision", TEXT, 0o660)
+    assert refused(folder).startswith(f"security.teams_folder: {folder}/vision: mode 0660 lets others than its owner")
     write(folder, "vision", TEXT)
     write(folder, "vision.toml", "", 0o644)
     assert refused(folder).startswith(f"security.teams_folder: {folder}/vision.toml: mode 0644 lets others")

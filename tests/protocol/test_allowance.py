@@ -51,9 +51,10 @@ def test_a_job_is_of_one_team(team: str, survivor: bool) -> None:
     """Whoever has another secret is told nothing about who is there, disturbs nobody and is not spoken of to them."""
     membership = Membership(LIMITS)
     elastic = {"smallest": 1, "settle_s": 5.0} if survivor else {}
+    survives = {"survived": 7} if survivor else {}
     membership_of = {"job": "shared", **elastic}
     list(membership.hello(1, hello(0, team="one", **membership_of), 0.0))
-    stranger = hello(0, team=team, survivor=survivor, host="secret-host", **membership_of)
+    stranger = hello(0, team=team, host="secret-host", **membership_of, **survives)
     own = f"of team '{team}'" if team else "of those without a team"
     expected = (
         f"the job 'shared' that is here is none {own}: choose another cluster.job, or give all workers of the job the "
