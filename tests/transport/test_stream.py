@@ -94,24 +94,6 @@ def select_read(link: StreamLink) -> None:
     link._sock.setblocking(False)
 
 
-def test_a_peer_that_never_stops_talking_does_not_keep_poll_to_itself(streams: StreamPair) -> None:
-    """`poll` ends after a bounded amount of input, however much has come; the rest is there the next time."""
-    for end, option in ((streams.right, socket.SO_SNDBUF), (streams.left, socket.SO_RCVBUF)):
-        end._sock.setsockopt(socket.SOL_SOCKET, option, 1 << 24)
-    frame = FRAME.pack(CONTROL, 0, 0)
-    sent = 0
-    try:
-        while sent < 8 << 20:
-            sent += streams.right._sock.send(frame * 8192)
-    except BlockingIOError:
-        pass
-    if sent < 2 << 20:
-        pytest.skip(f"the system takes only {sent} bytes at once")
-    assert len(streams.left.poll()) < sent // FRAME.size
-    streams.wait([streams.left], 0)
-    assert streams.left.poll()
-
-
 class InlineLink(StreamLink):
     """What tcp does with bytes, over a socket pair."""
 
