@@ -1,4 +1,4 @@
-"""What only links by TLS do: bounded work for a peer who keeps the rules of TLS, and one clear word for who does not."""
+"""What only links by TLS do: bounded work for who keeps the rules of TLS, and one clear word for who does not."""
 
 from __future__ import annotations
 
