@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
+from certificates import OPENSSL
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.transport.base import Control, Credited, Event, Lost, Received
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import CONTROL, CONTROL_LIMIT, CREDIT, DATA, FRAME, StreamLink
+from omnireduce.transport.stream import BYTES_PER_POLL, CONTROL, CONTROL_LIMIT, CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 
-from .pairs import SLOT_BYTES, SLOTS, StreamPair, accept
+from .pairs import SLOT_BYTES, SLOTS, StreamPair, accept, tcp_ends, tls_ends
 
 KINDS = (DATA, CREDIT, CONTROL)
 
@@ -92,6 +96,39 @@ def select_read(link: StreamLink) -> None:
     link._sock.settimeout(20)
     link._sock.recv(1, socket.MSG_PEEK)
     link._sock.setblocking(False)
+
+
+@pytest.mark.parametrize("join", [tcp_ends, *([tls_ends] if OPENSSL else [])])
+def test_one_poll_takes_a_bounded_part_of_long_messages(join: Callable[[], tuple[TcpLink, TcpLink]]) -> None:
+    """However fast the peer sends: it does so at the same time, and the system holds much."""
+    left, right = join()
+    slots, slot_bytes = 2, 48 << 20
+    for end in (left, right):
+        end.attach(*(np.zeros((slots, slot_bytes), np.uint8) for _ in range(2)))
+        end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+    right.send_slots[:] = 7
+    for slot in range(slots):
+        right.send(slot, slot_bytes)
+
+    def send() -> None:
+        while right.wants_write:
+            select.select([], [right], [], 20)
+            right.flush()
+
+    right.flush()
+    events: list[Event] = []
+    with ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(send)
+        while len(events) < slots:
+            before = left.counters.received_bytes
+            assert select.select([left], [], [], 20)[0]
+            events += left.poll()
+            assert left.counters.received_bytes - before <= BYTES_PER_POLL
+        sent.result()
+    assert events == [Received(slot, slot_bytes) for slot in range(slots)]
+    assert (left.receive_slots == 7).all()
+    left.close()
+    right.close()
 
 
 class InlineLink(StreamLink):
