@@ -22,7 +22,7 @@ from omnireduce.config import Security
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
 from omnireduce.transport.base import Event, Lost
-from omnireduce.transport.stream import EVENTS_PER_POLL, SMALL_LIMIT
+from omnireduce.transport.stream import EVENTS_PER_POLL
 from omnireduce.transport.tcp import TcpLink
 
 RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, length of what follows
@@ -33,6 +33,7 @@ RECORDS_PER_POLL = 64  # 1 MiB of whole ones
 HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
 EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
 SEAL_BYTES = 131072  # encrypted at once
+ANSWER_BYTES = 65536  # of what OpenSSL says by itself that may wait for the peer; an honest one asks for little
 
 
 class TlsLink(TcpLink):
@@ -92,7 +93,7 @@ class TlsLink(TcpLink):
 
     def _too_much_waits(self) -> bool:
         """A peer can also make OpenSSL answer it."""
-        return super()._too_much_waits() or self._outgoing.pending > SMALL_LIMIT
+        return super()._too_much_waits() or self._outgoing.pending > ANSWER_BYTES
 
     # input
 

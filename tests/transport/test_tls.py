@@ -12,12 +12,18 @@ from certificates import certificates, needs_openssl
 from tls_client import KEY_UPDATE_WITH_ANSWER, TlsClient, needs_libssl
 
 from omnireduce.config import load_config
-from omnireduce.transport import tls
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.transport.tcp import listen_tcp
-from omnireduce.transport.tls import EMPTY_RECORDS, HANDSHAKE_RECORDS, RECORDS_PER_POLL, accept_tls, aggregator_context
+from omnireduce.transport.tls import (
+    ANSWER_BYTES,
+    EMPTY_RECORDS,
+    HANDSHAKE_RECORDS,
+    RECORDS_PER_POLL,
+    accept_tls,
+    aggregator_context,
+)
 
 from .pairs import SLOT_BYTES, SLOTS, TlsPair, accept, wait_for
 
@@ -127,19 +133,16 @@ def test_records_without_data_count_as_well_one_by_one(guest: Guest) -> None:
     assert guest.says(guest.client.key_updates(1)) == [NO_DATA]
 
 
-def test_answers_that_the_peer_asks_for_and_does_not_read_are_bounded(
-    guest: Guest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tls, "SMALL_LIMIT", 4096)
+def test_answers_that_the_peer_asks_for_and_does_not_read_are_bounded(guest: Guest) -> None:
+    guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
     guest.link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
     guest.join()
     client, events = guest.client, list[Event]()
-    guest.sock.sendall(
-        b"".join(client.key_updates(EMPTY_RECORDS, KEY_UPDATE_WITH_ANSWER) + client.data(FIRST) for _ in range(500))
-    )
+    turn = EMPTY_RECORDS, KEY_UPDATE_WITH_ANSWER
+    guest.sock.sendall(b"".join(client.key_updates(*turn) + client.data(FIRST) for _ in range(800)))
     while not guest.link.over:
-        assert guest.link._outgoing.pending < 2 * 4096
+        assert guest.link._outgoing.pending < 2 * ANSWER_BYTES
         events = guest.polled()
     assert events == [Lost("it sends, but does not read what it is sent", violation=True)]
 
