@@ -170,6 +170,11 @@ class AggregatorMachine:
         if not self._ranks[rank].left:
             yield from self.abort(Cause(self._ranks[rank].name, reason), "lost", rank)
 
+    def violated(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
+        """`rank` broke the rules of its link, or said what cannot be read; the link may be over."""
+        if not self._ranks[rank].left:
+            yield from self._violation(rank, ProtocolError(reason))
+
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; if no result left for long, tell everybody who is waited for."""
         deadline, wait = self.deadline, self.waiting(now)

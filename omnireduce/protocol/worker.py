@@ -239,7 +239,7 @@ class WorkerMachine:
         try:
             done = self._streams[shard].received(slot, nbytes)
         except ProtocolError as error:
-            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {error}"))
+            yield from self.violated(shard, str(error), now)
             return
         self._streams[shard].heard(now)
         self._waiting_for = ""
@@ -285,8 +285,7 @@ class WorkerMachine:
         elif isinstance(message, Newcomers):
             self.newcomers = message.count
         else:
-            unexpected = f"protocol error: unexpected {type(message).__name__}"
-            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))
+            yield from self.violated(shard, f"unexpected {type(message).__name__}", now)
 
     def heard(self, shard: int, now: float) -> None:
         """A part of a message came from `shard`."""
@@ -296,6 +295,11 @@ class WorkerMachine:
         """The link to `shard` is over. It is told as well: where RDMA failed, control messages may still pass."""
         if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
+
+    def violated(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
+        """`shard` broke the protocol, as its message, its link or what cannot be read of it shows."""
+        if self.ended is None:
+            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {reason}"))
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; end the job if its oldest collective is overdue."""

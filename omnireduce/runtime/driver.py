@@ -26,6 +26,7 @@ class Machine(Protocol):
     def told(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]: ...
     def heard(self, peer: int, now: float) -> None: ...
     def lost(self, peer: int, reason: str, now: float) -> Iterator[Effect]: ...
+    def violated(self, peer: int, reason: str, now: float) -> Iterator[Effect]: ...
     def timer(self, now: float) -> Iterator[Effect]: ...
 
 
@@ -135,6 +136,7 @@ class Driver:
             try:
                 return machine.told(peer, decode_control(event.body), now)
             except ProtocolError as error:
-                return machine.lost(peer, f"protocol error: {error}", now)
+                return machine.violated(peer, str(error), now)
         assert isinstance(event, Lost)
-        return machine.lost(peer, f"protocol error: {event.reason}" if event.violation else event.reason, now)
+        over = machine.violated if event.violation else machine.lost
+        return over(peer, event.reason, now)

@@ -11,6 +11,9 @@ slot k of the other. Theory of operation:
 Messages stay in order, in each direction. Control messages share that order. Nothing blocks and nothing raises for the
 peer's or the network's sake: a link that is over says `Lost(reason)` as its last event. A second `send` of a slot
 that is under way is our own mistake and raises.
+
+One `poll` has a budget of bytes and events, whatever the peer sends: others wait for their turn meanwhile. What it
+leaves stays where the descriptor tells of it, so whoever waits for that misses nothing.
 """
 
 from __future__ import annotations
@@ -134,7 +137,7 @@ class Link(ABC):
 
     @abstractmethod
     def poll(self) -> Sequence[Event]:
-        """Return what has happened since the last call, without blocking."""
+        """Return what has happened since the last call, as far as the budget goes, without blocking."""
 
     @abstractmethod
     def flush(self) -> None:

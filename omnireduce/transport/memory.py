@@ -1,4 +1,8 @@
-"""Slot memory: anonymous files that can be mapped by several processes of one host and leave nothing behind."""
+"""Slot memory: anonymous files that can be mapped by several processes of one host and leave nothing behind.
+
+An aggregator maps a region and touches nothing of it: all jobs would wait while one joins. It gets its pages on first
+use, or from a worker on the same host, who touches its own slots, in its own time, before it goes on.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 
-POPULATE_BYTES = 64 << 20  # larger memory gets its pages on first use: an aggregator's other jobs would wait for it
+POPULATE_BYTES = 64 << 20  # of which a worker touches all; of larger memory it may never use most
 
 
 class Region:
@@ -24,7 +28,7 @@ class Region:
             os.ftruncate(self.fd, size)
             # a peer that could shrink the file would end us with SIGBUS
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.slots = _map(self.fd, 0, size).reshape(rows, slot_bytes)
+            self.slots = _map(self.fd, 0, size, 0).reshape(rows, slot_bytes)
         except BaseException:
             os.close(self.fd)
             raise
@@ -38,7 +42,8 @@ class Region:
 
 
 def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
-    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes). Raises TransportError.
+    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes), backed by pages already
+    unless they are many. Raises TransportError.
 
     The peer must have given up to shrink it: that would end us with SIGBUS.
     """
@@ -47,15 +52,15 @@ def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
             raise TransportError("the peer could shrink its shared memory under us")
         if os.fstat(fd).st_size < (first + rows) * slot_bytes:
             raise TransportError(f"the peer's shared memory is smaller than {first + rows} slots of {slot_bytes} bytes")
-        return _map(fd, first * slot_bytes, rows * slot_bytes).reshape(rows, slot_bytes)
+        size = rows * slot_bytes
+        populate = mmap.MAP_POPULATE if size <= POPULATE_BYTES else 0
+        return _map(fd, first * slot_bytes, size, populate).reshape(rows, slot_bytes)
     except OSError as error:
         raise TransportError(f"cannot map the peer's shared memory: {error}") from error
 
 
-def _map(fd: int, offset: int, size: int) -> Array:
-    populate = mmap.MAP_POPULATE if size <= POPULATE_BYTES else 0
-    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate, offset=offset)
-    return np.frombuffer(memory, np.uint8)
+def _map(fd: int, offset: int, size: int, flags: int) -> Array:
+    return np.frombuffer(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | flags, offset=offset), np.uint8)
 
 
 def private_slots(rows: int, slot_bytes: int) -> Array:

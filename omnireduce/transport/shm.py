@@ -15,7 +15,7 @@ from collections import deque
 
 from omnireduce.errors import TransportError
 from omnireduce.transport.memory import map_slots
-from omnireduce.transport.stream import CONTROL, FRAME, StreamLink
+from omnireduce.transport.stream import BACKLOG, CONTROL, FRAME, StreamLink
 
 MAX_DESCRIPTORS = 2
 _CREDENTIALS = struct.Struct("iII")  # unix(7), struct ucred: process, user, group
@@ -152,7 +152,7 @@ def listen_shm(host: str, port: int, *, purpose: str = "") -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

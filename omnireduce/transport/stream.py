@@ -23,8 +23,12 @@ from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Rece
 FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3
 READ_BYTES = 65536
-READS_PER_POLL = 16  # then others get their turn, however fast the peer sends; the socket stays readable
+# What one poll takes. Then others get their turn, however fast the peer sends; the socket stays readable.
+BYTES_PER_POLL = 4 << 20
+EVENTS_PER_POLL = 256  # and those that came with the last of them; an honest peer has fewer under way
+FRAMES_BYTES = 8192  # read at once while frames are expected: few enough events
 CONTROL_LIMIT = READ_BYTES - FRAME.size  # bytes: a control message and its frame fit the input buffer
+BACKLOG = 4096  # connections that may wait to be accepted; the system cuts it to net.core.somaxconn
 GATHER = 16  # buffers per sendmsg
 SMALL_LIMIT = 1 << 20  # bytes of frames and control messages that may wait for the peer; an honest one leaves few
 
@@ -116,13 +120,16 @@ class StreamLink(Link):
             except BlockingIOError:
                 return
             except OSError as error:
-                # The reading side tells why: what the peer said before it left may still be unread. But the system
-                # tells a time-out only once.
-                self._output_dead = True
-                self._output_error = "" if error.errno == errno.EPIPE else error.strerror or str(error)
-                self._output.clear()
+                self._output_failed(error)
                 return
             self._consume(sent)
+
+    def _output_failed(self, error: OSError) -> None:
+        """The reading side tells why: what the peer said before it left may still be unread. But the system tells a
+        time-out only once."""
+        self._output_dead = True
+        self._output_error = "" if error.errno == errno.EPIPE else error.strerror or str(error)
+        self._output.clear()
 
     def _write(self, views: Sequence[memoryview]) -> int:
         return self._sock.sendmsg(views)
@@ -148,32 +155,49 @@ class StreamLink(Link):
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
-        if self._output and self._too_much_waits():
-            self._end(events, "it sends, but does not read what it is sent", violation=True)
-        for _ in range(READS_PER_POLL):
-            if self._lost is not None:
-                break
-            target = self._body if self._body is not None else self._view[self._filled :]
-            try:
-                count = self._receive(target)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._end(events, f"connection broken: {error.strerror or error}")
-                break
-            if count == 0:
-                broken = f"connection broken: {self._output_error}"
-                self._end(events, broken if self._output_error else "connection closed")
-                break
-            self.counters.received_bytes += count
-            if self._body is None:
-                self._filled += count
-                self._parse(events)
-            else:
-                self._body_arrived(count, events)
+        self._end_if_unread(events)
+        budget = BYTES_PER_POLL
+        while self._lost is None and budget > 0 and len(events) < EVENTS_PER_POLL:
+            target = self._target[: FRAMES_BYTES if self._body is None else budget]
+            count = self._hear(target, events)
+            budget -= count
+            if count:
+                self._arrived(count, events)
             if count < len(target):  # the socket is drained, most likely; if not, it stays readable
                 break
         return events
+
+    def _end_if_unread(self, events: list[Event]) -> None:
+        if self.wants_write and self._too_much_waits():
+            self._end(events, "it sends, but does not read what it is sent", violation=True)
+
+    @property
+    def _target(self) -> memoryview:
+        """Where the next bytes belong."""
+        return self._view[self._filled :] if self._body is None else self._body
+
+    def _hear(self, into: memoryview, events: list[Event]) -> int:
+        """Receive; return how many bytes have come: 0 when there are none, and when the link is over."""
+        try:
+            count = self._receive(into)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._end(events, f"connection broken: {error.strerror or error}")
+            return 0
+        if count == 0:
+            broken = f"connection broken: {self._output_error}"
+            self._end(events, broken if self._output_error else "connection closed")
+        return count
+
+    def _arrived(self, count: int, events: list[Event]) -> None:
+        """Deal with `count` bytes that are in their place."""
+        self.counters.received_bytes += count
+        if self._body is None:
+            self._filled += count
+            self._parse(events)
+        else:
+            self._body_arrived(count, events)
 
     def _end(self, events: list[Event], reason: str, violation: bool = False) -> None:
         self._lost = Lost(reason, violation)

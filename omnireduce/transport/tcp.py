@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from omnireduce.transport.stream import StreamLink
+from omnireduce.transport.stream import BACKLOG, StreamLink
 
 
 class TcpLink(StreamLink):
@@ -40,6 +40,6 @@ def connect_tcp(host: str, port: int, timeout_s: float, dead_peer_s: float) -> T
 def listen_tcp(host: str, port: int) -> socket.socket:
     """Listen on host:port (port 0: any free one), non-blocking. Raises OSError."""
     family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    listener = socket.create_server((host, port), family=family, backlog=128, reuse_port=False)
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=False)
     listener.setblocking(False)
     return listener

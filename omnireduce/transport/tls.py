@@ -1,112 +1,237 @@
 """TCP links whose every byte goes through TLS 1.3, block messages included.
 
-OpenSSL holds what it has decrypted and nobody has taken yet: no descriptor tells of that. So `poll` leaves nothing
-there, and then the descriptor can be relied on as everywhere.
+OpenSSL would read a socket until it is empty, whatever the peer keeps sending. So it has no socket here, only memory:
+the link hands it one record at a time, and counts them. One poll takes few records; what it leaves stays in the socket,
+where the descriptor tells of it. Only the beginning of a record that is not whole yet is kept.
+
+Nothing but a handshake is taken before that is complete, which means: before the peer's certificate is verified, where
+one is demanded.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
+import struct
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from omnireduce.config import Metrics, Security
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
-from omnireduce.transport.base import Event
+from omnireduce.transport.base import Event, Lost
+from omnireduce.transport.stream import EVENTS_PER_POLL
 from omnireduce.transport.tcp import TcpLink
 
-WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, length of what follows
+RECORD_TYPES = range(20, 24)
+RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
+WIRE_BYTES = 65536  # looked at at once
+RECORDS_PER_POLL = 64  # 1 MiB of whole ones
+HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
+EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
+SEAL_BYTES = 131072  # encrypted at once
+ANSWER_BYTES = 65536  # of what OpenSSL says by itself that may wait for the peer; an honest one asks for little
 
 
 class TlsLink(TcpLink):
-    """A link over TCP and TLS. The handshake goes on in `poll`, unless it is over already."""
+    """A link over TCP and TLS. The handshake goes on in `poll`.
 
-    def __init__(self, sock: ssl.SSLSocket, peer: str, dead_peer_s: float) -> None:
+    `host`: whose certificate a worker wants to see; an aggregator's end has none.
+    """
+
+    def __init__(
+        self, sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.SSLContext, host: str = ""
+    ) -> None:
         super().__init__(sock, peer, dead_peer_s)
-        self._tls = sock
-        self._established = sock.version() is not None
-        self._answers = False  # the handshake waits until it can write
-        self._leftovers = False  # take what has been decrypted, and no more
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
+        self._wire = memoryview(bytearray(WIRE_BYTES))
+        self._kept = 0  # bytes at its start: of a record that is not whole
+        self._sealed = memoryview(b"")  # records on their way out
+        self.established = False
+        self._empty = 0  # records since the last one with data
+        if host:
+            with suppress(ssl.SSLWantReadError):  # an answer
+                self._tls.do_handshake()
+
+    # output
 
     @property
     def wants_write(self) -> bool:
-        return super().wants_write if self._established else self._answers
+        if self._output_dead or self._lost is not None:
+            return False
+        return bool(self._sealed or self._outgoing.pending or (self.established and self._output))
 
     def flush(self) -> None:
-        if self._established:
+        if self.established:
             super().flush()
+        try:
+            self._send_sealed()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._output_failed(error)
 
     def _write(self, views: Sequence[memoryview]) -> int:
-        """Send the first one. OpenSSL wants it again, unchanged, when it could not be sent to the end."""
-        try:
-            return self._tls.send(views[0])
-        except WOULD_BLOCK:
-            raise BlockingIOError from None
+        """Encrypt, if the system has taken what was encrypted before."""
+        self._send_sealed()
+        taken = 0
+        for view in views:
+            taken += self._tls.write(view[: SEAL_BYTES - taken])
+            if taken == SEAL_BYTES:
+                break
+        return taken
+
+    def _send_sealed(self) -> None:
+        """Send everything that is encrypted. Raises BlockingIOError when the system does not take all, and OSError."""
+        while not self._output_dead and (self._sealed or self._outgoing.pending):
+            self._sealed = self._sealed or memoryview(self._outgoing.read())
+            self._sealed = self._sealed[self._sock.send(self._sealed) :]
+
+    def _too_much_waits(self) -> bool:
+        """A peer can also make OpenSSL answer it."""
+        return super()._too_much_waits() or self._outgoing.pending > ANSWER_BYTES
+
+    # input
+
+    def _receive(self, into: memoryview) -> int:
+        return self._sock.recv_into(into, 0, socket.MSG_PEEK)
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
-        if not self._established:
-            self._shake_hands(events)
-            if not self._established:
-                return events
+        self._end_if_unread(events)
+        budget = RECORDS_PER_POLL
+        while budget and self._lost is None:
+            room = self._wire[self._kept :]
+            count = self._hear(room, events)
+            if not count:
+                break
+            at, budget = self._take_records(self._kept + count, budget, events)
+            self._keep(at, self._kept + count, events, leave=not budget)
+            if count < len(room):
+                break
+        if self._outgoing.pending:
             self.flush()
-        events += super().poll()
-        self._leftovers = True
-        while self._lost is None and self._tls.pending():
-            events += super().poll()
-        self._leftovers = False
         return events
 
-    def _receive(self, into: memoryview) -> int:
-        """Fill `into`, over as many records as that takes: less than that means that nothing more is there."""
-        filled = 0
-        try:
-            while filled < len(into):
-                if self._leftovers and not self._tls.pending():
-                    raise BlockingIOError
-                most = min(len(into) - filled, self._tls.pending()) if self._leftovers else 0
-                count = self._tls.recv_into(into[filled:], most)
-                if count == 0:  # the next call will see it again
-                    break
-                filled += count
-        except OSError as error:
-            if filled == 0:
-                raise BlockingIOError from None if isinstance(error, WOULD_BLOCK) else error
-        return filled
+    def _take_records(self, end: int, budget: int, events: list[Event]) -> tuple[int, int]:
+        """Take whole records from the first `end` bytes of the wire, at most `budget`.
 
-    def _shake_hands(self, events: list[Event]) -> None:
-        if self._lost is not None:
-            return
+        Return where they end, and how many more this poll may take: none when others should have their turn, or the
+        handshake is over, so that what comes behind it is for whoever polls next.
+        """
+        at = 0
+        while budget and self._lost is None:
+            size = self._record_size(at, end, events)
+            if not size:
+                break
+            self._incoming.write(self._wire[at : at + size])
+            at += size
+            budget -= 1
+            if self.established:
+                self._take_data(events)
+            else:
+                self._take_handshake(events)
+                budget *= not self.established
+            budget *= len(events) < EVENTS_PER_POLL
+        return at, budget
+
+    def _record_size(self, at: int, end: int, events: list[Event]) -> int:
+        """The bytes of the record that begins at `at`; 0 when it is not whole, or none."""
+        if end - at < 5:
+            return 0
+        kind, major, length = RECORD.unpack_from(self._wire, at)
+        if kind not in RECORD_TYPES or major != 3 or length > RECORD_LIMIT:
+            self._end(events, f"no TLS: it sent {bytes(self._wire[at : at + 5])!r}", violation=True)
+            return 0
+        size = 5 + int(length)
+        return size if size <= end - at else 0
+
+    def _keep(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
+        """Of the bytes up to `end`, those from `at` on are not used yet: leave them in the socket, or keep them."""
+        used = (at if leave else end) - self._kept
+        if self._sock.recv_into(self._wire, used, socket.MSG_TRUNC) != used:  # drops them, and copies nothing
+            self._end(events, "connection broken: what it had sent is gone")
+        self._kept = 0 if leave else end - at
+        self._wire[: self._kept] = self._wire[at : at + self._kept]
+
+    def _take_handshake(self, events: list[Event]) -> None:
+        self._empty += 1
         try:
             self._tls.do_handshake()
-        except WOULD_BLOCK as stalled:
-            self._answers = isinstance(stalled, ssl.SSLWantWriteError)
+        except ssl.SSLWantReadError:
+            if self._empty > HANDSHAKE_RECORDS:
+                self._end(events, f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)
         except OSError as error:
             self._end(events, f"no TLS: {error.strerror or error}", violation=True)
         else:
-            self._established = True
+            self.established, self._empty = True, 0
+            self.flush()
+
+    def _take_data(self, events: list[Event]) -> None:
+        """Decrypt one record, straight to where its bytes belong."""
+        count = self._decrypt(events)
+        self._empty = 0 if count else self._empty + 1
+        while count:
+            self._arrived(count, events)
+            count = self._decrypt(events) if self._lost is None and self._tls.pending() else 0
+        if self._empty > EMPTY_RECORDS and self._lost is None:
+            self._end(events, f"{self._empty} TLS records in a row without data", violation=True)
+
+    def _decrypt(self, events: list[Event]) -> int:
+        target = self._target
+        try:
+            count: int = self._tls.read(len(target), target)  # type: ignore[assignment]
+        except ssl.SSLWantReadError:
+            return 0
+        except OSError as error:
+            alert = "_ALERT_" in str(getattr(error, "reason", ""))  # it says that our side broke the rules
+            self._end(events, f"{'connection broken' if alert else 'no TLS'}: {error.strerror or error}", not alert)
+            return 0
+        if count == 0:
+            self._end(events, "connection closed")
+        return count
 
 
 def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, context: ssl.SSLContext) -> TlsLink:
     """Connect to a listening aggregator and check its certificate. Raises OSError when it cannot be reached,
     TransportError when it does not prove to be `host`."""
+    deadline = time.monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        sock = context.wrap_socket(sock, server_hostname=host)
-        return TlsLink(sock, f"{host}:{port}", dead_peer_s)
-    except OSError as error:  # also when the aggregator hangs up in the middle
+        link = TlsLink(sock, f"{host}:{port}", dead_peer_s, context, host)
+        wrong = _shake_hands(link, deadline)
+    except OSError as error:
+        wrong = error.strerror or str(error)
+    if wrong:
         sock.close()
         raise TransportError(
-            f"aggregator {host}:{port}: no TLS: {error.strerror or error}; is its certificate for this name, signed by "
-            "security.tls_ca, and has it one at all (security.tls_certificate)?"
-        ) from error
+            f"aggregator {host}:{port}: no TLS: {wrong.removeprefix('no TLS: ')}; is its certificate for this name, "
+            "signed by security.tls_ca, and has it one at all (security.tls_certificate)?"
+        )
+    return link
+
+
+def _shake_hands(link: TlsLink, deadline: float) -> str:
+    """Return when the handshake is over: nothing, or why it failed."""
+    ready = select.poll()
+    while not link.established:
+        link.flush()
+        ready.register(link, select.POLLIN | (select.POLLOUT if link.wants_write else 0))
+        if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return "it did not answer in time"
+        for event in link.poll():  # nothing else comes before the handshake is over
+            assert isinstance(event, Lost)
+            return event.reason
+    return ""
 
 
 def accept_tls(sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.SSLContext) -> TlsLink:
     """The link of a connection that was accepted; the handshake is still to come. Raises OSError."""
-    sock.setblocking(False)
-    return TlsLink(context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), peer, dead_peer_s)
+    return TlsLink(sock, peer, dead_peer_s, context)
 
 
 def aggregator_context(files: Security | Metrics, section: str = "security") -> ssl.SSLContext | None:
@@ -117,6 +242,7 @@ def aggregator_context(files: Security | Metrics, section: str = "security") -> 
     if not files.tls_certificate:
         raise ConfigError(f"{section}.tls_certificate: an aggregator with TLS needs one, and {section}.tls_key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # nobody resumes a session
     if files.tls_ca:
         context.verify_mode = ssl.CERT_REQUIRED
     return _filled(context, files, section)

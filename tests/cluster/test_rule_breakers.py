@@ -15,6 +15,7 @@ from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
 from omnireduce import AbortedError, Communicator, RefusedError, TransportError
 from omnireduce.descriptor import Descriptor
+from omnireduce.runtime.observe import ask
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
 from omnireduce.wire import Aborted, Goodbye, Refused, Welcome, seal
 
@@ -112,6 +113,22 @@ def test_members_that_break_the_rules_are_named(daemon: Daemon, what: str) -> No
     assert (answer.cause.culprit, answer.cause.reason) == (error.culprit, error.reason)
     assert error.culprit == "rank 1 (host test, pid 1)"
     assert error.reason.startswith("protocol error: "), error.reason
+
+
+COUNTED = (
+    "noise", "a slot without credit", "a credit that it does not owe", "a message shorter than a header",
+    "a second hello", "a control message that is no msgpack", "an unknown frame",
+)  # fmt: skip
+
+
+def test_broken_rules_are_counted_as_that() -> None:
+    """Whoever finds it: the link, who decodes, or the machine."""
+    with Daemon(1) as daemon:
+        for what in COUNTED:
+            test_members_that_break_the_rules_are_named(daemon, what)
+        found = ask(daemon.addresses[0], configured(daemon.addresses), WAIT_S)
+        assert {kind: count for kind, count in found.aborts.items() if count} == {"violation": len(COUNTED)}
+        assert daemon.log.count(" cause=violation rank=1 ") == len(COUNTED)
 
 
 def test_blocks_that_fit_no_slot(daemon: Daemon) -> None:

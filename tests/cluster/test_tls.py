@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from certificates import certificates, needs_openssl
 from cluster_checks import assert_serves
-from local_cluster import READY_S, WAIT_S, Daemon, Process, configured, eventually, run_job, unique_job
+from local_cluster import READY_S, WAIT_S, Daemon, Process, Ranks, configured, eventually, run_job, unique_job
 from raw_peer import NOISE, RawPeer
+from tls_client import TlsClient, needs_libssl
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, TransportError
 
@@ -161,6 +162,36 @@ def test_strangers(sealed: Daemon) -> None:
     assert_serves(sealed, TCP, certificates().trust())
     for peer in staying:
         peer.close()
+
+
+@needs_libssl
+def test_a_stream_of_new_keys_freezes_nobody(sealed: Daemon) -> None:
+    """A stranger needs no secret for it, nor a certificate. It is hung up on, again and again, and a job goes on."""
+    over, hung_up = threading.Event(), threading.Semaphore(0)
+
+    def flood(_: int) -> int:
+        floods = 0
+        while not over.is_set():
+            client = TlsClient()
+            with RawPeer(sealed.addresses[0]) as peer:
+                client.shake_hands(peer.sock)
+                peer.send(client.key_updates(2000))
+                assert peer.is_closed()
+            client.close()
+            hung_up.release()
+            floods += 1
+        return floods
+
+    strangers = Ranks(2, flood)
+    try:
+        for _ in range(3):
+            assert hung_up.acquire(timeout=WAIT_S)
+            assert_serves(sealed, TCP, certificates().trust())
+    finally:
+        over.set()
+    floods = sum(strangers.results())
+    assert eventually(lambda: sealed.log.count(" TLS records in a row without data") >= min(floods, 3))
+    assert "no Hello within" not in sealed.log
 
 
 def hello_of_a_client() -> bytes:

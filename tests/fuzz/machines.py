@@ -127,6 +127,7 @@ def _outcome(end: End | None, effects: list[Effect], culprits: set[str]) -> str:
     assert end.cause is not None
     assert end.cause.culprit in culprits, end
     assert len(end.cause.reason) < LONGEST_ERROR
+    assert end.kind in (None, "violation", "mismatch"), end  # None: of a worker
     return "violation"
 
 

@@ -79,6 +79,9 @@ class Bench:
     def lost(self, peer: int) -> None:
         self.perform(self.machine.lost(peer, "connection closed", self.now))
 
+    def violate(self, peer: int) -> None:
+        self.perform(self.machine.violated(peer, "not a frame", self.now))
+
 
 def message(number: int, frontier: int, indices: Iterable[int] = (), first: bool = False) -> Callable[[Array], int]:
     extra = DESCRIPTOR.encoded if first else b""

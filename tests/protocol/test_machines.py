@@ -110,6 +110,7 @@ EVENTS: dict[str, Callable[[Bench, int], Any]] = {
     "garbage": lambda bench, peer: bench.receive(peer, garbage),
     "credited": lambda bench, peer: bench.credit(peer),
     "lost": lambda bench, peer: bench.lost(peer),
+    "violated": lambda bench, peer: bench.violate(peer),
     "soon": lambda bench, peer: bench.pass_time(0.1),
     "late": lambda bench, peer: bench.pass_time(1000.0),
     **{
@@ -128,6 +129,21 @@ def test_aggregator_takes_every_event_in_every_state(state: Callable[[Bench], No
         for _ in range(3):
             EVENTS[event](bench, peer)
             bench.advance()
+
+
+def test_what_breaks_the_rules_ends_a_job_as_a_violation() -> None:
+    bench, cause = aggregator(), Cause("rank 1", "protocol error: not a frame")
+    bench.violate(1)
+    assert bench.ended == End(cause, "violation", 1)
+    assert bench.effects[0] == Tell(ALL, Aborted(cause))
+    gone = aggregator()
+    one_left(gone)
+    gone.violate(0)
+    assert gone.ended is None
+    at_work = worker()
+    packing(at_work)
+    at_work.violate(1)
+    assert at_work.ended == End(Cause("aggregator b:2", "protocol error: not a frame"))
 
 
 def submitted(bench: Bench) -> None:

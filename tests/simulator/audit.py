@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.connection import Connection
@@ -45,8 +46,18 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
         yield f"the time limit of {peer}"
     if job is not None and hello is not None and not hello.smallest and hello.world_size != len(job.links):
         yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"
+    if job is not None:
+        yield from _audit_end(job.machine.ended)
     if job is not None and isinstance(connection.link, SimLink):
         yield from _audit_output(connection.link)
+
+
+def _audit_end(end: End | None) -> Iterator[str]:
+    """Broken rules are counted as such, and nothing else is. What a rank says another shard saw is counted there."""
+    if end is not None and end.cause is not None and end.kind not in ("relayed", "worker"):
+        broken = end.cause.reason.startswith("protocol error: ")
+        if broken != (end.kind == "violation"):
+            yield f"counted as {end.kind}: {end.cause}"
 
 
 def _audit_job(job: Job, limits: Limits) -> Iterator[str]:

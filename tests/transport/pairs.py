@@ -170,7 +170,7 @@ def tls_ends() -> tuple[TlsLink, TlsLink]:
         joining = worker.submit(connect_tls, *address, WAIT_S, DEAD_PEER_S, theirs)
         left = accept_tls(accept(listener), "right", DEAD_PEER_S, ours)
         deadline = time.monotonic() + WAIT_S
-        while not left._established:
+        while not left.established:
             assert time.monotonic() < deadline, "the handshake does not come to its end"
             select.select([left], [], [], WAIT_S)
             assert left.poll() == []
@@ -190,6 +190,11 @@ class TcpPair(StreamPair):
 class TlsPair(TcpPair):
     name = "tls"
     join = staticmethod(tls_ends)
+
+    def write_raw(self, link: Link, data: bytes) -> None:
+        peer = self.right if link is self.left else self.left
+        peer._output.append(memoryview(data))
+        peer.flush()
 
 
 class ShmPair(StreamPair):

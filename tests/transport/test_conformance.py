@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.stream import EVENTS_PER_POLL, FRAME
+from omnireduce.transport.tls import RECORD_LIMIT
 
 from .pairs import SLOT_BYTES, SLOTS, Pair
 
@@ -255,6 +257,29 @@ def test_nothing_blocks_and_nothing_is_lost_while_the_peer_does_not_read(pair: P
         assert events[receiver] == expected
         assert all(bytes(receiver.receive_slots[k]) == fill(sender, k, SLOT_BYTES, k) for k in range(SLOTS))
         assert not sender.wants_write
+
+
+def test_one_poll_takes_a_bounded_amount_and_leaves_the_rest_where_it_is_told_of(pair: Pair) -> None:
+    """Small messages, as many as the pipe holds, and more behind them."""
+    sent = 0
+    while sent < 20_000 and not pair.right.wants_write:
+        for _ in range(500):
+            pair.right.send_control(b"%d" % sent)
+            sent += 1
+    events: list[Event] = []
+    if not pair.has_descriptors:  # the simulation says how much one poll takes
+        pair.left.most_events = 7  # type: ignore[attr-defined]
+    most = EVENTS_PER_POLL + RECORD_LIMIT // FRAME.size
+
+    def step() -> bool:
+        pair.right.flush()
+        found = pair.left.poll()
+        events.extend(found)
+        assert len(found) <= most
+        return len(events) == sent
+
+    pair.repeat(step, pair.left, *([pair.right] if pair.right.wants_write else []))
+    assert events == [Control(b"%d" % number) for number in range(sent)]
 
 
 def test_a_slow_reader_keeps_only_its_own_link_waiting(pair: Pair) -> None:

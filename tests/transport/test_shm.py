@@ -161,6 +161,15 @@ def test_a_region_keeps_its_size() -> None:
     region.close()
 
 
+def test_who_makes_a_region_touches_nothing_of_it_and_who_maps_slots_touches_those() -> None:
+    """Or all jobs of a shard would wait while the system finds memory for one."""
+    region = Region(SLOTS, 4 << 20)
+    assert os.fstat(region.fd).st_blocks == 0
+    mapped = map_slots(region.fd, 1, 2, 4 << 20)
+    assert os.fstat(region.fd).st_blocks * 512 == mapped.nbytes
+    region.close()
+
+
 def test_slots_outlive_the_file_they_were_mapped_from() -> None:
     region = Region(SLOTS, SLOT_BYTES)
     mapped = map_slots(region.fd, 1, 2, SLOT_BYTES)

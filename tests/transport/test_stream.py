@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
+from certificates import OPENSSL
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.transport.base import Control, Credited, Event, Lost, Received
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import CONTROL, CONTROL_LIMIT, CREDIT, DATA, FRAME, StreamLink
+from omnireduce.transport.stream import BYTES_PER_POLL, CONTROL, CONTROL_LIMIT, CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 
-from .pairs import SLOT_BYTES, SLOTS, StreamPair, accept
+from .pairs import SLOT_BYTES, SLOTS, StreamPair, accept, tcp_ends, tls_ends
 
 KINDS = (DATA, CREDIT, CONTROL)
 
@@ -94,22 +98,37 @@ def select_read(link: StreamLink) -> None:
     link._sock.setblocking(False)
 
 
-def test_a_peer_that_never_stops_talking_does_not_keep_poll_to_itself(streams: StreamPair) -> None:
-    """`poll` ends after a bounded amount of input, however much has come; the rest is there the next time."""
-    for end, option in ((streams.right, socket.SO_SNDBUF), (streams.left, socket.SO_RCVBUF)):
-        end._sock.setsockopt(socket.SOL_SOCKET, option, 1 << 24)
-    frame = FRAME.pack(CONTROL, 0, 0)
-    sent = 0
-    try:
-        while sent < 8 << 20:
-            sent += streams.right._sock.send(frame * 8192)
-    except BlockingIOError:
-        pass
-    if sent < 2 << 20:
-        pytest.skip(f"the system takes only {sent} bytes at once")
-    assert len(streams.left.poll()) < sent // FRAME.size
-    streams.wait([streams.left], 0)
-    assert streams.left.poll()
+@pytest.mark.parametrize("join", [tcp_ends, *([tls_ends] if OPENSSL else [])])
+def test_one_poll_takes_a_bounded_part_of_long_messages(join: Callable[[], tuple[TcpLink, TcpLink]]) -> None:
+    """However fast the peer sends: it does so at the same time, and the system holds much."""
+    left, right = join()
+    slots, slot_bytes = 2, 48 << 20
+    for end in (left, right):
+        end.attach(*(np.zeros((slots, slot_bytes), np.uint8) for _ in range(2)))
+        end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+    right.send_slots[:] = 7
+    for slot in range(slots):
+        right.send(slot, slot_bytes)
+
+    def send() -> None:
+        while right.wants_write:
+            select.select([], [right], [], 20)
+            right.flush()
+
+    right.flush()
+    events: list[Event] = []
+    with ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(send)
+        while len(events) < slots:
+            before = left.counters.received_bytes
+            assert select.select([left], [], [], 20)[0]
+            events += left.poll()
+            assert left.counters.received_bytes - before <= BYTES_PER_POLL
+        sent.result()
+    assert events == [Received(slot, slot_bytes) for slot in range(slots)]
+    assert (left.receive_slots == 7).all()
+    left.close()
+    right.close()
 
 
 class InlineLink(StreamLink):

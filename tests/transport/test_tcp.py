@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import select
 import socket
+from pathlib import Path
 
 import pytest
 
 from omnireduce.transport.base import Control
+from omnireduce.transport.shm import listen_shm
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 
-from .pairs import TcpPair, accept, wait_for
+from .pairs import SHM_PORT, TcpPair, accept, wait_for
 
 TCP = socket.IPPROTO_TCP
 
@@ -33,6 +38,20 @@ def test_a_silent_peer_is_noticed_in_time(dead_peer_s: float) -> None:
         assert idle + interval * probes <= max(4, dead_peer_s)  # the system counts in seconds
         assert option(link, TCP, socket.TCP_NODELAY) == 1
         link.close()
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "shm"])
+def test_a_crowd_may_wait_to_be_accepted(local: bool) -> None:
+    """Nobody accepts: who finds no room by TCP would have to try again after a second, by a Unix socket fails."""
+    crowd = min(300, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen_shm("127.0.0.1", SHM_PORT) if local else listen_tcp("127.0.0.1", 0))
+        for _ in range(crowd):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX if local else socket.AF_INET))
+            sock.setblocking(False)
+            assert sock.connect_ex(listener.getsockname()) in (0, errno.EINPROGRESS)
+            assert select.select([], [sock], [], 0.5)[1], "no room to wait"
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
 
 
 def test_an_address_can_be_taken_once() -> None:

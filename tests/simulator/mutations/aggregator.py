@@ -84,6 +84,13 @@ MUTATIONS = (
         within=2000,
     ),
     Mutation(
+        "shard counts broken rules as lost ranks",
+        _MACHINE,
+        "the books say that the network failed",
+        "            yield from self._violation(rank, ProtocolError(reason))\n",
+        '            yield from self.abort(Cause(self._ranks[rank].name, f"protocol error: {reason}"), "lost", rank)\n',
+    ),
+    Mutation(
         "shard mixes collectives",
         _MACHINE,
         "a message of the next collective counts for this one",

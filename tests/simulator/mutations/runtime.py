@@ -53,6 +53,13 @@ MUTATIONS = (
         "        if deadline is not None and now >= deadline + 1e9:\n",
     ),
     Mutation(
+        "broken rules are taken for a lost link",
+        _DRIVER,
+        "a job's end names a peer, but not what it did",
+        "        over = machine.violated if event.violation else machine.lost\n",
+        "        over = machine.lost\n",
+    ),
+    Mutation(
         "strangers may stay",
         _SERVER,
         "who says nothing keeps a connection",

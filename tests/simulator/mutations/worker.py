@@ -146,8 +146,8 @@ MUTATIONS = (
         "worker ignores an unexpected message",
         _MACHINE,
         "a shard that breaks the protocol goes unnoticed",
-        '            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", unexpected))\n',
-        '            unexpected += ""\n',
+        '            yield from self.violated(shard, f"unexpected {type(message).__name__}", now)\n',
+        "            pass\n",
         within=2000,
     ),
     Mutation(

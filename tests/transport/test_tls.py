@@ -1,0 +1,210 @@
+"""What only links by TLS do: bounded work for who keeps the rules of TLS, and one clear word for who does not."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+from certificates import certificates, needs_openssl
+from tls_client import KEY_UPDATE_WITH_ANSWER, TlsClient, needs_libssl
+
+from omnireduce.config import load_config
+from omnireduce.transport.base import Control, Event, Lost
+from omnireduce.transport.memory import private_slots
+from omnireduce.transport.stream import CONTROL, FRAME
+from omnireduce.transport.tcp import listen_tcp
+from omnireduce.transport.tls import (
+    ANSWER_BYTES,
+    EMPTY_RECORDS,
+    HANDSHAKE_RECORDS,
+    RECORDS_PER_POLL,
+    accept_tls,
+    aggregator_context,
+)
+
+from .pairs import SLOT_BYTES, SLOTS, TlsPair, accept, wait_for
+
+pytestmark = [needs_openssl, needs_libssl]
+FIRST = FRAME.pack(CONTROL, 0, 5) + b"hello"
+NO_DATA = Lost(f"{EMPTY_RECORDS + 1} TLS records in a row without data", violation=True)
+
+
+class Guest:
+    """An aggregator's end, and who connects to it: a plain socket, and what makes records for it."""
+
+    def __init__(self, *overrides: str) -> None:
+        security = load_config(overrides=[*certificates().holder("aggregator"), *overrides], environ={}).security
+        context = aggregator_context(security)
+        assert context is not None
+        with listen_tcp("127.0.0.1", 0) as listener:
+            self.sock = socket.create_connection(listener.getsockname())
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.link = accept_tls(accept(listener), "guest", 60, context)
+        self.link.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+        self.client = TlsClient()
+
+    def close(self) -> None:
+        self.link.close()
+        self.sock.close()
+        self.client.close()
+
+    def polled(self) -> list[Event]:
+        wait_for([self.link], 10)
+        return list(self.link.poll())
+
+    def first_flight(self) -> None:
+        """Up to where the client has to answer the aggregator."""
+        self.sock.sendall(self.client.hear(b""))
+        assert self.polled() == []
+
+    def join(self) -> None:
+        self.first_flight()
+        self.sock.sendall(self.client.hear(self.sock.recv(65536)))
+        assert self.polled() == []
+        assert self.link.established
+
+    def says(self, data: bytes) -> list[Event]:
+        """What a single poll finds when this has come."""
+        self.sock.sendall(data)
+        return self.polled()
+
+
+@pytest.fixture
+def guest() -> Iterator[Guest]:
+    found = Guest()
+    yield found
+    found.close()
+
+
+def test_a_corrupt_record_is_told_at_once_and_answered(guest: Guest) -> None:
+    guest.join()
+    (lost,) = guest.says(b"\x17\x03\x03\x00\x20" + b"\xee" * 32)
+    assert isinstance(lost, Lost)
+    assert lost.violation
+    assert lost.reason.startswith("no TLS: [SSL: DECRYPTION_FAILED_OR_BAD_RECORD_MAC]")
+    assert guest.sock.recv(100)[0] == 0x17  # an alert, encrypted as everything is
+
+
+def test_an_alert_is_the_words_of_the_peer_not_its_fault() -> None:
+    pair = TlsPair()
+    pair.right._sock.sendall(b"\x17\x03\x03\x00\x20" + b"\xee" * 32)
+    pair.collect(pair.left, 1)
+    (lost,) = pair.collect(pair.right, 1)
+    pair.close()
+    assert isinstance(lost, Lost)
+    assert lost.reason.startswith("connection broken: [SSL: SSLV3_ALERT_BAD_RECORD_MAC]")
+    assert not lost.violation
+
+
+def test_a_reset_is_no_close(guest: Guest) -> None:
+    guest.join()
+    guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    guest.sock.close()
+    assert guest.polled() == [Lost("connection broken: Connection reset by peer")]
+
+
+def test_the_end_is_a_close(guest: Guest) -> None:
+    guest.join()
+    guest.sock.sendall(guest.client.data(FIRST))
+    guest.sock.shutdown(socket.SHUT_WR)
+    events = guest.polled()
+    while not guest.link.over:
+        events += guest.polled()
+    assert events == [Control(b"hello"), Lost("connection closed")]
+
+
+def test_a_few_new_keys_are_allowed_a_stream_of_them_is_not(guest: Guest) -> None:
+    guest.join()
+    for kind in (0, KEY_UPDATE_WITH_ANSWER):
+        keys = guest.client.key_updates(EMPTY_RECORDS, kind)
+        assert guest.says(keys + guest.client.data(FIRST)) == [Control(b"hello")]
+    guest.link.send_control(b"with new keys")
+    assert guest.sock.recv(65536)
+    assert guest.says(guest.client.key_updates(5000)) == [NO_DATA]
+
+
+def test_records_without_data_count_as_well_one_by_one(guest: Guest) -> None:
+    guest.join()
+    for _ in range(EMPTY_RECORDS):
+        assert guest.says(guest.client.key_updates(1)) == []
+    assert guest.says(guest.client.key_updates(1)) == [NO_DATA]
+
+
+def test_answers_that_the_peer_asks_for_and_does_not_read_are_bounded(guest: Guest) -> None:
+    guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+    guest.link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+    guest.join()
+    client, events = guest.client, list[Event]()
+    turn = EMPTY_RECORDS, KEY_UPDATE_WITH_ANSWER
+    guest.sock.sendall(b"".join(client.key_updates(*turn) + client.data(FIRST) for _ in range(800)))
+    while not guest.link.over:
+        assert guest.link._outgoing.pending < 2 * ANSWER_BYTES
+        events = guest.polled()
+    assert events == [Lost("it sends, but does not read what it is sent", violation=True)]
+
+
+def test_one_poll_takes_few_records_and_what_it_leaves_is_told_of(guest: Guest) -> None:
+    guest.join()
+    rng = random.Random(4)
+    sent = b"".join(guest.client.data(FRAME.pack(CONTROL, 0, 4) + b"%4d" % number) for number in range(1000))
+    guest.sock.sendall(sent[:-9])  # the last one is not whole
+    events: list[Event] = []
+    while len(events) < 999:
+        found = guest.polled()
+        assert 0 < len(found) <= RECORDS_PER_POLL
+        events += found
+    assert guest.link.poll() == []
+    for byte in sent[-9:]:
+        events += guest.says(bytes([byte]))
+    assert events == [Control(b"%4d" % number) for number in range(1000)]
+    rest = guest.client.data(FIRST * 1500) + guest.client.data(FIRST)
+    while rest:
+        cut = rng.randrange(1, 9000)
+        events += guest.says(rest[:cut])
+        rest = rest[cut:]
+    while len(events) < 2501:
+        events += guest.polled()
+    assert events[1000:] == [Control(b"hello")] * 1501
+
+
+def test_a_handshake_in_single_bytes(guest: Guest) -> None:
+    for byte in guest.client.hear(b""):
+        assert guest.says(bytes([byte])) == []
+    for byte in guest.client.hear(guest.sock.recv(65536)):
+        assert guest.says(bytes([byte])) == []
+    assert guest.says(guest.client.data(FIRST)) == [Control(b"hello")]
+
+
+def test_a_handshake_in_too_many_records(guest: Guest) -> None:
+    hello = guest.client.hear(b"")
+    cut = [hello[:5]] + [b"\x16\x03\x01\x00\x01" + hello[at : at + 1] for at in range(5, 5 + HANDSHAKE_RECORDS + 1)]
+    events = guest.says(b"".join(cut[1:]))
+    while not events:
+        events = guest.polled()
+    assert events == [Lost(f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)]
+
+
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\n\r\n", FIRST, b"\x16\x03\x01\xff\xff", b"\x17\x04\x03\x00\x05hello"]
+)
+def test_what_is_no_tls_is_told_at_once(guest: Guest, noise: bytes) -> None:
+    assert guest.says(noise) == [Lost(f"no TLS: it sent {noise[:5]!r}", violation=True)]
+
+
+def test_without_a_certificate_nothing_is_looked_at() -> None:
+    """The client thinks that the handshake is over, and sends a message with its last words of it."""
+    guest = Guest(certificates().trust())
+    guest.first_flight()
+    finished = guest.client.hear(guest.sock.recv(65536))
+    assert guest.client.established
+    events = guest.says(finished + guest.client.data(FIRST) * 3)
+    guest.close()
+    assert len(events) == 1
+    assert isinstance(events[0], Lost)
+    assert events[0].violation
+    assert events[0].reason.startswith("no TLS: [SSL: PEER_DID_NOT_RETURN_A_CERTIFICATE]")
+    assert guest.link.counters.received_bytes == 0
