@@ -14,10 +14,10 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.layout import Stripes
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End
 from omnireduce.protocol.gathering import member_name
-from omnireduce.protocol.reduction import Reduction
+from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.traced import ShardTraces
@@ -60,9 +60,10 @@ class Job:
         verbs: Verbs | None = None,
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,
+        budget: Budget = BUDGET,
     ) -> None:
         self.log = BoundLog(logging.getLogger("omnireduce.aggregator"), job=name, generation=generation)
-        self._clock, self._straggler_s = clock, straggler_s
+        self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
         self.generation, self.name, self.links = generation, name, list(links)
         self._since, self._spec = clock(), hellos[0]
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
@@ -98,6 +99,7 @@ class Job:
             whole_bytes=self._spec.whole_bytes,
             inline=[rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
+            budget=self._budget,
             reduction=Reduction if self._trace is None else self._trace.reduction,
         )
 

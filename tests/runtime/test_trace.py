@@ -138,7 +138,7 @@ def parts(server: ShardServer, comm: Communicator) -> list[type]:
     """The types of everything that could be a wrapper."""
     comm.allreduce(np.ones(8, np.float32))
     (job,) = server._jobs.values()
-    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, *job.machine._formats.values()]
+    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, job.machine._reduction]
     return [type(each) for each in found]
 
 
