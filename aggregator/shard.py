@@ -14,6 +14,7 @@ from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
 from omnireduce.protocol.membership import Limits
 from omnireduce.runtime.access import Access
+from omnireduce.runtime.listening import Door
 from omnireduce.runtime.observe import MONITOR
 from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.traced import ShardTraces
@@ -92,10 +93,20 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
     def shm_link(sock: socket.socket) -> ShmLink:
         return ShmLink(sock, "a local process")
 
-    made = [(listeners.tcp, tcp_link), (listeners.shm, shm_link), (listeners.monitor, shm_link)]
+    def monitor_link(sock: socket.socket) -> ShmLink:
+        link = shm_link(sock)
+        if link.foreign_user is not None:  # who comes by this door goes first
+            raise ConnectionRefusedError("only the daemon's own user may ask here")
+        return link
+
+    doors = [
+        (listeners.tcp, tcp_link, False),
+        (listeners.shm, shm_link, False),
+        (listeners.monitor, monitor_link, True),
+    ]
     server = ShardServer(
         listeners.name,
-        [(listener, make) for listener, make in made if listener is not None],
+        [Door(listener, make, of_monitor) for listener, make, of_monitor in doors if listener is not None],
         Limits(
             max_jobs=settings.max_jobs,
             max_world_size=settings.max_world_size,

@@ -22,7 +22,7 @@ NO_HEADER = Header(0, 0, 0, 0, 0)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
 INDEX_WORK = 16  # of one index
-PLANNED = 1 << 15  # parts of blocks, ranks × blocks, that are planned in one step
+PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are reduced in one step
 
 
@@ -180,7 +180,7 @@ class Reduction:
         if self._column == 0 and not self._plan(1):
             return 0
         part, row = self._parts[:1], self._rows[slot][self.written]
-        piece = row[self._column : self._column + self._columns].reshape(1, -1)
+        piece: Array = row[self._column : self._column + self._columns].reshape(1, -1)
         self._reduce(np.where(part == ABSENT, ABSENT, part + self._column), piece)
         self._column += piece.size
         if self._column == self._block_size:
@@ -193,7 +193,7 @@ class Reduction:
         first = self.written
         known = min([self.watermark, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
         out = self._out_indices[first : first + most]
-        added = plan_union(
+        added: int = plan_union(
             self._indices, self._position, self._count, self._start, self._block_size, known, out, self._parts, 0
         )
         if self._sole_is_result:

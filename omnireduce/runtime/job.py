@@ -26,7 +26,7 @@ from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control
+from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
@@ -40,6 +40,16 @@ def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
     failed = tagged("internal_error", job=job)
     log.exception("internal error at the start of a job; please report it", extra=failed)
     return "internal error; the log of the aggregator has the details", False
+
+
+def why_broken_off(error: Exception, job: Job | None) -> str:
+    """What to tell the ranks of a job, or a newcomer, whose service failed; the log gets the details."""
+    about, what = log if job is None else job.log, job or "a newcomer"
+    if isinstance(error, MemoryError):
+        about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
+        return f"out of memory: {error}".rstrip(": ")
+    about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
+    return "internal error; its log has the details"
 
 
 class Job:
@@ -137,6 +147,15 @@ class Job:
             who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
             waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
             self.log.warning("%s: %s", self, text, extra=waiting)
+
+    def log_end(self, end: End) -> None:
+        """Say why the job is over."""
+        if end.cause is None:
+            self.log.info("%s ended: all ranks left", self, extra=tagged("job_ended"))
+            return
+        culprit, reason = shown(end.cause.culprit), shown(end.cause.reason)
+        ended = tagged("job_ended", cause=end.kind, rank=end.rank, culprit=culprit)
+        self.log.warning("%s ended: %s: %s", self, culprit, reason, extra=ended)
 
     def abort(self, cause: Cause, kind: AbortKind) -> None:
         """End the job on every rank."""
