@@ -9,9 +9,10 @@ import signal
 import socket
 from dataclasses import dataclass
 
+from aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Config
 from omnireduce.errors import TransportError
-from omnireduce.logs import start_logs, tagged
+from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.membership import Limits
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.listening import Door
@@ -71,8 +72,9 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
-def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: int) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died."""
+def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Pulse, stop_pipe: int) -> None:
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. With every turn
+    `pulse` beats."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
     start_logs(config.log, shard=listeners.name)
@@ -122,5 +124,10 @@ def run_shard(listeners: Listeners, config: Config, access: Access, stop_pipe: i
         straggler_s=settings.straggler_s,
         traces=ShardTraces(config.trace) if config.trace.folder else None,
     )
+
+    def turned() -> None:
+        pulse.beat()
+        tell_left_out()
+
     server.stop_when_readable(stop_pipe)
-    server.serve()
+    server.serve(turned, look_s(settings.watchdog_s))

@@ -71,6 +71,7 @@ def test_without_its_secret_the_service_says_what_is_missing() -> None:
 def test_limits_and_times_fit_the_configuration() -> None:
     found, settings = service(), load_config(SETTINGS, environ={})
     assert found["Type"] == "notify"
+    assert float(found["WatchdogSec"]) > 2 * settings.aggregator.watchdog_s > 0
     assert found["LimitMEMLOCK"] == "infinity"
     assert int(found["TimeoutStopSec"]) > settings.aggregator.drain_s + 5
     assert int(found["LimitNOFILE"]) * 3 // 4 > settings.aggregator.max_world_size
