@@ -1,4 +1,4 @@
-"""The supervisor: binds all addresses, compiles kernels, forks one process per shard, restarts a shard that dies.
+"""The supervisor: binds all addresses, compiles kernels, forks one process per shard, restarts one that dies or hangs.
 
 Shards are forked after the kernels are loaded, so a restart takes milliseconds, and before any thread exists. Metrics
 and health are served by one more process, the monitor.
@@ -17,15 +17,17 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
 from aggregator.access import make_access
-from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family
-from aggregator.notify import notify
+from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
+from aggregator.notify import notify, watchdog_s
 from aggregator.pages import make_pages, why_open
 from aggregator.reload import not_reloaded
 from aggregator.shard import Listeners, open_listeners, run_shard
+from aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import ConfigError
 from omnireduce.kernels.warm import warm_up_aggregator
@@ -46,6 +48,8 @@ class Daemon:
         self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
         self._family = Family()
         self._signals, self._signals_in = socket.socketpair()
+        self._pulses = [Pulse() for _ in range(config.aggregator.shards)]
+        self._systemd_s = watchdog_s()
 
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status. Raises TransportError when an address is taken, and
@@ -65,11 +69,13 @@ class Daemon:
             return self._serve(bound)
         finally:
             self._stop("monitor", STOP_MARGIN_S)
+            self._ignore_signals()
 
     def _serve(self, bound: Sequence[Listeners]) -> int:
         deaths = Deaths()
-        for each in bound:
-            self._family.start("shard", each.address, partial(self._run_shard, each), deaths)
+        for each, pulse in zip(bound, self._pulses, strict=True):
+            run = partial(self._run_shard, each, pulse)
+            self._family.start("shard", each.address, run, deaths, Watch(pulse))
         addresses = [each.address for each in bound]
         print("ready", *addresses, flush=True)
         log.info("ready at %s", ", ".join(addresses), extra=tagged("ready", shards=addresses))
@@ -80,8 +86,8 @@ class Daemon:
         log.info("stopped", extra=tagged("stopped"))
         return 0 if clean and healthy else 1
 
-    def _run_shard(self, listeners: Listeners, stop_pipe: int) -> None:
-        run_shard(listeners, self._config, self._access, self._own, stop_pipe)
+    def _run_shard(self, listeners: Listeners, pulse: Pulse, stop_pipe: int) -> None:
+        run_shard(listeners, self._config, self._access, self._own, pulse, stop_pipe)
 
     def _watch_signals(self) -> None:
         self._signals_in.setblocking(False)
@@ -103,10 +109,16 @@ class Daemon:
         except ConfigError as error:
             not_reloaded(error)
             return
-        self._access, self._pages = access, pages
+        self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
         self._family.hang_up()
         teams = 0 if self._access.teams is None else len(self._access.teams)
         log.info("read secrets and certificates again: %d teams", teams, extra=tagged("reloaded", teams=teams))
+
+    def _ignore_signals(self) -> None:
+        """All is over: one that comes now must not change the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
 
     def _bind(self) -> list[Listeners]:
         settings = self._config.aggregator
@@ -127,21 +139,38 @@ class Daemon:
         secret = None if self._access.teams is None else self._own
 
         def run(stop_pipe: int) -> None:
-            run_monitor(listener, self._config, secret, self._pages, names, addresses, stop_pipe)
+            run_monitor(listener, self._config, secret, self._pages, names, addresses, self._pulses, stop_pipe)
 
         self._family.start("monitor", address, run, Deaths())
 
     def _supervise(self) -> bool:
-        """Wait for a signal, restarting children that die; return False when shards die too often."""
+        """Wait for a signal, restarting children that die or hang; return False when shards die too often."""
         while True:
             children = list(self._family.members)
-            ready = wait([self._signals, *(child.process.sentinel for child in children)])
+            patience = min(look_s(self._config.aggregator.watchdog_s), look_s(self._systemd_s or 0))
+            ready = wait([self._signals, *(child.process.sentinel for child in children)], patience)
             if self._signals in ready and self._told_to_stop():
                 log.info("stopping", extra=tagged("stopping"))
                 return True
             dead = [child for child in children if child.process.sentinel in ready]
             if not all(self._replace(child) for child in dead):
                 return False
+            self._look()
+
+    def _look(self) -> None:
+        """End shards that hang: they are then replaced as if they had died. Tell systemd while all take turns."""
+        now, limit_s = time.monotonic(), self._config.aggregator.watchdog_s
+        watched = [(child, child.watch) for child in self._family.members if child.watch is not None]
+        for child, watch in watched:
+            watch.look(now)
+            if limit_s and watch.silent_s >= limit_s and child.process.is_alive():
+                stacks, seconds = where_it_hangs(child), round(watch.silent_s, 1)
+                hangs = tagged("shard_hangs", shard=child.address, seconds=seconds, exception=stacks or None)
+                log.error("%s has taken no turn for %.1f s: it hangs; killed it", child.name, seconds, extra=hangs)
+                child.process.kill()
+                watch.begin_anew()
+        if self._systemd_s and all(watch.silent_s < self._systemd_s / 2 for _, watch in watched):
+            notify("WATCHDOG=1")
 
     def _replace(self, child: Child) -> bool:
         """Start a child anew that has died; return whether the daemon can go on."""

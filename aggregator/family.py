@@ -1,18 +1,26 @@
-"""The supervisor's child processes: each is forked with a pipe whose end tells it to stop, and has a few lives."""
+"""The supervisor's child processes. Each is forked with a pipe whose end tells it to stop, and one by which it says
+where it hangs; it has a few lives."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from aggregator.watchdog import Watch
 
 RESTART_WINDOW_S = 60.0
 RESTARTS_PER_WINDOW = 5
+WHERE = signal.SIGUSR1  # lets a child write the stacks of its threads into a pipe
+STACKS_S, PAUSE_S = 1.0, 0.1  # for the first bytes of them, and between two
+STACKS_BYTES = 1 << 16
 
 
 class Deaths:
@@ -40,8 +48,10 @@ class Child:
     address: str
     run: Callable[[int], None]
     deaths: Deaths
+    watch: Watch | None  # of one that says when it takes a turn
     process: ForkProcess
     stop: int  # closing this descriptor asks it to stop
+    stacks: int  # what it says of where it hangs
 
     @property
     def name(self) -> str:
@@ -56,14 +66,21 @@ class Family:
         self.members: list[Child] = []
 
     def start(
-        self, kind: Literal["shard", "monitor"], address: str, run: Callable[[int], None], deaths: Deaths
+        self,
+        kind: Literal["shard", "monitor"],
+        address: str,
+        run: Callable[[int], None],
+        deaths: Deaths,
+        watch: Watch | None = None,
     ) -> None:
         """Fork one more child."""
-        self.members.append(Child(kind, address, run, deaths, *self._forked(f"{kind} {address}", run)))
+        self.members.append(Child(kind, address, run, deaths, watch, *self._forked(f"{kind} {address}", run)))
 
     def restart(self, child: Child) -> None:
         """Fork it anew, after its end."""
-        child.process, child.stop = self._forked(child.name, child.run)
+        child.process, child.stop, child.stacks = self._forked(child.name, child.run)
+        if child.watch is not None:
+            child.watch.begin_anew()
 
     def hang_up(self) -> None:
         """Send SIGHUP to all that live: they read their files again."""
@@ -75,8 +92,7 @@ class Family:
     def bury(self, child: Child) -> int:
         """Take note of its end; return its exit status."""
         child.process.join()
-        os.close(child.stop)
-        child.stop = -1
+        _close(child)
         status = child.process.exitcode
         assert status is not None
         return status
@@ -84,8 +100,7 @@ class Family:
     def stop(self, children: Sequence[Child], timeout_s: float) -> list[Child]:
         """Ask them to stop and wait for that; return those that had to be killed."""
         for child in children:
-            os.close(child.stop)
-            child.stop = -1
+            _close(child)
         deadline, killed = time.monotonic() + timeout_s, []
         for child in children:
             child.process.join(max(0.0, deadline - time.monotonic()))
@@ -95,18 +110,49 @@ class Family:
                 killed.append(child)
         return killed
 
-    def _forked(self, name: str, run: Callable[[int], None]) -> tuple[ForkProcess, int]:
-        theirs, ours = os.pipe()
-        process = self._context.Process(target=self._live, args=(run, theirs, ours), name=name)
+    def _forked(self, name: str, run: Callable[[int], None]) -> tuple[ForkProcess, int, int]:
+        pipes = _Pipes(*os.pipe(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # who nobody reads does not wait for that
+        process = self._context.Process(target=self._live, args=(run, pipes), name=name)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it waits until the child waits for it
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(theirs)
-        return process, ours
+        os.close(pipes.stop_pipe)
+        os.close(pipes.stacks_in)
+        return process, pipes.stop, pipes.stacks
 
-    def _live(self, run: Callable[[int], None], stop_pipe: int, stop: int) -> None:
+    def _live(self, run: Callable[[int], None], pipes: _Pipes) -> None:
         signal.set_wakeup_fd(-1)
-        for descriptor in (stop, *(child.stop for child in self.members if child.stop >= 0)):
+        faulthandler.register(WHERE, pipes.stacks_in, all_threads=True)
+        ours = [end for child in self.members for end in (child.stop, child.stacks) if end >= 0]
+        for descriptor in (pipes.stop, pipes.stacks, *ours):
             os.close(descriptor)  # the supervisor's ends: a copy here would keep the pipes open
-        run(stop_pipe)
-        os.close(stop_pipe)
+        run(pipes.stop_pipe)
+        os.close(pipes.stop_pipe)
+
+
+class _Pipes(NamedTuple):
+    stop_pipe: int  # the child's end
+    stop: int
+    stacks: int
+    stacks_in: int  # the child's end
+
+
+def _close(child: Child) -> None:
+    """Close the supervisor's ends, which lets the child stop."""
+    for descriptor in (child.stop, child.stacks):
+        if descriptor >= 0:
+            os.close(descriptor)
+    child.stop = child.stacks = -1
+
+
+def where_it_hangs(child: Child) -> str:
+    """The stacks of a child's threads; empty when it cannot say, for example because it is stopped."""
+    assert child.process.pid is not None
+    os.kill(child.process.pid, WHERE)
+    found, patience = b"", STACKS_S
+    while len(found) < STACKS_BYTES and wait([child.stacks], patience):
+        more = os.read(child.stacks, STACKS_BYTES)
+        if not more:
+            break
+        found, patience = found + more, PAUSE_S
+    return found.decode(errors="replace")

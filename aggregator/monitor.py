@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from aggregator.metrics import Answers, ShardCollector
 from aggregator.pages import ALL, CHALLENGE, Pages, make_pages
 from aggregator.reload import reload_on_hangup
+from aggregator.watchdog import Pulse
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged
@@ -46,7 +47,8 @@ _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
 
 
 class Monitor:
-    """What the pages say of the shards at `addresses`, which are called `names`, and who may read them: `access`."""
+    """What the pages say of the shards at `addresses`, which are called `names` and have these `pulses`, and who may
+    read them: `access`."""
 
     def __init__(
         self,
@@ -54,11 +56,12 @@ class Monitor:
         secret: Secret | None,
         names: Sequence[str],
         addresses: Sequence[str],
+        pulses: Sequence[Pulse],
         access: Pages = ALL,
     ) -> None:
         self.access = access
         self._names, self._addresses = names, [_reachable(address) for address in addresses]
-        self._config, self._secret = config, secret
+        self._config, self._secret, self._pulses = config, secret, pulses
         self._places = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._round: Future[Answers] | None = None  # of asking the shards, which is under way
@@ -71,7 +74,7 @@ class Monitor:
         pages: dict[str, _App] = {"/metrics": self._metrics, "/readyz": self._ready}
         path = environ["PATH_INFO"]
         if path == "/healthz":
-            return _page(start, "200 OK", "alive")
+            return self._alive(start)
         if path not in pages:
             return _page(start, "404 Not Found", "try /metrics, /healthz or /readyz")
         if path == "/metrics" and not self.access.admits(environ.get("HTTP_AUTHORIZATION", "")):
@@ -84,6 +87,12 @@ class Monitor:
             return pages[path](environ, start)
         finally:
             self._places.release()
+
+    def _alive(self, start: _Start) -> Iterable[bytes]:
+        now, limit_s = time.monotonic(), self._config.aggregator.watchdog_s
+        silent = {name: now - pulse.last for name, pulse in zip(self._names, self._pulses, strict=True) if pulse.last}
+        hang = [f"{name}: no turn for {seconds:.0f} s" for name, seconds in silent.items() if 0 < limit_s < seconds]
+        return _page(start, "503 Service Unavailable" if hang else "200 OK", "\n".join(hang) or "alive")
 
     def _ready(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
         wrong = [f"{name}: {each}" for name, each in self._ask().items() if not isinstance(each, Status)]
@@ -218,6 +227,7 @@ def run_monitor(
     access: Pages,
     names: Sequence[str],
     addresses: Sequence[str],
+    pulses: Sequence[Pulse],
     stop_pipe: int,
 ) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The shards
@@ -225,7 +235,7 @@ def run_monitor(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     start_logs(config.log)
-    monitor = Monitor(config, secret, names, addresses, access)
+    monitor = Monitor(config, secret, names, addresses, pulses, access)
 
     def reload() -> None:
         monitor.access = make_pages(config.metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Mapping
 
 
 def notify(*state: str) -> None:
@@ -16,3 +17,11 @@ def notify(*state: str) -> None:
         address = f"\0{address[1:]}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
         sock.sendto("\n".join(state).encode(), address)
+
+
+def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Within how many seconds systemd wants the next WATCHDOG=1 of this process; None when it wants none."""
+    microseconds = environ.get("WATCHDOG_USEC", "")
+    if not microseconds.isdecimal() or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None
+    return int(microseconds) / 1e6 or None

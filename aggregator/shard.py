@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from aggregator.access import make_access
 from aggregator.reload import reload_on_hangup
+from aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Config
 from omnireduce.errors import TransportError
-from omnireduce.logs import start_logs, tagged
+from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.access import Access
+from omnireduce.runtime.listening import Door
 from omnireduce.runtime.observe import MONITOR
 from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.traced import ShardTraces
@@ -73,9 +75,11 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
-def run_shard(listeners: Listeners, config: Config, access: Access, monitor: Secret, stop_pipe: int) -> None:
+def run_shard(
+    listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, stop_pipe: int
+) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The daemon's
-    monitor proves the secret `monitor`."""
+    monitor proves the secret `monitor`. With every turn `pulse` beats."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
     start_logs(config.log, shard=listeners.name)
@@ -97,10 +101,20 @@ def run_shard(listeners: Listeners, config: Config, access: Access, monitor: Sec
     def shm_link(sock: socket.socket) -> ShmLink:
         return ShmLink(sock, "a local process")
 
-    made = [(listeners.tcp, tcp_link), (listeners.shm, shm_link), (listeners.monitor, shm_link)]
+    def monitor_link(sock: socket.socket) -> ShmLink:
+        link = shm_link(sock)
+        if link.foreign_user is not None:  # who comes by this door goes first
+            raise ConnectionRefusedError("only the daemon's own user may ask here")
+        return link
+
+    doors = [
+        (listeners.tcp, tcp_link, False),
+        (listeners.shm, shm_link, False),
+        (listeners.monitor, monitor_link, True),
+    ]
     server = ShardServer(
         listeners.name,
-        [(listener, make) for listener, make in made if listener is not None],
+        [Door(listener, make, of_monitor) for listener, make, of_monitor in doors if listener is not None],
         Limits(
             max_jobs=settings.max_jobs,
             max_world_size=settings.max_world_size,
@@ -120,6 +134,10 @@ def run_shard(listeners: Listeners, config: Config, access: Access, monitor: Sec
     def reload() -> None:
         server.access = make_access(config, monitor)
 
+    def turned() -> None:
+        pulse.beat()
+        tell_left_out()
+
     reload_on_hangup(reload)
     server.stop_when_readable(stop_pipe)
-    server.serve()
+    server.serve(turned, look_s(settings.watchdog_s))

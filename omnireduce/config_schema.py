@@ -250,6 +250,9 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=86400,
         ),
     ] = 1.0
+    watchdog_s: Annotated[
+        float, _meta("a shard that takes no turn for so long is replaced; 0: never", "seconds", ge=0, le=86400)
+    ] = 30.0
 
 
 class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

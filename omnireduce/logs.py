@@ -5,8 +5,8 @@ beside its text travels in `extra`:
 
     log.warning("rank %d left", rank, extra=tagged("rank_left", job=job, rank=rank))
 
-`start_logs` is for programs: it writes the lines of this process to standard error, of what strangers can cause a few
-a second.
+`start_logs` is for programs: it writes the lines of this process to standard error. A full disk stops a host. So what
+others can cause has limits: a few lines a second of each event, and so many bytes a minute.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import json
 import logging
 import re
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from omnireduce.config_schema import Log
 
-OF_STRANGERS = {
-    *("hello", "refused", "dropped", "turned_away", "accept_failed", "newcomer_lost", "internal_error"),
-    "metrics_refused",
-}
-A_SECOND = 10  # lines of each of these events
+# what no peer can cause
+OWN = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", "metrics_open", "gave_up", "failed"}
+OWN |= {"reloaded", "reload_failed"}
+A_SECOND = 20  # lines of each other event
+A_MINUTE, OF_ONE = 400_000, 60_000  # bytes of all these lines, and of those of one event
+LINE = 4096  # bytes that a line may take
 _PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
 
 
@@ -49,8 +53,7 @@ class BoundLog(logging.LoggerAdapter[logging.Logger]):
 
 def start_logs(settings: Log, **fields: object) -> None:
     """Write the log lines of this process to standard error from now on, each with `fields`."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(FloodFilter())
+    handler = LimitedHandler(sys.stderr)
     handler.setFormatter((JsonLines if settings.format == "json" else TextLines)(fields))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
 
@@ -60,26 +63,74 @@ def logs_are_json() -> bool:
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
 
 
-class FloodFilter(logging.Filter):
-    """Passes A_SECOND records of each event that strangers can cause in a second. The next one that passes says in
-    `left_out` how many did not."""
+def tell_left_out() -> None:
+    """Write how many lines were left out before this second, if there were any: for programs to call now and then."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LimitedHandler):
+            handler.tell_left_out(time.time())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[str, tuple[int, int]] = {}  # by event: the second, and how many came in it
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        event = getattr(record, "event", "")
-        if event not in OF_STRANGERS:
-            return True
-        second, count = self._seen.get(event, (0, 0))
-        left_out = 0
-        if int(record.created) != second:
-            left_out, second, count = max(0, count - A_SECOND), int(record.created), 0
-        self._seen[event] = second, count + 1
-        if left_out:
-            record.fields = {**getattr(record, "fields", {}), "left_out": left_out}
-        return count < A_SECOND
+class LimitedHandler(logging.StreamHandler[TextIO]):
+    """Writes lines within the limits above. A line of its own says how many were left out: before the next line in a
+    later second, whatever that is about, or by `tell_left_out`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._second = self._minute = 0
+        self._lines = Counter[str]()  # of each event in this second
+        self._bytes = Counter[str]()  # of each event in this minute
+        self._left_out = Counter[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, or count it."""
+        self._pass_time(record.created)
+        event = getattr(record, "event", "message")
+        if event not in OWN and not self._has_room(event):
+            self._left_out[event] += 1
+            return
+        try:
+            line = self.format(record) + self.terminator
+        except Exception:
+            self.handleError(record)
+            return
+        if event not in OWN:
+            self._lines[event] += 1
+            self._bytes[event] += len(line.encode(errors="replace"))
+        self._write(line, record)
+
+    def _has_room(self, event: str) -> bool:
+        """For one more line, however long."""
+        in_minute = self._bytes[event] + LINE <= OF_ONE and self._bytes.total() + LINE <= A_MINUTE
+        return in_minute and self._lines[event] < A_SECOND
+
+    def tell_left_out(self, now: float) -> None:
+        """Say what was left out before the second of `now`."""
+        if self._left_out:
+            with self.lock or nullcontext():
+                self._pass_time(now)
+
+    def _pass_time(self, now: float) -> None:
+        if int(now) == self._second:
+            return
+        self._second = int(now)
+        self._lines.clear()
+        if self._left_out:
+            counts = dict(self._left_out.most_common())
+            self._left_out.clear()
+            text = f"{sum(counts.values())} lines were too many for the log"
+            record = logging.makeLogRecord({"name": __name__, "msg": text, "created": now, "levelno": logging.WARNING})
+            record.__dict__ |= {"levelname": "WARNING", **tagged("left_out", events=counts)}
+            self._write(self.format(record) + self.terminator, record)
+        if int(now) // 60 != self._minute:
+            self._minute = int(now) // 60
+            self._bytes.clear()
+
+    def _write(self, line: str, record: logging.LogRecord) -> None:
+        try:
+            self.stream.write(line)
+            self.flush()
+        except Exception:
+            self.handleError(record)
 
 
 class _Lines(logging.Formatter):
@@ -99,7 +150,13 @@ class _Lines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return self._write({key: value for key, value in line.items() if value is not None})
+        fields = {key: value for key, value in line.items() if value is not None}
+        written = self._write(fields)
+        room = LINE // 2
+        while len(written.encode(errors="replace")) >= LINE:  # with the end of the line
+            fields = {key: _cut(value, room) for key, value in fields.items()}
+            written, room = self._write(fields), room // 2
+        return written
 
 
 class JsonLines(_Lines):
@@ -119,3 +176,11 @@ class TextLines(_Lines):
 def _text(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if _PLAIN.match(text) else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _cut(value: object, most: int) -> object:
+    """Numbers as they are, and of the text of all else no more than `most` characters; the middle is left out."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if len(text) <= most or isinstance(value, int | float):
+        return value
+    return f"{text[: most // 2]} [...] {text[len(text) - most // 2 :]}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +18,16 @@ from omnireduce.config import Log
 from omnireduce.errors import UsageError
 from omnireduce.logs import (
     A_SECOND,
-    OF_STRANGERS,
+    LINE,
+    OF_ONE,
+    OWN,
     BoundLog,
-    FloodFilter,
     JsonLines,
+    LimitedHandler,
     TextLines,
     start_logs,
     tagged,
+    tell_left_out,
 )
 
 log = logging.getLogger("omnireduce.test_logs")
@@ -119,50 +124,118 @@ def test_the_error_that_ends_a_program(settings: Log, expected: str, lines: Call
     assert line == expected
 
 
-@pytest.mark.parametrize("event", sorted(OF_STRANGERS))
-def test_of_what_strangers_can_cause_there_are_a_few_lines_a_second(event: str) -> None:
-    """Those that are left out are counted on the next line. What jobs cause is not limited."""
-    flood = FloodFilter()
+class Flood:
+    """A limited handler and what it has written, at a time of the test's choice."""
 
-    def passes(second: float, event: str) -> list[int]:
-        record = logging.makeLogRecord({"created": second, **tagged(event, peer="p")})
-        if not flood.filter(record):
-            return []
-        assert record.fields["peer"] == "p"
-        return [record.fields.get("left_out", 0)]
+    def __init__(self) -> None:
+        self.stream = io.StringIO()
+        self.handler = LimitedHandler(self.stream)
+        self.handler.setFormatter(JsonLines({}))
+        self.bytes = 0
 
-    assert [each for i in range(50) for each in passes(7.0 + i / 100, event)] == [0] * A_SECOND
-    assert [each for _ in range(50) for each in passes(7.5, "job_ended")] == [0] * 50
-    assert passes(9.0, event) == [50 - A_SECOND]
-    assert [each for i in range(50) for each in passes(9.1, event)] == [0] * (A_SECOND - 1)
-    assert passes(5.0, event) == [51 - A_SECOND]  # a clock that is set back
+    def log(self, second: float, event: str, text: str = "x", **options: Any) -> list[dict[str, Any]]:
+        """Log a record; return the lines that this wrote."""
+        self.handler.handle(logging.makeLogRecord({"created": second, "msg": text, **tagged(event), **options}))
+        return self.written()
+
+    def written(self) -> list[dict[str, Any]]:
+        found = self.stream.getvalue()
+        self.bytes += len(found.encode())
+        self.stream.seek(0)
+        self.stream.truncate()
+        assert all(len(line.encode()) < LINE for line in found.splitlines())
+        return [json.loads(line) for line in found.splitlines()]
+
+
+@pytest.mark.parametrize("event", ["refused", "job_ended", "waiting", "hello", "message"])
+def test_of_every_event_there_are_a_few_lines_a_second(event: str) -> None:
+    """The next line of a later second says what was left out, whatever that line is about."""
+    flood = Flood()
+    assert len([each for i in range(50) for each in flood.log(7.0 + i / 100, event)]) == A_SECOND
+    [other] = flood.log(7.5, "no_verbs")
+    assert other["event"] == "no_verbs"
+    told, line = flood.log(9.0, "no_verbs")
+    assert (told["event"], told["level"], told["events"][event]) == ("left_out", "warning", 50 - A_SECOND)
+    assert told["message"] == f"{50 - A_SECOND} lines were too many for the log"
+    assert line["event"] == "no_verbs"
+    assert len(flood.log(9.1, event)) == 1
+    assert len(flood.log(5.0, event)) == 1  # a clock that is set back
+
+
+def test_what_was_left_out_is_told_without_a_further_line() -> None:
+    flood = Flood()
+    for _ in range(A_SECOND + 3):
+        flood.log(7.0, "refused")
+    flood.handler.tell_left_out(7.9)
+    assert flood.written() == []
+    flood.handler.tell_left_out(8.0)
+    [told] = flood.written()
+    assert told["events"] == {"refused": 3}
+    flood.handler.tell_left_out(9.0)
+    assert flood.written() == []
+
+
+@pytest.mark.parametrize("text", ["x", "y" * 500, "z" * 100_000, "\u0007" * 3000])
+def test_a_flood_of_anything_has_a_bound(text: str) -> None:
+    """All events of the product at once, for two minutes; what no peer can cause comes through all the while."""
+    flood, events, ready = Flood(), sorted(all_events() - OWN), 0
+    for second in range(600, 720):
+        for event in events:
+            for _ in range(A_SECOND + 1):
+                flood.log(second, event, text)
+        ready += sum(each["event"] == "ready" for each in flood.log(second, "ready"))
+    assert ready == 120
+    assert 2 * OF_ONE < flood.bytes < 1_000_000
+    assert flood.log(720.0, "refused")[-1]["event"] == "refused"
+
+
+def test_a_long_traceback_keeps_its_ends() -> None:
+    def deep(level: int) -> None:
+        if level:
+            deep(level - 1)
+        raise ValueError("the end " + "." * 10_000)
+
+    flood = Flood()
+    try:
+        deep(300)
+    except ValueError:
+        [line] = flood.log(1.0, "internal_error", "a bug " * 5000, exc_info=sys.exc_info())
+    assert line["exception"].startswith("Traceback")
+    assert line["exception"].endswith("...")
+    assert line["message"].startswith("a bug")
+    assert line["time"].startswith("1970")
 
 
 def test_a_flood_on_standard_error(lines: Callable[[], list[str]]) -> None:
-    start_logs(Log(format="json"))
+    start_logs(Log(format="json", level="debug"))
     for number in range(1000):
         log.warning("refused %d", number, extra=tagged("refused", peer="p"))
-        log.warning("ended %d", number, extra=tagged("job_ended"))
+        log.debug("hello %d", number, extra=tagged("hello"))
+    for _ in range(20):
+        log.info("ready", extra=tagged("ready"))
     found = [json.loads(line) for line in lines()]
-    refused = [each for each in found if each["event"] == "refused"]
-    assert len(found) - len(refused) == 1000
-    seconds = {each["time"][:19] for each in refused}
-    assert len(refused) <= A_SECOND * len(seconds) < 1000
+    assert sum(each["event"] == "ready" for each in found) == 20
+    seconds = {each["time"][:19] for each in found}
+    for event in ("refused", "hello"):
+        assert 0 < sum(each["event"] == event for each in found) <= A_SECOND * len(seconds) < 1000
+    tell_left_out()
+
+
+def all_events() -> set[str]:
+    root = Path(__file__).parent.parent
+    folders = ("omnireduce", "aggregator", "worker")
+    sources = [file.read_text() for folder in folders for file in root.rglob(f"{folder}/**/*.py")]
+    found = {name for source in sources for name in re.findall(r'(?:tagged|about)\(\s*"(\w+)"', source)}
+    return found | {f"{kind}_{what}" for kind in ("shard", "monitor") for what in ("died", "killed")}
 
 
 def test_every_event_is_in_the_documentation() -> None:
-    root = Path(__file__).parent.parent
-    sources = [
-        file.read_text()
-        for folder in ("omnireduce", "aggregator", "worker")
-        for file in root.rglob(f"{folder}/**/*.py")
-    ]
-    events = {name for source in sources for name in re.findall(r'(?:tagged|about)\(\s*"(\w+)"', source)}
+    root, events = Path(__file__).parent.parent, all_events()
     rows = (root / "docs" / "operations.md").read_text().split("| event | level |")[1].split("\n\n")[0].splitlines()
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
     assert {"refused", "job_started", "metrics_request"} <= events
     assert events <= documented
-    assert events >= OF_STRANGERS
+    assert events >= OWN
 
 
 def test_standard_error_is_the_place() -> None:

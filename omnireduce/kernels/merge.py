@@ -61,17 +61,11 @@ def mark_sole(parts: Array, first: int, out_indices: Array) -> None:
 
 
 @kernel
-def leave_out(marked: Array, rank: int, rows: Array, out: Array, least: int) -> int:
-    """Copy the rows whose index has no mark of `rank` to the start of `out`; return how many were left out.
+def leave_out(marked: Array, rank: int, rows: Array, out: Array) -> None:
+    """Copy the rows whose index has no mark of `rank` to the start of `out`.
 
-    `rows`, `out`: uint8 (indices or more, block bytes). If fewer than `least` would be left out, nothing is
-    copied and 0 returned.
+    `rows`, `out`: uint8 (indices or more, block bytes).
     """
-    found = 0
-    for k in range(marked.size):
-        found += marked[k] >> SOLE_SHIFT == rank + 1
-    if found < least:
-        return 0
     at = 0
     for k in range(marked.size):
         if marked[k] >> SOLE_SHIFT != rank + 1:
@@ -79,7 +73,6 @@ def leave_out(marked: Array, rank: int, rows: Array, out: Array, least: int) -> 
             for i in range(row.size):
                 copy[i] = row[i]
             at += 1
-    return found
 
 
 @kernel

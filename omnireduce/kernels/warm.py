@@ -22,7 +22,7 @@ def warm_up_aggregator() -> None:
     plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, 0)
     mark_sole(parts, 0, one.copy())
     row = np.zeros((1, 8), np.uint8)
-    leave_out(one, 0, row, row.copy(), 1)
+    leave_out(one, 0, row, row.copy())
     scratch = np.zeros((2, 8), np.float32)
     for storage in STORAGES:
         reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, 0, np.zeros((1, 8), storage))

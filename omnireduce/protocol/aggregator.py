@@ -15,7 +15,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.layout import ALL_STRIPES, Stripes
 from omnireduce.protocol.account import Account
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
-from omnireduce.protocol.reduction import Reduction
+from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.wire import (
     Aborted,
     Cause,
@@ -31,6 +31,9 @@ from omnireduce.wire import (
     room_for,
 )
 
+BUDGET = Budget()
+ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # of one look at all ranks: in any case, and for each rank (see Budget)
+
 
 @dataclass(slots=True)
 class _Rank:
@@ -44,7 +47,8 @@ class _Rank:
 
 
 class Wait(NamedTuple):
-    """The collective `what` (a text) waits for `ranks`, called `who`; no result has left for `seconds`."""
+    """The collective `what` (a text) waits for `ranks`, called `who`; no result has left for `seconds`. Without ranks
+    it waits for the aggregator, whose turns end before the work does."""
 
     what: str
     ranks: list[int]
@@ -64,8 +68,9 @@ class AggregatorMachine:
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
     has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
 
-    `account` is kept of what the job does.
-    `reduction` makes the work spaces: `Reduction`, or what observes one.
+    `account` is kept of what the job does. `budget` bounds one call of `advance`: with `more` there is more to do at
+    once. `spent` is the work of the last call.
+    `reduction` makes the work space: `Reduction`, or what observes one.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class AggregatorMachine:
         whole_bytes: int = 0,
         inline: Iterable[int] = (),
         warn_after_s: float = 1.0,
+        budget: Budget = BUDGET,
         reduction: Callable[..., Reduction] = Reduction,
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
@@ -90,11 +96,10 @@ class AggregatorMachine:
         self._free = list(range(self._slots))
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
-        self._reduction = reduction
-        self._formats: dict[
-            tuple[str, int], Reduction
-        ] = {}  # by element type and block size; together no more than the arena
-        self._current: Reduction | None = None
+        self._reduction = reduction(len(members), arena, results, self._message_bytes, budget)
+        self._current: Reduction | None = None  # the same, while a collective is under way
+        self._budget = budget.work
+        self.spent, self.more = 0, False
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
@@ -120,8 +125,8 @@ class AggregatorMachine:
         """Whom the collective under way waits for; None when there is none."""
         if self._current is None or self.ended is not None:
             return None
-        ranks = self._waited_for(self._current)
-        who = listed([self._ranks[rank].name for rank in ranks])
+        ranks = [] if self.more else self._waited_for(self._current)
+        who = listed([self._ranks[rank].name for rank in ranks]) or "the aggregator, which is busy"
         return Wait(f"collective {self._number} ({self._descriptor})", ranks, who, now - self._quiet_since)
 
     @property
@@ -194,29 +199,49 @@ class AggregatorMachine:
     # progress
 
     def advance(self, now: float) -> Iterator[Effect]:
-        """Merge and send whatever the messages at hand allow."""
+        """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
         if self._current is None:
             self._quiet_since = now
-        moved = True
+        self.spent, self.more, moved = 0, False, True
         while moved and self.ended is None:
-            moved = False
-            for rank, state in enumerate(self._ranks):
-                if state.inbox and state.open_row < 0:
-                    try:
-                        moved |= self._open_next(rank, state, now)
-                    except ProtocolError as error:
-                        yield from self._violation(rank, error)
-                        return
+            if self.spent >= self._budget:
+                self.more = True
+                return
+            self.spent += ROUND_WORK + RANK_WORK * len(self._ranks)
+            try:
+                moved = self._take_messages(now)
+            except _BrokenRuleError as broken:
+                yield from self._violation(broken.rank, broken.error)
+                return
             if self._current is None:
                 return
             if self._ranks_gone():
                 yield from self.abort(self._ranks_gone_cause(), "left")
                 return
+            if moved and self.spent >= self._budget:
+                continue
             moved |= self._merge(self._current)
             yield from self._return_used(self._current)
             if self._worth_sending(self._current, moved):
                 moved, self._quiet_since = True, now
                 yield self._emit(self._current)
+
+    def _take_messages(self, now: float) -> bool:
+        """Open the next messages, and go on with long ones; return whether there were any. Raises _BrokenRuleError."""
+        moved, hungry = False, self._reduction.hungry
+        for rank, state in enumerate(self._ranks):
+            if (state.inbox and state.open_row < 0) or rank in hungry:
+                try:
+                    if rank in hungry:
+                        self.spent += self._reduction.feed(rank)
+                        moved = True
+                    else:
+                        moved |= self._open_next(rank, state, now)
+                except ProtocolError as error:
+                    raise _BrokenRuleError(rank, error) from error
+                if moved and self.spent >= self._budget:
+                    break
+        return moved
 
     def _open_next(self, rank: int, state: _Rank, now: float) -> bool:
         """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
@@ -233,8 +258,7 @@ class AggregatorMachine:
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
         state.inbox.popleft()
-        assert self._current is not None
-        self._current.open(rank, row, header)
+        self.spent += self._reduction.open(rank, row, header)
         state.open_row = row
         if not state.joined:
             state.joined = True
@@ -250,21 +274,11 @@ class AggregatorMachine:
             )
         if header.collective < self._number:
             raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
-        key = (descriptor.element.name, descriptor.layout.block_size)
-        if key not in self._formats:
-            self._formats[key] = self._reduction(
-                descriptor, len(self._ranks), self._arena, self._results, self._message_bytes
-            )
-            while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:
-                del self._formats[next(iter(self._formats))]
         shard, shards, stripe_blocks = self._stripes
         layout = descriptor.layout.dealt(shards, stripe_blocks, self._whole_bytes, descriptor.block_bytes)
-        self._formats[key].begin(descriptor, layout.stripes(shard))
-        self._current, self._descriptor, self._number = self._formats[key], descriptor, header.collective
+        self._reduction.begin(descriptor, layout.stripes(shard))
+        self._current, self._descriptor, self._number = self._reduction, descriptor, header.collective
         self._first = rank, extra
-
-    def _work_bytes(self) -> int:
-        return sum(reduction.work_bytes for reduction in self._formats.values())
 
     def _compare(self, rank: int, row: int, header: Header) -> None:
         """All ranks must submit the same collective in the same place. Raises ProtocolError."""
@@ -284,7 +298,9 @@ class AggregatorMachine:
             if not self._free:
                 return False
             self._filling = self._free.pop()
-        return not current.full and current.merge(self._filling)
+        work = 0 if current.full else current.merge(self._filling, self._budget - self.spent)
+        self.spent += work
+        return work > 0
 
     def _return_used(self, current: Reduction) -> Iterator[Effect]:
         for rank, state in enumerate(self._ranks):
@@ -303,6 +319,7 @@ class AggregatorMachine:
         complete = current.complete
         memories = {rank: memory[slot] for rank, memory in self._shorter.items()}
         nbytes, shorter = current.seal(slot, self._number, memories)
+        self.spent += nbytes * max(1, len(memories))
         self._readers[slot] = set(range(len(self._ranks)))
         if complete:
             assert self._descriptor is not None
@@ -354,6 +371,14 @@ class AggregatorMachine:
             low, high = sorted((self._first[0], rank))
             return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"), "mismatch")
         return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"), "violation", rank)
+
+
+class _BrokenRuleError(Exception):
+    """`rank` broke the protocol."""
+
+    def __init__(self, rank: int, error: ProtocolError) -> None:
+        super().__init__(rank, error)
+        self.rank, self.error = rank, error
 
 
 class _MismatchError(ProtocolError):

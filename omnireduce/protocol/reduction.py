@@ -4,14 +4,14 @@ filled."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import SOLE_SHIFT, leave_out, mark_sole, plan_union
+from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, mark_sole, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices, all_owned
 from omnireduce.layout import Stripes
@@ -19,49 +19,61 @@ from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Header, block_rows, capaci
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes
+NO_HEADER = Header(0, 0, 0, 0, 0)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
+BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
+INDEX_WORK = 16  # of one index
+PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
+HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are reduced in one step
+
+
+class Budget(NamedTuple):
+    """What an aggregator does for one job before others have their turn. Work is counted in bytes that are read; what
+    has no bytes counts as many as take as long.
+
+    `work`: of one turn. A turn may pass it by one step, and these bound a step. `window`: indices of one message;
+    `piece_bytes`: all ranks' parts of one block. `blocks`: of one result.
+    """
+
+    work: int = 16 << 20
+    window: int = 4096
+    piece_bytes: int = 1 << 20
+    blocks: int = 1 << 16
 
 
 class Reduction:
-    """Work space for collectives of one block format; `begin` makes it ready for one.
+    """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one.
 
     `arena`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes).
     Blocks of a result take no more than `message_bytes`, unless one alone takes more.
+
+    Of a message the indices are copied, checked and used window by window: `hungry` ranks have used up theirs.
     """
 
-    def __init__(
-        self,
-        descriptor: Descriptor,
-        ranks: int,
-        arena: Array,
-        results: Array,
-        message_bytes: int,
-    ) -> None:
-        element, block_size = descriptor.element, descriptor.layout.block_size
-        self._storage: np.dtype[Any] = element.storage
-        self._half, self._brain = element.is_half, element.name == "bfloat16"
-        self._block_size, self._block_bytes = block_size, descriptor.block_bytes
-        self._slots, self._results = arena, results
-        self._arena = arena.reshape(-1).view(self._storage)
-        self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in results]
-        fitting = capacity(arena.shape[1], self._block_bytes)
-        self.capacity = min(fitting, max(1, message_bytes // self._block_bytes))  # of a result, in blocks
-        self._indices = np.empty((ranks, fitting), np.int64)
+    def __init__(self, ranks: int, arena: Array, results: Array, message_bytes: int, budget: Budget) -> None:
+        self._slots, self._results, self._message_bytes, self._budget = arena, results, message_bytes, budget
+        self._indices = np.empty((ranks, budget.window), np.int64)
         self._position, self._count, self._start = (np.zeros(ranks, np.int64) for _ in range(3))
+        self._out_indices = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)
+        self._parts = np.empty((max(1, PLANNED // ranks), ranks), np.int64)
+        self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
+        self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and head
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
+        self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
+        self.hungry: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
-        self._out_indices = np.empty(self.capacity, np.int64)
-        self._parts = np.empty((self.capacity, ranks), np.int64)
-        self._scratch = np.empty((2, block_size if self._half else 0), np.float32)
+        self._format: tuple[str, int] | None = None  # dtype and block size of the last collective
 
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        arrays = (self._indices, self._parts, self._out_indices, self._scratch)
-        return sum(array.nbytes for array in arrays)
+        arrays = (self._indices, self._position, self._count, self._start, self._parts, self._out_indices)
+        return sum(array.nbytes for array in (*arrays, self._scratch))
 
     def begin(self, descriptor: Descriptor, stripes: Stripes) -> None:
-        """Start a collective of this block format, whose blocks are all of `stripes`."""
+        """Start a collective whose blocks are all of `stripes`."""
+        if self._format != (descriptor.element.name, descriptor.layout.block_size):
+            self._take_format(descriptor)
         self.stripes = stripes
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
         # 16-bit floats go through float32 and back, which may change the bits of a NaN
@@ -72,27 +84,61 @@ class Reduction:
         self._frontier = [NOT_STARTED] * len(self._frontier)
         self.watermark = NOT_STARTED  # the lowest frontier: below it nothing can be missing
         self.written = 0
+        self._column = 0  # of the next block of the result: how many of its elements are there
         self.received_blocks = self.sent_blocks = 0  # of this collective, without `written`
 
-    def open(self, rank: int, row: int, header: Header) -> None:
-        """Make the message in arena row `row` the one that `rank`'s blocks are taken from. Raises ProtocolError."""
+    def _take_format(self, descriptor: Descriptor) -> None:
+        element, block_size, ranks = descriptor.element, descriptor.layout.block_size, len(self._unused)
+        self._format = element.name, block_size
+        self._storage: np.dtype[Any] = element.storage
+        self._half, self._brain = element.is_half, element.name == "bfloat16"
+        self._block_size, self._block_bytes = block_size, descriptor.block_bytes
+        self._arena = self._slots.reshape(-1).view(self._storage)
+        self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in self._results]
+        fitting = min(capacity(self._slots.shape[1], self._block_bytes), self._out_indices.size)
+        self.capacity = min(fitting, max(1, self._message_bytes // self._block_bytes))  # of a result, in blocks
+        self._block_work = ranks * (self._block_bytes + BLOCK_WORK)
+        columns = max(1, self._budget.piece_bytes // (ranks * self._storage.itemsize))
+        self._columns = min(columns, HALF_COLUMNS) if self._half else columns  # of a block, in one step
+
+    def open(self, rank: int, row: int, header: Header) -> int:
+        """Make the message in arena row `row` the one that `rank`'s blocks are taken from; return the work that this
+        was. Raises ProtocolError."""
         before = self._frontier[rank]  # a message that does not raise it would be one of endless many
         if header.left_out or header.block_bytes != self._block_bytes or not before < header.frontier <= self.blocks:
             raise ProtocolError(
                 f"a message that does not fit its collective of {self.blocks} blocks, after frontier {before}: {header}"
             )
-        low = max(0, before)
-        own = self._indices[rank, : header.block_count]
-        if not admit_indices(message_indices(self._slots[row], header), low, header.frontier, own):
-            raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
-        if self.stripes.shards > 1 and not all_owned(own, *self.stripes):
-            raise ProtocolError(f"blocks of another shard than {self.stripes.shard} of {self.stripes.shards}")
-        self._position[rank], self._count[rank] = 0, header.block_count
-        self._start[rank] = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
-        self._unused[rank] = header.block_count
+        self._open[rank] = row, header
+        self._unused[rank] = self._ahead[rank] = header.block_count
+        work = self._admit(rank, max(0, before))
         self._frontier[rank] = header.frontier
         self.received_blocks += header.block_count
         self.watermark = min(self._frontier)
+        return work
+
+    def feed(self, rank: int) -> int:
+        """Go on with the message of a hungry rank; return the work that this was. Raises ProtocolError."""
+        return self._admit(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
+
+    def _admit(self, rank: int, low: int) -> int:
+        """Fill the window of `rank` with its message's next indices, which must be `low` or higher."""
+        row, header = self._open[rank]
+        first = header.block_count - self._ahead[rank]
+        own = self._indices[rank, : min(self._ahead[rank], self._budget.window)]
+        shared = message_indices(self._slots[row], header)[first : first + own.size]
+        if not admit_indices(shared, low, header.frontier, own):
+            raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
+        if self.stripes.shards > 1 and not all_owned(own, *self.stripes):
+            raise ProtocolError(f"blocks of another shard than {self.stripes.shard} of {self.stripes.shards}")
+        start = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
+        self._start[rank] = start + first * self._block_size
+        self._position[rank], self._count[rank] = 0, own.size
+        self.hungry.discard(rank)
+        self._ahead[rank] -= own.size
+        if not self._ahead[rank]:
+            del self._ahead[rank]
+        return own.size * INDEX_WORK
 
     def exhausted(self, rank: int) -> bool:
         """All blocks of the rank's open message are used."""
@@ -116,25 +162,60 @@ class Reduction:
         """Every block of the union is in this or an earlier result message."""
         return self.watermark == self.blocks and not any(self._unused)
 
-    def merge(self, slot: int) -> bool:
-        """Reduce what the watermark allows into result slot `slot`; return whether anything was added."""
+    def merge(self, slot: int, most: int) -> int:
+        """Reduce what the watermark allows into result slot `slot`: as much as `most` work, but at least one step.
+
+        Returns the work done; 0 means that there was nothing to add.
+        """
+        if self._columns < self._block_size:
+            return self._merge_piece(slot)
         first = self.written
-        self.written = plan_union(
-            self._indices, self._position, self._count, self._start, self._block_size,
-            self.watermark, self._out_indices, self._parts, first,
-        )  # fmt: skip
-        if self.written == first:
-            return False
-        self._unused = (self._count - self._position).tolist()
-        parts, out = self._parts[: self.written], self._rows[slot]
+        added = self._plan(min(len(self._parts), self.capacity - first, max(1, most // self._block_work)))
+        if added:
+            self._reduce(self._parts[:added], self._rows[slot][first : first + added])
+            self._used(added)
+        return added * self._block_work
+
+    def _merge_piece(self, slot: int) -> int:
+        """As `merge`, where one block is too much for one step."""
+        if self._column == 0 and not self._plan(1):
+            return 0
+        part, row = self._parts[:1], self._rows[slot][self.written]
+        piece: Array = row[self._column : self._column + self._columns].reshape(1, -1)
+        self._reduce(np.where(part == ABSENT, ABSENT, part + self._column), piece)
+        self._column += piece.size
+        if self._column == self._block_size:
+            self._column = 0
+            self._used(1)
+        return len(self._unused) * (piece.nbytes + BLOCK_WORK)
+
+    def _plan(self, most: int) -> int:
+        """List the next blocks of the union, at most so many, behind what is written; return how many there are."""
+        first = self.written
+        known = min([self.watermark, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
+        out = self._out_indices[first : first + most]
+        added: int = plan_union(
+            self._indices, self._position, self._count, self._start, self._block_size, known, out, self._parts, 0
+        )
         if self._sole_is_result:
-            mark_sole(parts, first, self._out_indices)
+            mark_sole(self._parts[:added], 0, out)
+        return added
+
+    def _reduce(self, parts: Array, out: Array) -> None:
         if self._half:
-            scratch = self._scratch
-            reduce_half_blocks(self._op, self._brain, self._arena, parts, first, out, scratch, scratch.view(np.uint32))
+            scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
+            reduce_half_blocks(self._op, self._brain, self._arena, parts, 0, out, scratch, scratch.view(np.uint32))
         else:
-            reduce_blocks(self._op, self._arena, parts, first, out)
-        return True
+            reduce_blocks(self._op, self._arena, parts, 0, out)
+
+    def _used(self, added: int) -> None:
+        """The blocks planned last are in the result: their ranks need them no more."""
+        self.written += added
+        self._unused = (self._count - self._position).tolist()
+        for rank, ahead in self._ahead.items():
+            if not self._unused[rank]:
+                self.hungry.add(rank)
+            self._unused[rank] += ahead
 
     def seal(self, slot: int, number: int, memories: Mapping[int, Array]) -> tuple[int, dict[int, Array]]:
         """Complete the result message in `slot` and start an empty one.
@@ -149,17 +230,20 @@ class Reduction:
         self.written = 0
         nbytes = seal(self._results[slot], number, frontier, indices, self._block_bytes)
         shorter: dict[int, Array] = {}
-        if self._sole_is_result:
-            for rank, memory in memories.items():
-                left_out = self._leave_out(rank, self._results[slot], indices, memory)
-                if left_out:
+        if self._sole_is_result and memories:
+            sole = np.bincount(indices >> SOLE_SHIFT, minlength=len(self._unused) + 1)[1:]
+            for rank in np.flatnonzero(sole >= max(1, indices.size // WORTH_LEAVING_OUT)).tolist():
+                memory = memories.get(rank)
+                if memory is not None and self._leave_out(rank, self._results[slot], indices, memory):
+                    left_out = int(sole[rank])
                     size = seal(memory, number, frontier, indices, self._block_bytes, left_out=left_out)
                     shorter[rank] = memory[:size]
         return nbytes, shorter
 
-    def _leave_out(self, rank: int, result: Array, indices: Array, memory: Array) -> int:
-        """Copy the blocks that `rank` does not have from `result` to `memory`; return how many it has."""
+    def _leave_out(self, rank: int, result: Array, indices: Array, memory: Array) -> bool:
+        """Copy the blocks that `rank` does not have from `result` to `memory`; return whether they have room there."""
         if capacity(memory.size, self._block_bytes) < max(1, indices.size):
-            return 0
+            return False
         rows, room = (block_rows(each, self._block_bytes, BYTES) for each in (result, memory))
-        return leave_out(indices, rank, rows, room, max(1, indices.size // WORTH_LEAVING_OUT))
+        leave_out(indices, rank, rows, room)
+        return True

@@ -18,6 +18,7 @@ class Connection:
 
     link: Link
     gate: Gate
+    of_monitor: bool = False  # the daemon's own monitor asks here
     hello: Hello | None = None
     job: Job | None = None
     rank: int = -1

@@ -15,10 +15,10 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.layout import Stripes
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End
 from omnireduce.protocol.gathering import member_name
-from omnireduce.protocol.reduction import Reduction
+from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.traced import ShardTraces
@@ -27,7 +27,7 @@ from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control
+from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control, shown
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.link import VerbsLink
@@ -44,6 +44,16 @@ def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
     failed = tagged("internal_error", job=job)
     log.exception("internal error at the start of a job; please report it", extra=failed)
     return "internal error; the log of the aggregator has the details", False
+
+
+def why_broken_off(error: Exception, job: Job | None) -> str:
+    """What to tell the ranks of a job, or a newcomer, whose service failed; the log gets the details."""
+    about, what = log if job is None else job.log, job or "a newcomer"
+    if isinstance(error, MemoryError):
+        about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
+        return f"out of memory: {error}".rstrip(": ")
+    about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
+    return "internal error; its log has the details"
 
 
 class Job:
@@ -64,11 +74,12 @@ class Job:
         verbs: Verbs | None = None,
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,
+        budget: Budget = BUDGET,
     ) -> None:
         self.log = BoundLog(
             logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
         )
-        self._clock, self._straggler_s = clock, straggler_s
+        self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
         self.generation, self.name, self.links = generation, name, list(links)
         self._since, self._spec = clock(), hellos[0]
         self._whole_bytes = min(hello.whole_bytes for hello in hellos)
@@ -105,6 +116,7 @@ class Job:
             whole_bytes=self._whole_bytes,
             inline=[rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
+            budget=self._budget,
             reduction=Reduction if self._trace is None else self._trace.reduction,
         )
 
@@ -143,6 +155,15 @@ class Job:
             who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
             waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
             self.log.warning("%s: %s", self, text, extra=waiting)
+
+    def log_end(self, end: End) -> None:
+        """Say why the job is over."""
+        if end.cause is None:
+            self.log.info("%s ended: all ranks left", self, extra=tagged("job_ended"))
+            return
+        culprit, reason = shown(end.cause.culprit), shown(end.cause.reason)
+        ended = tagged("job_ended", cause=end.kind, rank=end.rank, culprit=culprit)
+        self.log.warning("%s ended: %s: %s", self, culprit, reason, extra=ended)
 
     def abort(self, cause: Cause, kind: AbortKind) -> None:
         """End the job on every rank."""

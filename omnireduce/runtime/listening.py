@@ -6,22 +6,34 @@ import errno
 import logging
 import selectors
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from omnireduce.logs import tagged
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.reserve import NO_DESCRIPTORS, Reserve
 from omnireduce.transport.base import Link
+from omnireduce.wire import Refused, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
 NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)
 PAUSE_S = 1.0  # in which nobody is accepted, when the system has no room for one more
 
-MakeLink = Callable[[socket.socket], Link]
+FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
+ACCEPTED = 64  # connections of one door in one turn
+
+
+class Door(NamedTuple):
+    """A listening socket, with what makes a link of a socket that it accepts. `of_monitor`: for the daemon's own
+    monitor alone."""
+
+    listener: socket.socket
+    make_link: Callable[[socket.socket], Link]
+    of_monitor: bool = False
 
 
 class Listening:
-    """Keeps `listeners`, each with what makes a link of a socket that it accepts, in `selector`.
+    """Keeps `doors` in `selector`.
 
     Where the system has no room for one more connection, the first that waits would keep a socket readable. By a
     descriptor that is kept back it is told so (`turn_away`); where that fails, all are left alone until `again_at`.
@@ -29,19 +41,19 @@ class Listening:
 
     def __init__(
         self,
-        listeners: Sequence[tuple[socket.socket, MakeLink]],
+        doors: Sequence[Door],
         selector: selectors.BaseSelector,
         clock: Clock,
-        turn_away: Callable[[Link], None],
+        connected: Callable[[], int],
     ) -> None:
-        self._listeners, self._selector, self._clock, self._turn_away = listeners, selector, clock, turn_away
-        self._reserve = Reserve() if listeners else None
+        self._doors, self._selector, self._clock, self._connected = doors, selector, clock, connected
+        self._reserve = Reserve() if doors else None
         self.again_at: float | None = None
         self._begin()
 
     def _begin(self) -> None:
-        for listener, make_link in self._listeners:
-            self._selector.register(listener, selectors.EVENT_READ, make_link)
+        for door in self._doors:
+            self._selector.register(door.listener, selectors.EVENT_READ, door)
 
     def resume(self, now: float) -> None:
         """Listen again, if it is time."""
@@ -49,33 +61,43 @@ class Listening:
             self.again_at = None
             self._begin()
 
-    def accept(self, listener: socket.socket, make_link: MakeLink) -> Link | None:
-        """The link of who waits at a listener that was readable; None when it cannot be had."""
-        if self.again_at is not None:  # since an earlier event of the same turn
-            return None
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:
-            log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
-            if error.errno in NO_ROOM and not self._answer(listener, make_link):
-                self._pause()
-            return None
-        try:
-            return make_link(sock)
-        except OSError as error:  # the peer has reset the connection already
-            log.info("lost a connection at once: %s", error, extra=tagged("newcomer_lost"))
-            sock.close()
-            return None
+    def accept(self, door: Door, most: int) -> Iterator[Link]:
+        """The links of those who wait at a door that was readable, at most so many."""
+        for _ in range(min(most, ACCEPTED)):
+            if self.again_at is not None:  # since an earlier event of the same turn
+                return
+            try:
+                sock, _ = door.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
+                if error.errno in NO_ROOM and not self._answer(door):
+                    self._pause()
+                continue
+            try:
+                yield door.make_link(sock)
+            except OSError as error:  # the peer has reset the connection already
+                log.info("lost a connection at once: %s", error, extra=tagged("newcomer_lost"))
+                sock.close()
 
-    def _answer(self, listener: socket.socket, make_link: MakeLink) -> bool:
+    def _answer(self, door: Door) -> bool:
         """Tell who waits that there is no room, if the descriptor that is kept back is enough for that."""
         assert self._reserve is not None
         with self._reserve.spent():
             try:
-                self._turn_away(make_link(listener.accept()[0]))
+                self.turn_away(door.make_link(door.listener.accept()[0]))
             except OSError:
                 return False
         return True
+
+    def turn_away(self, link: Link) -> None:
+        """Tell who is behind `link` that there are too many."""
+        count = self._connected()
+        log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
+        link.poll()  # closed with something unread, a local connection would forget our answer
+        link.send_control(encode_control(Refused(FULL, temporary=True)))
+        link.close()
 
     def close(self) -> None:
         if self._reserve is not None:
@@ -83,5 +105,5 @@ class Listening:
 
     def _pause(self) -> None:
         self.again_at = self._clock() + PAUSE_S
-        for listener, _ in self._listeners:
-            self._selector.unregister(listener)
+        for door in self._doors:
+            self._selector.unregister(door.listener)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from omnireduce.errors import ProtocolError
 from omnireduce.runtime.connection import Connection
+from omnireduce.runtime.driver import Clock
 from omnireduce.status import StatusRequest
 from omnireduce.wire import ControlMessage, other_version
 
 STATUSES = 4  # that are answered in one turn: the jobs come first
+SHARE = 10  # answers take one part in so many of the time
+MOST = 1024  # that wait
 
 
 class Questions:
-    """One of each connection, those who asked first in front."""
+    """One of each connection, those who asked first in front, and before them the shard's own monitor."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._waiting: dict[Connection, StatusRequest] = {}
+        self._again_at = clock()
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next answer may be given."""
+        return self._again_at if self._waiting else None
 
     def check(self, connection: Connection, message: ControlMessage) -> None:
         """Raise ProtocolError for a message of a connection that has to wait for its answer."""
@@ -31,6 +42,8 @@ class Questions:
         wrong = other_version(request.version)
         if not wrong and connection.link.wants_write:
             wrong = "a StatusRequest before the last answer was read"
+        if not wrong and len(self._waiting) >= MOST and not connection.of_monitor:
+            wrong = f"{MOST} status requests wait for an answer already: ask again later"
         if wrong:
             raise ProtocolError(wrong)
         self._waiting[connection] = request
@@ -39,7 +52,14 @@ class Questions:
         """The connection wants no answer any more."""
         self._waiting.pop(connection, None)
 
-    def take(self) -> list[tuple[Connection, StatusRequest]]:
-        """Take out those that are to be answered in this turn."""
-        first = list(islice(self._waiting, STATUSES))
-        return [(connection, self._waiting.pop(connection)) for connection in first]
+    def take(self) -> Iterator[tuple[Connection, StatusRequest]]:
+        """Take out those that are to be answered in this turn, one by one: how long that takes is measured."""
+        started = self._clock()
+        chosen = [connection for connection in self._waiting if connection.of_monitor]
+        if started >= self._again_at:
+            chosen += islice((each for each in self._waiting if not each.of_monitor), STATUSES)
+        for connection in chosen:
+            request = self._waiting.pop(connection, None)
+            if request is not None:
+                yield connection, request
+        self._again_at = max(self._again_at, started + SHARE * (self._clock() - started))

@@ -11,27 +11,28 @@ import logging
 import resource
 import secrets
 import selectors
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from omnireduce.config import Verbs
 from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
+from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Admit, Announce, Membership, MembershipEffect, Replace
+from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.access import ANYBODY, Access
 from omnireduce.runtime.connection import Connection
+from omnireduce.runtime.connections import Connections
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.job import WARN_AFTER_S, Job, why_not_started
-from omnireduce.runtime.listening import Listening, MakeLink
+from omnireduce.runtime.job import WARN_AFTER_S, Job, why_broken_off, why_not_started
+from omnireduce.runtime.listening import Door, Listening
 from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
-from omnireduce.runtime.time_limit import TimeLimit
 from omnireduce.runtime.traced import ShardTraces
+from omnireduce.runtime.turns import POLL_WORK, Turns
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire import (
@@ -42,29 +43,26 @@ from omnireduce.wire import (
     Newcomers,
     Refused,
     decode_control,
-    encode_control,
     shown,
 )
 
 log = logging.getLogger("omnireduce.aggregator")
-FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
-LINGER_S = 1.0  # how long a leaver's last output may take
 MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
 
 
 class ShardServer:
     """Serves jobs until `stop`.
 
-    `listeners` are (listening socket, function that makes a link of an accepted socket). `name` is the shard's
-    address, as workers see it in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may
-    join, and may be replaced; `verbs` allows RDMA, `traces` records every job. The log says whom a collective waits for
-    after `straggler_s`. A simulation brings its own `clock` and `selector`, and hands links to `adopt`.
+    `name` is the shard's address, as workers see it in errors. A connection may stay `hello_timeout_s` without a Hello.
+    `access` says who may join, and may be replaced; `verbs` allows RDMA, `traces` records every job. The log says whom
+    a collective waits for after `straggler_s`. `budget` is what one job may do in a turn. A simulation brings its own
+    `clock` and `selector`, and hands links to `adopt`.
     """
 
     def __init__(
         self,
         name: str,
-        listeners: Sequence[tuple[socket.socket, MakeLink]],
+        doors: Sequence[Door],
         limits: Limits,
         *,
         drain_s: float,
@@ -73,30 +71,33 @@ class ShardServer:
         verbs: Verbs | None = None,
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,
+        budget: Budget = BUDGET,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self.access = clock, drain_s, access
+        self._clock, self._drain_s, self.access, self._budget = clock, drain_s, access, budget
         self._make_job = partial(
-            Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces
+            Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces, budget=budget
         )
         self._membership = Membership(limits, secrets.randbits(62), access.ticket_key)
         self._report = Report(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
-        self._connections: set[Connection] = set()
-        self._strangers, self._leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
-        self._questions = Questions()
+        self._connections = Connections(self._selector, clock, hello_timeout_s)
+        self._strangers, self._leavers = self._connections.strangers, self._connections.leavers
+        self._questions, self._turns = Questions(clock), Turns()
         self._jobs: dict[int, Job] = {}
         self._of_job: dict[int, list[Connection]] = {}
         self._drain_deadline: float | None = None
-        self._listening = Listening(listeners, self._selector, clock, self._turn_away)
+        self._listening = Listening(doors, self._selector, clock, lambda: len(self._connections))
 
-    def serve(self) -> None:
-        """Run until `stop` was called and all jobs are over or out of time."""
+    def serve(self, turned: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
+        """Run until `stop` was called and all jobs are over or out of time. After each turn call `turned`, and after
+        `longest_s` in any case."""
         while not self.stopped:
-            self.turn(60.0)
-        for connection in list(self._connections):
+            self.turn(longest_s)
+            turned()
+        for connection in self._connections:
             self._drop(connection)
         self._selector.close()
         self._listening.close()
@@ -121,83 +122,99 @@ class ShardServer:
         self._selector.register(descriptor, selectors.EVENT_READ, stop)
 
     def turn(self, longest_s: float) -> None:
-        """Wait for events, at most `longest_s`, and deal with them."""
-        touched: set[Job] = set()
+        """Wait for events, at most `longest_s`, and deal with them, as far as the budget of one turn goes."""
         for key, mask in self._selector.select(self._patience(longest_s)):
-            connection = key.data if isinstance(key.data, Connection) else None
-            try:
-                if connection is None:
-                    self._accept(key.fileobj, key.data)
-                elif connection in self._connections:  # an earlier event of this turn may have ended it
-                    touched |= self._connection_ready(connection, mask)
-            except Exception as error:  # no memory, or a bug: it may cost this client its job, not the others theirs
-                self._contain(error, None if connection is None else connection.job, connection)
+            if not isinstance(key.data, Connection):
+                self._open(key.data)
+            elif key.data.of_monitor:
+                self._serve(key.data, mask)
+            else:
+                self._turns.ready(key.data, mask)
         now = self._clock()
-        for job in list(self._jobs.values()):
-            deadline = job.machine.deadline
-            if job in touched or (deadline is not None and deadline <= now):
-                try:
-                    job.driver.advance()
-                except Exception as error:  # as above
-                    self._contain(error, job)
-                for connection in self._of_job.get(job.generation, ()):
-                    self._update_interest(connection)
+        for job in self._jobs.values():
+            if job.machine.deadline is not None and job.machine.deadline <= now:
+                self._turns.due(job)
+        self._turns.serve(self._serve_job, self._serve)
         self._housekeeping(now)
 
-    def _connection_ready(self, connection: Connection, mask: int) -> set[Job]:
-        """Read from and write to one connection; return the job that should advance, if any."""
+    def _serve_job(self, job: Job, ready: dict[Connection, int]) -> int:
+        """Let a job read and go on until it has nothing to do or has used its turn; return the work done."""
+        work = 0
+        while ready and work < self._budget.work:
+            connection = next(iter(ready))
+            work += self._serve(connection, ready.pop(connection))
+        if job.generation in self._jobs:
+            driver, machine = job.driver, job.machine
+            try:
+                driver.push() if ready else driver.advance()  # nobody is late whose messages are still unread
+            except Exception as error:  # as in `_serve`
+                self._contain(error, job)
+            self._update_interests(job.generation)
+            work += machine.spent
+            if machine.more and job.generation in self._jobs:
+                self._turns.due(job)
+        for connection, mask in ready.items():
+            self._turns.ready(connection, mask)
+        return work
+
+    def _serve(self, connection: Connection, mask: int) -> int:
+        """Read from and write to one connection; return the work done."""
+        link = connection.link
+        if connection not in self._connections:  # something else has ended it meanwhile
+            return 0
+        before = link.counters.received_bytes
+        try:
+            self._connection_ready(connection, mask)
+        except Exception as error:  # no memory, or a bug: it may cost this client its job, not the others theirs
+            self._contain(error, connection.job, connection)
+        return POLL_WORK + (link.counters.received_bytes - before if link.inline else 0)
+
+    def _connection_ready(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
             connection.link.flush()
-            self._update_interest(connection)
+            self._connections.update_interest(connection)
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:
             events = self._newcomer(connection, events)
-            self._update_interest(connection)
+            self._connections.update_interest(connection)
         if connection.leaving and connection.link.over:
             self._drop(connection)
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
-            return {connection.job}
-        return set()
+            self._turns.due(connection.job)
 
     def _patience(self, longest_s: float) -> float:
         now = self._clock()
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
         deadlines += [self._strangers.deadline, self._leavers.deadline, self._listening.again_at]
-        deadlines += [now] if self._questions else []
+        deadlines += [self._questions.deadline, now if self._turns else None]
         return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
 
     # newcomers
 
-    def _accept(self, source: object, data: Callable[..., Any]) -> None:
-        if not isinstance(source, socket.socket):
+    def _open(self, data: Door | Callable[[], None]) -> None:
+        """Something else than a connection is readable."""
+        if not isinstance(data, Door):
             data()
             return
-        link = self._listening.accept(source, data)
-        if link is None:
-            return
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(self._strangers) + len(self._leavers) >= min(MAX_STRANGERS, descriptors // 2):
-            self._forget(max(self._strangers, self._leavers, key=len).oldest)
-        if len(self._connections) < descriptors * 3 // 4:
-            self.adopt(link)
-        else:
-            self._turn_away(link)
+        strangers = min(MAX_STRANGERS, descriptors // 2)
+        for link in self._listening.accept(data, most=max(1, strangers // 4)):
+            try:
+                if len(self._strangers) + len(self._leavers) >= strangers:
+                    self._forget(max(self._strangers, self._leavers, key=len).oldest)
+                if len(self._connections) < descriptors * 3 // 4:
+                    self.adopt(link, of_monitor=data.of_monitor)
+                else:
+                    self._listening.turn_away(link)
+            except Exception as error:  # as in `_serve`
+                self._contain(error, None)
 
-    def _turn_away(self, link: Link) -> None:
-        count = len(self._connections)
-        log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
-        link.poll()  # closed with something unread, a local connection would forget our answer
-        link.send_control(encode_control(Refused(FULL, temporary=True)))
-        link.close()
-
-    def adopt(self, link: Link) -> None:
-        """Serve a worker that has just connected."""
-        connection = Connection(link, self.access.gate(link))
+    def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
+        """Serve a worker that has just connected, or the daemon's monitor."""
+        connection = Connection(link, self.access.gate(link), of_monitor)
         self._connections.add(connection)
-        self._strangers.add(connection, self._clock())
-        self._selector.register(link, selectors.EVENT_READ, connection)
 
     def _newcomer(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
         """Deal with a newcomer's events; return those that came after its admission to a job."""
@@ -205,7 +222,7 @@ class ShardServer:
             if isinstance(event, Lost):
                 if event.violation:
                     log.warning("dropped %s: %s", connection.link.peer, event.reason, extra=connection.about("dropped"))
-                    connection.link.send_control(encode_control(Refused(event.reason)))
+                    self._connections.say(connection, Refused(event.reason))
                 self._forget(connection)
             elif not isinstance(event, Control) or not self._read_hello(connection, event.body):
                 return events[number + 1 :]
@@ -218,7 +235,7 @@ class ShardServer:
             self._questions.check(connection, message)
             answer = connection.gate.told(message)
             if answer is not None:
-                connection.link.send_control(encode_control(answer))
+                self._connections.say(connection, answer)
                 return True
             if connection.hello is not None and isinstance(message, Leave):
                 self._forget(connection)
@@ -244,8 +261,7 @@ class ShardServer:
                 gathering = self._membership.gathering(now)
                 count, team = len(self._connections), connection.gate.team.name
                 page = self._report.page(request, self._jobs.values(), gathering, count, team)
-                connection.link.send_control(encode_control(page))
-                self._update_interest(connection)
+                self._connections.say(connection, page)
             except Exception as error:  # a bug of ours
                 self._contain(error, None, connection)
 
@@ -259,18 +275,19 @@ class ShardServer:
                 continue
             if isinstance(effect, Announce):
                 self._jobs[effect.generation].tell(Newcomers(effect.workers))
+                self._update_interests(effect.generation)
                 continue
             connection = effect.key
             assert isinstance(connection, Connection)
             if isinstance(effect.message, Refused):
                 self._refuse(connection, effect.message.reason, temporary=effect.message.temporary)
             else:
-                connection.link.send_control(encode_control(effect.message))
+                self._connections.say(connection, effect.message)
 
     def _refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
         self._report.refused += 1
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
-        connection.link.send_control(encode_control(Refused(reason, temporary)))
+        self._connections.say(connection, Refused(reason, temporary))
         self._leave(connection)
 
     def _forget(self, connection: Connection) -> None:
@@ -297,9 +314,8 @@ class ShardServer:
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
             if job.links[rank] is not connection.link:  # it goes on over RDMA, or is traced
-                self._selector.unregister(connection.link)
-                connection.link, connection.interest = job.links[rank], selectors.EVENT_READ
-                self._selector.register(connection.link, selectors.EVENT_READ, connection)
+                self._connections.go_on_by(connection, job.links[rank])
+        self._update_interests(job.generation)
 
     def _feed(self, connection: Connection, job: Job, events: Sequence[Event]) -> None:
         machine = job.machine  # the events may end the job, and close it
@@ -310,12 +326,7 @@ class ShardServer:
             self._leave(connection)
 
     def _job_ended(self, job: Job, end: End) -> None:
-        if end.cause is not None:
-            culprit, reason = shown(end.cause.culprit), shown(end.cause.reason)
-            ended = tagged("job_ended", cause=end.kind, rank=end.rank, culprit=culprit)
-            job.log.warning("%s ended: %s: %s", job, culprit, reason, extra=ended)
-        else:
-            job.log.info("%s ended: all ranks left", job, extra=tagged("job_ended"))
+        job.log_end(end)
         self._membership.finished(job.generation, self._clock())
         if self._jobs.pop(job.generation, None) is not None:
             self._report.job_ended(job, end)
@@ -324,13 +335,7 @@ class ShardServer:
 
     def _contain(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
-        about, what = log if job is None else job.log, job or "a newcomer"
-        reason = "internal error; its log has the details"
-        if isinstance(error, MemoryError):
-            reason = f"out of memory: {error}".rstrip(": ")
-            about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
-        else:
-            about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
+        reason = why_broken_off(error, job)
         if connection is not None and job is None:
             self._forget(connection)
         elif job is not None and job.generation in self._jobs:
@@ -345,24 +350,14 @@ class ShardServer:
         if connection.link.over:
             self._drop(connection)
         elif connection in self._connections and not connection.leaving:
-            connection.leaving = True
-            self._stop_waiting(connection)
-            self._leavers.add(connection, self._clock())
-            self._update_interest(connection)
-
-    def _stop_waiting(self, connection: Connection) -> None:
-        """Whatever the connection waits for, or is waited for."""
-        self._strangers.discard(connection)
-        self._leavers.discard(connection)
-        self._questions.withdraw(connection)
+            self._questions.withdraw(connection)
+            self._connections.let_leave(connection)
 
     def _drop(self, connection: Connection) -> None:
         if connection not in self._connections:
             return
-        self._connections.discard(connection)
-        self._stop_waiting(connection)
-        self._selector.unregister(connection.link)
-        connection.link.drop()  # who had to read our last words has had the time
+        self._questions.withdraw(connection)
+        self._connections.drop(connection)
         if connection.job is not None:
             members = self._of_job[connection.job.generation]
             members.remove(connection)
@@ -371,11 +366,9 @@ class ShardServer:
                 self._membership.released(connection.job.generation)
                 del self._of_job[connection.job.generation]
 
-    def _update_interest(self, connection: Connection) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.link.wants_write else 0)
-        if connection.interest != wanted and connection in self._connections:
-            connection.interest = wanted
-            self._selector.modify(connection.link, wanted, connection)
+    def _update_interests(self, generation: int) -> None:
+        for connection in self._of_job.get(generation, ()):
+            self._connections.update_interest(connection)
 
     def _housekeeping(self, now: float) -> None:
         self._answer(self._membership.expire(now))
@@ -397,6 +390,6 @@ class ShardServer:
             if overdue or idle:
                 cause = Cause(f"aggregator {self.name}", why, orderly=idle)
                 job.abort(cause, "shutdown")
-        for connection in list(self._connections):
+        for connection in self._connections:
             if connection.job is None and not connection.leaving:
                 self._forget(connection)

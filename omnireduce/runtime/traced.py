@@ -205,12 +205,12 @@ class TracedReduction(Reduction):
         super().__init__(*arguments)
         self._recorder = recorder
 
-    def merge(self, slot: int) -> bool:
+    def merge(self, slot: int, most: int) -> int:
         start, before = now(), self.written
-        merged = super().merge(slot)
-        if merged:
+        work = super().merge(slot, most)
+        if work:
             self._recorder.add(What.MERGE, start, now(), detail=self.written - before)
-        return merged
+        return work
 
 
 class TracedSelector(selectors.EpollSelector):

@@ -14,6 +14,7 @@ from local_cluster import WAIT_S, configured, eventually
 from test_metrics import get
 
 from aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, open_http
+from aggregator.watchdog import Pulse
 from omnireduce.config import parse_address
 from omnireduce.runtime.observe import MONITOR
 from omnireduce.transport.shm import listen_shm
@@ -36,10 +37,10 @@ class Pages:
 
 
 @contextlib.contextmanager
-def serving(limit_s: float, *shards: str) -> Iterator[Pages]:
+def serving(limit_s: float, *shards: str, watchdog_s: float = 30.0) -> Iterator[Pages]:
     """Pages about these shards, each request within this time."""
-    config = configured(["127.0.0.1:1"], "metrics.timeout_s=60")
-    monitor = Monitor(config, None, shards, shards)
+    config = configured(["127.0.0.1:1"], "metrics.timeout_s=60", f"aggregator.watchdog_s={watchdog_s}")
+    monitor = Monitor(config, None, shards, shards, [Pulse() for _ in shards])
     listener, address = open_http("127.0.0.1:0")
     server = _Server(listener, monitor, limit_s)
     stop, stopped = os.pipe()
@@ -52,6 +53,17 @@ def serving(limit_s: float, *shards: str) -> Iterator[Pages]:
         thread.join(WAIT_S)
         os.close(stop)
         listener.close()
+
+
+def test_the_page_of_health_names_a_shard_that_takes_no_turn() -> None:
+    with serving(60.0, "127.0.0.1:1", watchdog_s=0.2) as pages:
+        assert pages.get("healthz") == ALIVE  # it does not serve yet
+        [pulse] = pages.monitor._pulses
+        pulse.beat()
+        assert pages.get("healthz") == ALIVE
+        assert eventually(lambda: pages.get("healthz") == (503, "127.0.0.1:1: no turn for 0 s\n"))
+        pulse.beat()
+        assert pages.get("healthz") == ALIVE
 
 
 def test_a_client_that_sends_a_byte_now_and_then_has_one_deadline_for_all() -> None:

@@ -93,6 +93,7 @@ def test_without_its_secret_the_service_says_what_is_missing() -> None:
 def test_limits_and_times_fit_the_configuration() -> None:
     settings = load_config(SETTINGS, environ={}).aggregator
     assert setting("Type") == "notify"
+    assert float(setting("WatchdogSec")) > 2 * settings.watchdog_s > 0
     assert setting("LimitMEMLOCK") == "infinity"
     assert int(setting("TimeoutStopSec")) > settings.drain_s + 5
     assert int(setting("LimitNOFILE")) * 3 // 4 > settings.max_ranks

@@ -12,9 +12,10 @@ import pytest
 from cluster_checks import FAILURE_S
 
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime.listening import PAUSE_S
+from omnireduce.runtime.connections import LINGER_S
+from omnireduce.runtime.listening import PAUSE_S, Door
 from omnireduce.runtime.questions import STATUSES
-from omnireduce.runtime.server import LINGER_S, ShardServer
+from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.transport.tcp import listen_tcp
@@ -171,7 +172,7 @@ def descriptors_below(most: int) -> Iterator[None]:
 
 def test_a_shard_whose_last_descriptor_is_the_one_kept_back_turns_away() -> None:
     with listen_tcp("127.0.0.1", 0) as listener:
-        server = ShardServer("a:1", [(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, drain_s=0.0)
+        server = ShardServer("a:1", [Door(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, drain_s=0.0)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
             free = os.dup(0)
@@ -189,7 +190,7 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
     """Instead of being told again and again that somebody waits."""
     now = 100.0
     with listen_tcp("127.0.0.1", 0) as one, listen_tcp("127.0.0.1", 0) as other:
-        listeners = [(each, lambda sock: ShmLink(sock, "peer")) for each in (one, other)]
+        listeners = [Door(each, lambda sock: ShmLink(sock, "peer")) for each in (one, other)]
         server = ShardServer("a:1", listeners, LIMITS, drain_s=0.0, clock=lambda: now)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(each.getsockname())) for each in (one, other)]

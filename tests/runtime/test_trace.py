@@ -25,6 +25,7 @@ from omnireduce.bench.lanes import Lane, missing, read_lanes
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.engine import Engine
+from omnireduce.runtime.listening import Door
 from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.trace import What
 from omnireduce.runtime.traced import ShardTraces, TracedEngine, TracedLink, TracedReduction, TracedSelector
@@ -118,7 +119,7 @@ def server_here(traces: ShardTraces | None) -> Iterator[tuple[ShardServer, Confi
     listeners = open_listeners("127.0.0.1", 0, "shm")
     assert listeners.shm is not None
     reader, writer = os.pipe()
-    made = [(listeners.shm, lambda sock: ShmLink(sock, "a local process"))]
+    made = [Door(listeners.shm, lambda sock: ShmLink(sock, "a local process"))]
     server = ShardServer("here", made, Limits(4, 4, 1 << 30, 60.0), drain_s=10.0, traces=traces)
     server.stop_when_readable(reader)
     thread = threading.Thread(target=server.serve, daemon=True)
@@ -138,7 +139,7 @@ def parts(server: ShardServer, comm: Communicator) -> list[type]:
     """The types of everything that could be a wrapper."""
     comm.allreduce(np.ones(8, np.float32))
     (job,) = server._jobs.values()
-    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, *job.machine._formats.values()]
+    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, job.machine._reduction]
     return [type(each) for each in found]
 
 

@@ -13,6 +13,7 @@ from omnireduce.runtime.job import Job
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
+WORK_BYTES, RANK_BYTES = 1 << 20, 64 << 10  # of work space, as docs/security.md has it: of a job, of each rank
 MOST_WORDS = 64  # control messages that may wait for a peer: some a second while it joins, then ever fewer
 
 
@@ -81,8 +82,8 @@ def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
     filling = [machine._filling] if machine._filling >= 0 else []
     if sorted(machine._free + unread + filling) != list(range(machine._slots)):
         yield f"result slots: {machine._free} free, {unread} unread, {filling} being filled, of {machine._slots}"
-    if len(machine._formats) > 1 and machine._work_bytes() > machine._arena.nbytes:
-        yield f"{machine._work_bytes()} bytes of work space beside {machine._arena.nbytes} of slots"
+    if machine._reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._ranks):
+        yield f"{machine._reduction.work_bytes} bytes of work space for {len(machine._ranks)} ranks"
     if all(rank.left for rank in machine._ranks):
         yield "all ranks have left, and it goes on"
 

@@ -113,14 +113,6 @@ MUTATIONS = (
         "        if not self._ranks and self.ended is None:\n",
     ),
     Mutation(
-        "shard keeps work space for every format",
-        _MACHINE,
-        "ranks can make a shard's memory grow without end",
-        "            while len(self._formats) > 1 and self._work_bytes() > self._arena.nbytes:\n",
-        "            while not self._formats:\n",
-        within=4000,
-    ),
-    Mutation(
         "shard sends only full results",
         _MACHINE,
         "the end of a collective is not sent",
@@ -183,8 +175,8 @@ MUTATIONS = (
         "a rank may go back",
         _REDUCTION,
         "blocks below what was promised are taken",
-        "        low = max(0, before)\n",
-        "        low = 0\n",
+        "self._admit(rank, max(0, before))",
+        "self._admit(rank, 0)",
         within=4000,
     ),
     Mutation(
@@ -235,8 +227,8 @@ MUTATIONS = (
         "results of no block",
         _REDUCTION,
         "a block larger than the limit of a message has no room in any result",
-        "min(fitting, max(1, message_bytes // self._block_bytes))",
-        "min(fitting, message_bytes // self._block_bytes)",
+        "min(fitting, max(1, self._message_bytes // self._block_bytes))",
+        "min(fitting, self._message_bytes // self._block_bytes)",
     ),
     Mutation(
         "a message may be longer than it says",

@@ -1,0 +1,54 @@
+"""Whether the shards take turns. Each says so in memory that it shares with the supervisor and the monitor."""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+LOOK_S = 1.0  # at least so often the supervisor looks, and a shard takes a turn
+
+
+class Pulse:
+    """When a shard last took a turn. Made before the fork; a shard that is started anew goes on with it."""
+
+    def __init__(self) -> None:
+        self._at = memoryview(mmap.mmap(-1, 8)).cast("d")
+
+    def beat(self) -> None:
+        """A turn is over, or a new life begins."""
+        self._at[0] = time.monotonic()
+
+    @property
+    def last(self) -> float:
+        """The time of the last turn, by the monotonic clock, which is one for all processes; 0 before the first."""
+        return float(self._at[0])
+
+
+class Watch:
+    """For how long a shard has taken no turn while its supervisor looked on.
+
+    The time between two looks counts for little: when the whole host was stopped, the shard was, too.
+    """
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self._seen = self.silent_s = 0.0
+        self._looked_at = time.monotonic()
+
+    def look(self, now: float) -> None:
+        """Look again, at the latest LOOK_S after the last time."""
+        if self._pulse.last != self._seen:
+            self._seen, self.silent_s = self._pulse.last, 0.0
+        else:
+            self.silent_s += min(now - self._looked_at, 2 * LOOK_S)
+        self._looked_at = now
+
+    def begin_anew(self) -> None:
+        """The shard has a new life."""
+        self._pulse.beat()
+        self.look(time.monotonic())
+
+
+def look_s(watchdog_s: float) -> float:
+    """How often to look, and to take a turn, so that `watchdog_s` (0: nobody waits for that) holds many of them."""
+    return min(LOOK_S, watchdog_s / 4) if watchdog_s else LOOK_S

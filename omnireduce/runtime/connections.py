@@ -1,0 +1,71 @@
+"""Everybody who is connected to a shard: what is waited for on each connection, and how long it may stay."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Iterator
+
+from omnireduce.runtime.connection import Connection
+from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.time_limit import TimeLimit
+from omnireduce.transport.base import Link
+from omnireduce.wire import ControlMessage, encode_control
+
+LINGER_S = 1.0  # how long a leaver's last output may take
+
+
+class Connections:
+    """Those that are in `selector`. `strangers` have not said hello yet, `leavers` still get what was last said."""
+
+    def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
+        self._selector, self._clock = selector, clock
+        self._all: set[Connection] = set()
+        self.strangers, self.leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._all
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._all))
+
+    def add(self, connection: Connection) -> None:
+        """A stranger has come."""
+        self._all.add(connection)
+        self.strangers.add(connection, self._clock())
+        self._selector.register(connection.link, selectors.EVENT_READ, connection)
+
+    def go_on_by(self, connection: Connection, link: Link) -> None:
+        """From now on the connection is this link."""
+        self._selector.unregister(connection.link)
+        connection.link, connection.interest = link, selectors.EVENT_READ
+        self._selector.register(link, selectors.EVENT_READ, connection)
+
+    def say(self, connection: Connection, message: ControlMessage) -> None:
+        """Send a message. What does not fit the socket now leaves later: no other event need come for that."""
+        connection.link.send_control(encode_control(message))
+        self.update_interest(connection)
+
+    def update_interest(self, connection: Connection) -> None:
+        """Wait until the connection can be written to, if it has to be, and only then."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.link.wants_write else 0)
+        if connection.interest != wanted and connection in self._all:
+            connection.interest = wanted
+            self._selector.modify(connection.link, wanted, connection)
+
+    def let_leave(self, connection: Connection) -> None:
+        """Give the connection a moment to read our last words."""
+        connection.leaving = True
+        self.strangers.discard(connection)
+        self.leavers.add(connection, self._clock())
+        self.update_interest(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Close it. Who had to read our last words has had the time."""
+        self._all.discard(connection)
+        self.strangers.discard(connection)
+        self.leavers.discard(connection)
+        self._selector.unregister(connection.link)
+        connection.link.drop()

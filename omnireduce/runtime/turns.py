@@ -1,0 +1,54 @@
+"""Who has something to do on a shard: all in turn, in the order in which they came, and nobody for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omnireduce.runtime.connection import Connection
+from omnireduce.runtime.job import Job
+
+POLL_WORK = 1 << 16  # of one look at a connection, beside the bytes that it brings (see Budget)
+JOBS_WORK = 64 << 20  # after which a turn serves no further job
+OTHERS_WORK = 4 << 20  # the same of connections that are in no job
+
+
+class Turns:
+    """Two lines: of jobs, each with those of its connections that are ready, and of connections that are in none.
+
+    What is ready is said as a selector says it, by a mask. Who is in a line already keeps his place.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: dict[Job, dict[Connection, int]] = {}
+        self._others: dict[Connection, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs) + len(self._others)
+
+    def ready(self, connection: Connection, mask: int) -> None:
+        """Something can be done for the connection."""
+        if connection.job is None or connection.leaving:
+            line = self._others
+        else:
+            line = self._jobs.setdefault(connection.job, {})
+        line[connection] = line.get(connection, 0) | mask
+
+    def due(self, job: Job) -> None:
+        """The job can go on without news from a connection."""
+        self._jobs.setdefault(job, {})
+
+    def serve(
+        self, serve_job: Callable[[Job, dict[Connection, int]], int], serve_other: Callable[[Connection, int], int]
+    ) -> None:
+        """Serve those who are in the lines now, in order, until that was enough work for one turn. A function gets what
+        is ready and returns the work that it was."""
+        work = 0
+        for _ in range(len(self._jobs)):
+            if work < JOBS_WORK:
+                job = next(iter(self._jobs))
+                work += serve_job(job, self._jobs.pop(job))
+        work = 0
+        for _ in range(len(self._others)):
+            if work < OTHERS_WORK:
+                connection = next(iter(self._others))
+                work += serve_other(connection, self._others.pop(connection))
