@@ -7,12 +7,14 @@ import os
 import resource
 import signal
 import socket
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aggregator.access import make_access
 from aggregator.reload import reload_on_hangup
 from aggregator.watchdog import Pulse, look_s
-from omnireduce.config import Config
+from omnireduce.config import Aggregator, Config
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
@@ -75,6 +77,46 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
+def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[Door]:
+    """Where the shard listens. `tls` is asked for each connection: it may have been read again."""
+
+    def tcp_link(sock: socket.socket) -> TcpLink:
+        if config.transport.kind == "shm":
+            raise ConnectionRefusedError("transport.kind is shm")
+        host, port = sock.getpeername()[:2]
+        context, dead_peer_s = tls(), config.transport.dead_peer_s
+        if context is not None:
+            return accept_tls(sock, f"{host}:{port}", dead_peer_s, context)
+        return TcpLink(sock, f"{host}:{port}", dead_peer_s)
+
+    def shm_link(sock: socket.socket) -> ShmLink:
+        return ShmLink(sock, "a local process")
+
+    def monitor_link(sock: socket.socket) -> ShmLink:
+        link = shm_link(sock)
+        if link.foreign_user is not None:  # who comes by this door goes first
+            raise ConnectionRefusedError("only the daemon's own user may ask here")
+        return link
+
+    found = [Door(listeners.tcp, tcp_link, False)]
+    if listeners.shm is not None:
+        found.append(Door(listeners.shm, shm_link, False))
+    if listeners.monitor is not None:
+        found.append(Door(listeners.monitor, monitor_link, True))
+    return found
+
+
+def _limits(settings: Aggregator) -> Limits:
+    return Limits(
+        max_jobs=settings.max_jobs,
+        max_world_size=settings.max_world_size,
+        max_job_bytes=settings.max_job_bytes,
+        join_timeout_s=settings.join_timeout_s,
+        max_ranks=settings.max_ranks,
+        max_bytes=settings.max_bytes,
+    )
+
+
 def run_shard(
     listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, stop_pipe: int
 ) -> None:
@@ -87,42 +129,10 @@ def run_shard(
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every job is a descriptor
     settings = config.aggregator
-    dead_peer_s = config.transport.dead_peer_s
-
-    def tcp_link(sock: socket.socket) -> TcpLink:
-        if config.transport.kind == "shm":
-            raise ConnectionRefusedError("transport.kind is shm")
-        host, port = sock.getpeername()[:2]
-        tls = server.access.tls  # of now: it may have been read again
-        if tls is not None:
-            return accept_tls(sock, f"{host}:{port}", dead_peer_s, tls)
-        return TcpLink(sock, f"{host}:{port}", dead_peer_s)
-
-    def shm_link(sock: socket.socket) -> ShmLink:
-        return ShmLink(sock, "a local process")
-
-    def monitor_link(sock: socket.socket) -> ShmLink:
-        link = shm_link(sock)
-        if link.foreign_user is not None:  # who comes by this door goes first
-            raise ConnectionRefusedError("only the daemon's own user may ask here")
-        return link
-
-    doors = [
-        (listeners.tcp, tcp_link, False),
-        (listeners.shm, shm_link, False),
-        (listeners.monitor, monitor_link, True),
-    ]
     server = ShardServer(
         listeners.name,
-        [Door(listener, make, of_monitor) for listener, make, of_monitor in doors if listener is not None],
-        Limits(
-            max_jobs=settings.max_jobs,
-            max_world_size=settings.max_world_size,
-            max_job_bytes=settings.max_job_bytes,
-            join_timeout_s=settings.join_timeout_s,
-            max_ranks=settings.max_ranks,
-            max_bytes=settings.max_bytes,
-        ),
+        _doors(listeners, config, lambda: server.access.tls),
+        _limits(settings),
         drain_s=settings.drain_s,
         hello_timeout_s=settings.hello_timeout_s,
         access=access,

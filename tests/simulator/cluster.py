@@ -11,6 +11,7 @@ from functools import partial
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.access import Access
 from omnireduce.secret import Secret
+from omnireduce.teams import Teams
 from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.sim import SimLink, sim_pair
 
@@ -41,7 +42,8 @@ class Cluster:
         self.in_epilogue = False
         self._pids = itertools.count(100)
         self._links: list[SimLink] = []
-        access = Access(self.secret, ticket_key=f"{plan.seed}".encode())
+        teams = None if self.secret is None else Teams({"": [self.secret]})
+        access = Access(teams, ticket_key=f"{plan.seed}".encode())
         limits = Limits(
             max_jobs=plan.protocol.max_jobs, max_world_size=8, max_job_bytes=1 << 26,
             join_timeout_s=plan.protocol.aggregator_join_timeout_s,

@@ -6,6 +6,7 @@ from .base import Mutation
 
 _JOINING = "omnireduce.protocol.joining"
 _HANDSHAKE = "omnireduce.protocol.handshake"
+_TEAMS = "omnireduce.teams"
 
 MUTATIONS = (
     Mutation(
@@ -83,10 +84,10 @@ MUTATIONS = (
     ),
     Mutation(
         "any proof is right",
-        _HANDSHAKE,
+        _TEAMS,
         "who knows another secret joins",
-        '            if not self._secret.proves(message.proof, "worker", self._theirs, self._nonce):\n',
-        "            if not message.proof:\n",
+        '            if secret.proves(proof, "worker", worker_nonce, aggregator_nonce):\n',
+        "            if proof:\n",
         within=2000,
     ),
 )

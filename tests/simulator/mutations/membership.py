@@ -102,8 +102,8 @@ MUTATIONS = (
         "too many jobs",
         _MEMBERSHIP,
         "a shard serves more jobs than it may",
-        "jobs = len(self._gathering) + len(self._running.keys() - {leaving})",
-        "jobs = len(self._gathering)",
+        "jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]",
+        "jobs = gather",
     ),
     Mutation(
         "jobs of any size",
