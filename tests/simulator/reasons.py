@@ -52,7 +52,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "the same security.secret_file": ("other secret",),
     "no proof of the secret came": ("shard stall", "shard freeze", "slow shard", TIME),
     "have no place": (ANY,),
-    "has no place for more": (ANY,),
+    "has no place for more": (ANY, "foreign survivor"),
     "was still waiting for": _ABSENT,
 }
 UNREACHABLE: Mapping[str, tuple[str, ...]] = {
