@@ -1,0 +1,75 @@
+"""Kinds of attack one after another, each in phases: alone, beside the attacker, alone, beside the attacker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from .field import Field, JobError, Options
+from .kinds import Kind
+from .verdict import Figures
+from .watch import Watch
+
+PAIRS = 3  # of phases
+WARM_UP_S = 1.0
+LOG_LINES, LOG_CHARACTERS = 3, 300  # of the daemon's log, shown where something does not hold
+
+
+def attackers(kind: Kind, options: Options) -> Iterator[str]:
+    """Who makes this attack on such a daemon. Without a secret a stranger is a member, too."""
+    if not kind.tls or options.tls:
+        yield from kind.who if options.secret else kind.who[:1]
+
+
+def besiege(kind: Kind, who: str, options: Options, seconds: float, pairs: int = PAIRS) -> Figures:
+    """Play one kind, with `seconds` of attack in all; return what was measured."""
+    name = f"{kind.name} ({who})" if options.secret else kind.name
+    figures = Figures(name, kind.shows, kind.own_bytes)
+    try:
+        with Field(kind, who, options) as field:
+            field.measure(WARM_UP_S)
+            base, log = field.memory, field.daemon.log_bytes
+            for _ in range(pairs):
+                figures.alone.append(field.measure(seconds / pairs))
+                _attacked(field, figures, seconds / pairs, base)
+                field.settle()
+            figures.log_bytes = field.daemon.log_bytes - log
+            if not field.same_shard():
+                figures.troubles.append("the shard was started again")
+    except (JobError, AssertionError, OSError) as error:
+        figures.troubles.append(str(error).partition("\n")[0])
+    return figures
+
+
+def _attacked(field: Field, figures: Figures, seconds: float, base: int) -> None:
+    """One phase beside the attacker. Raises JobError."""
+    gatherer, cpu_s = field.gather(), field.shard_cpu_s
+    try:
+        with Watch(field.shard, field.target.http) as watch:
+            field.attack()
+            try:
+                figures.beside.append(field.measure(seconds))
+            finally:
+                tally = field.halt()
+                figures.tally.add(tally)
+                figures.attack_s += tally.wall_s
+    finally:
+        figures.growth_bytes = max(figures.growth_bytes, watch.peak_bytes - base)
+        figures.probes += watch.probes
+        figures.troubles += watch.troubles
+        figures.shard_cpu_s += field.shard_cpu_s - cpu_s
+    wrong = field.complete(gatherer)
+    if wrong:
+        figures.troubles.append(wrong)
+
+
+def campaign(kinds: Sequence[Kind], options: Options, seconds: float, say: Callable[[str], None]) -> list[Figures]:
+    """All kinds, with `seconds` of attack in all; `say` gets a line for each."""
+    plays = [(kind, who) for kind in kinds for who in attackers(kind, options)]
+    found = []
+    for number, (kind, who) in enumerate(plays):
+        figures = besiege(kind, who, replace(options, seed=options.seed + number), seconds / len(plays))
+        shard = figures.shard_cpu_s / figures.attack_s if figures.attack_s else 0.0
+        say(f"{figures.name}: attacker {figures.tally}; shard {shard:.0%} of a core; {figures.probes} probes")
+        found.append(figures)
+    return found
