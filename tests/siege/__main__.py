@@ -19,8 +19,9 @@ sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "clust
 @click.option("--secret", is_flag=True, help="The daemon has a secret; attackers know it or not.")
 @click.option("--tls", is_flag=True, help="The daemon has a certificate.")
 @click.option("--kinds", help="Names, with commas in between. [default: all]")
+@click.option("--pairs", default=3, show_default=True, help="How often the honest job is alone, then attacked.")
 @click.option("--seed", type=int, help="Of what attackers draw. [default: drawn and printed]")
-def main(seconds: float, secret: bool, tls: bool, kinds: str | None, seed: int | None) -> None:
+def main(seconds: float, secret: bool, tls: bool, kinds: str | None, pairs: int, seed: int | None) -> None:
     """Let a hostile peer attack a daemon beside an honest job, and judge what becomes of it."""
     os.environ.pop("OMNIREDUCE_SECURITY_SECRET", None)
     from .campaign import campaign
@@ -34,7 +35,8 @@ def main(seconds: float, secret: bool, tls: bool, kinds: str | None, seed: int |
         raise click.BadParameter(f"{', '.join(unknown)}; expected some of: {', '.join(BY_NAME)}", param_hint="--kinds")
     first = random.SystemRandom().randrange(1_000_000_000) if seed is None else seed
     click.echo(f"seed {first}")
-    figures = campaign([BY_NAME[name] for name in names], Options(secret, tls, first), seconds, click.echo)
+    options = Options(secret, tls, first, pairs)
+    figures = campaign([BY_NAME[name] for name in names], options, seconds, click.echo)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table(figures, judge_time=True))
     failed = [each.name for each in figures if each.faults(judge_time=True)]

@@ -10,9 +10,7 @@ from .kinds import Kind
 from .verdict import Figures
 from .watch import Watch
 
-PAIRS = 3  # of phases
 WARM_UP_S = 1.0
-LOG_LINES, LOG_CHARACTERS = 3, 300  # of the daemon's log, shown where something does not hold
 
 
 def attackers(kind: Kind, options: Options) -> Iterator[str]:
@@ -21,17 +19,18 @@ def attackers(kind: Kind, options: Options) -> Iterator[str]:
         yield from kind.who if options.secret else kind.who[:1]
 
 
-def besiege(kind: Kind, who: str, options: Options, seconds: float, pairs: int = PAIRS) -> Figures:
+def besiege(kind: Kind, who: str, options: Options, seconds: float) -> Figures:
     """Play one kind, with `seconds` of attack in all; return what was measured."""
+    share = seconds / options.pairs
     name = f"{kind.name} ({who})" if options.secret else kind.name
-    figures = Figures(name, kind.shows, kind.own_bytes)
+    figures = Figures(name, kind.shows, kind.forbids, kind.own_bytes)
     try:
         with Field(kind, who, options) as field:
             field.measure(WARM_UP_S)
             base, log = field.memory, field.daemon.log_bytes
-            for _ in range(pairs):
-                figures.alone.append(field.measure(seconds / pairs))
-                _attacked(field, figures, seconds / pairs, base)
+            for _ in range(options.pairs):
+                figures.alone.append(field.measure(share))
+                _attacked(field, figures, share, base)
                 field.settle()
             figures.log_bytes = field.daemon.log_bytes - log
             if not field.same_shard():

@@ -40,11 +40,12 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What a siege is asked for."""
+    """What a siege is asked for: a daemon with a secret, with a certificate; so many pairs of phases."""
 
     secret: bool = False
     tls: bool = False
     seed: int = 0
+    pairs: int = 1
     prefix: tuple[str, ...] = ()  # in front of the daemon's command
 
 

@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from .attacks import Attack, floods, frames, hellos, legal, pages, sealed
 
 MIB = 1 << 20
-FEW_JOBS = ("aggregator.max_jobs=4", f"aggregator.max_bytes={64 * MIB}", f"aggregator.max_job_bytes={32 * MIB}")
+FEW_JOBS = (
+    f"aggregator.max_jobs={hellos.MAX_JOBS}",
+    f"aggregator.max_bytes={64 * MIB}",
+    f"aggregator.max_job_bytes={32 * MIB}",
+)
 
 
 @dataclass(frozen=True)
 class Kind:
     """An attack, and beside what it is made.
 
-    `shows` is a word that it yields when it could strike at all: without it nothing was attacked. `who` makes it where
-    there is a secret: a stranger, a member who knows it, or both. `own_bytes` are the slots that its own jobs may have.
-    `elastic`: the honest job is. `tls`: only where the daemon has a certificate. `settings` are the daemon's.
+    `shows` is a word that it yields when it could strike at all, "" any: without it nothing was attacked. `forbids` is
+    one that it may never yield. `who` makes it where there is a secret: a stranger, a member who knows it, or both.
+    `own_bytes` are the slots that its own jobs may have. `elastic`: the honest job is. `tls`: only where the daemon has
+    a certificate. `settings` are the daemon's.
     """
 
     name: str
@@ -27,6 +32,7 @@ class Kind:
     own_bytes: int = 0
     elastic: bool = False
     tls: bool = False
+    forbids: str = ""
     settings: tuple[str, ...] = ()
 
 
@@ -35,10 +41,19 @@ KINDS: tuple[Kind, ...] = (
     Kind("huge worlds", hellos.huge_worlds, "Refused"),
     Kind("extreme hellos", hellos.extreme_hellos, "Refused"),
     Kind("random hellos", hellos.random_hellos, "Refused"),
-    Kind("survivors, running job", hellos.evict_running, "Refused", elastic=True),
-    Kind("survivors, gathering job", hellos.evict_gathering, "Refused"),
+    Kind("survivors to a running job", hellos.evict_running, "", elastic=True),
+    Kind("survivors to a gathering job", hellos.evict_gathering, "Refused"),
     Kind("refused hellos", hellos.refused_hellos, "Refused"),
-    Kind("formations", hellos.formations, "Welcome", MEMBER, rate=30.0, own_bytes=16 * MIB, settings=FEW_JOBS),
+    Kind(
+        "formations",
+        hellos.formations,
+        "Welcome",
+        MEMBER,
+        rate=60.0,
+        own_bytes=32 * MIB,
+        forbids=hellos.TOO_MANY,
+        settings=FEW_JOBS,
+    ),
     Kind("tiny blocks", legal.tiny_blocks, "result", MEMBER, own_bytes=legal.LARGE_JOB_BYTES),
     Kind("narrow rows", legal.narrow_rows, "result", MEMBER, own_bytes=legal.LARGE_JOB_BYTES),
     Kind("large joins", legal.large_joins, "Welcome", MEMBER),
@@ -58,6 +73,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("half handshakes", sealed.half_handshakes, "half", STRANGER, tls=True),
     Kind("TLS garbage", sealed.garbage, "answer", STRANGER, tls=True),
     Kind("corrupt records", sealed.corrupt_records, "closed", STRANGER + MEMBER, tls=True),
-    Kind("key updates", sealed.key_updates, "updated", STRANGER, rate=200.0, tls=True),
+    Kind("key updates", sealed.key_updates, "updated", STRANGER, rate=50.0, tls=True),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}

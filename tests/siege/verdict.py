@@ -18,12 +18,15 @@ MOST_LOG_BYTES = 1_000_000  # a minute
 
 @dataclass
 class Figures:
-    """Of one kind: for each pair of phases what the honest ranks' collectives took, alone and beside the attacker, in
-    seconds; `growth_bytes` of the shard, of which `own_bytes` may be the attacker's legal slots; `log_bytes` written
-    in `attack_s` of attack; `troubles` are what may not be at all."""
+    """Of one kind; `shows`, `forbids` and `own_bytes` are those of `Kind`.
+
+    For each pair of phases what the honest ranks' collectives took, alone and beside the attacker, in seconds. How much
+    the shard grew, what was logged in `attack_s` of attack, and as `troubles` what may not be at all.
+    """
 
     name: str
     shows: str
+    forbids: str = ""
     own_bytes: int = 0
     alone: list[list[float]] = field(default_factory=list)
     beside: list[list[float]] = field(default_factory=list)
@@ -53,8 +56,10 @@ class Figures:
     def faults(self, *, judge_time: bool) -> list[str]:
         """What does not hold. Latency depends on the machine: only where it is to be judged."""
         found = list(dict.fromkeys(self.troubles))
-        if not self.tally.words[self.shows]:
+        if not (self.tally.words[self.shows] if self.shows else self.tally.words):
             found.append(f"nothing was attacked: no '{self.shows}'")
+        if self.tally.words[self.forbids]:
+            found.append(self.forbids)
         if self.growth_bytes > MOST_GROWTH_BYTES + self.own_bytes:
             found.append("memory")
         if self.log_rate > MOST_LOG_BYTES:
@@ -78,7 +83,16 @@ def table(rows: Iterable[Figures], *, judge_time: bool) -> Table:
     """One line for each kind."""
     found = Table(box=None, pad_edge=False)
     found.add_column("kind", no_wrap=True)
-    for name in ("collectives", "p50 alone ms", "p99 alone ms", "p99 beside ms", "ratio", "memory MiB", "log kB/min"):
+    for name in (
+        "collectives",
+        "p50 alone ms",
+        "p99 alone ms",
+        "p99 beside ms",
+        "worst ms",
+        "ratio",
+        "memory MiB",
+        "log kB/min",
+    ):
         found.add_column(name, justify="right")
     found.add_column("verdict", overflow="fold")
     for each in rows:
@@ -90,6 +104,7 @@ def table(rows: Iterable[Figures], *, judge_time: bool) -> Table:
             _milliseconds(each.alone, 50),
             _milliseconds(each.alone, 99),
             _milliseconds(each.beside, 99),
+            _milliseconds(each.beside, 100),
             f"{each.ratio:.1f}",
             f"{each.growth_bytes / 2**20:+.0f}{legal}",
             f"{each.log_rate / 1000:.0f}",

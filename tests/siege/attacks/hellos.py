@@ -10,12 +10,15 @@ from typing import Any
 import msgspec
 from raw_peer import DATA
 
+from omnireduce.status import Status, StatusRequest
 from omnireduce.wire import PROTOCOL_VERSION, Hello
 
 from ..target import SMALL, Crowd, Peer, Target
 
 EXTREMES = (0, -1, 1, 2, 1 << 20, 1 << 31, 1 << 32, 1 << 47, (1 << 62) - 1, (1 << 63) - 1, (1 << 64) - 1, -(1 << 63))
 FRACTIONS = (float("nan"), float("inf"), float("-inf"), -0.0, 1e-300, 1e300)
+MAX_JOBS = 4  # of the daemon, where formations are played
+TOO_MANY = "more jobs than there may be"
 LONG_NAME, LONG_HOST = "j" * 120, "h" * 255
 
 
@@ -112,10 +115,14 @@ def formations(target: Target, draw: random.Random) -> Iterator[str]:
         for number in itertools.count(1):
             peer = Peer(target, local=draw.random() < 0.2)
             crowd.add(peer)
-            peer.hello(
-                "formed", 0, draw.choice((1, 1, 2)), shard=1, shards=2, formation=number, slots=2, slot_bytes=slot_bytes
-            )
+            part = {"shard": 1, "shards": 2, "formation": number, "slots": 2, "slot_bytes": slot_bytes}
+            peer.hello(f"formed-{draw.randrange(2)}", 0, draw.choice((1, 1, 2)), **part)
             answer = peer.answer()
             if answer == "Welcome" and not peer.descriptors:
                 peer.frame(DATA, 0, slot_bytes, message)  # one byte is missing: it stays there
             yield answer
+            with Peer(target) as asking:
+                asking.say(StatusRequest(PROTOCOL_VERSION))
+                status = asking.event()[2]
+                if isinstance(status, Status) and status.running + status.gathering > MAX_JOBS:
+                    yield TOO_MANY

@@ -11,6 +11,7 @@ from omnireduce.config import parse_address
 from ..target import PATIENCE_S, Crowd, Target
 
 HELD = 300
+ANSWER_S = 0.3  # some requests are such that none comes
 REQUESTS = (
     b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -34,6 +35,7 @@ def flood(target: Target, draw: random.Random) -> Iterator[str]:
             sock.sendall(draw.choice(REQUESTS))
             if draw.random() < 0.3:
                 with sock:
+                    sock.settimeout(ANSWER_S)
                     yield "answer" if sock.recv(100).startswith(b"HTTP/") else "closed"
             elif draw.random() < 0.5:
                 sock.close()

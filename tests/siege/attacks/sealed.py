@@ -18,7 +18,8 @@ from omnireduce.config import parse_address
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target, tls_context
 
 CORRUPT = b"\x17\x03\x03\x00\x20" + b"\xee" * 32
-UPDATE_REQUESTED = 1  # SSL_KEY_UPDATE_REQUESTED: the other side is to change its key, too
+REQUESTED = (0, 1)  # of SSL_key_update: whether the other side is to change its key, too
+BURST = 1000  # updates in one stroke
 
 
 def _connect(target: Target) -> socket.socket:
@@ -98,11 +99,10 @@ class _Session:
             self.close()
             raise ConnectionError("no handshake")
 
-    def update(self) -> bool:
-        """Change this side's key and ask the other side to change its own; whether that could be sent."""
+    def update(self, requested: int) -> bool:
+        """Change this side's key; whether that could be sent."""
         library = _libssl()
-        updated = library.SSL_key_update(self._ssl, UPDATE_REQUESTED) == 1
-        return updated and library.SSL_do_handshake(self._ssl) == 1
+        return library.SSL_key_update(self._ssl, requested) == 1 and library.SSL_do_handshake(self._ssl) == 1
 
     def close(self) -> None:
         _libssl().SSL_free(self._ssl)
@@ -115,11 +115,12 @@ def _timeval(seconds: float) -> bytes:
 
 
 def key_updates(target: Target, draw: random.Random) -> Iterator[str]:
-    """Streams of KeyUpdate, each of which wants an answer that is not read."""
+    """Streams of KeyUpdate; some want an answer, which is not read."""
     while True:
         with contextlib.closing(_Session(target)) as session:
-            for _ in range(draw.choice((10, 1000, 100_000))):
-                done = sum(session.update() for _ in range(50))
-                yield "updated" if done else "closed"
-                if done < 50:
+            requested = draw.choice(REQUESTED)
+            for _ in range(draw.choice((1, 100, 10_000))):
+                if not all(session.update(requested) for _ in range(BURST)):
+                    yield "closed"
                     break
+                yield "updated"
