@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from .attacker import Tally
 from .field import Field, JobError, Options
 from .kinds import Kind
 from .verdict import Figures
@@ -27,12 +29,11 @@ def besiege(kind: Kind, who: str, options: Options, seconds: float) -> Figures:
     try:
         with Field(kind, who, options) as field:
             field.measure(WARM_UP_S)
-            base, log = field.memory, field.daemon.log_bytes
+            base = _Base(field.memory, field.daemon.log_bytes)
             for _ in range(options.pairs):
                 figures.alone.append(field.measure(share))
                 _attacked(field, figures, share, base)
                 field.settle()
-            figures.log_bytes = field.daemon.log_bytes - log
             if not field.same_shard():
                 figures.troubles.append("the shard was started again")
     except (JobError, AssertionError, OSError) as error:
@@ -40,24 +41,34 @@ def besiege(kind: Kind, who: str, options: Options, seconds: float) -> Figures:
     return figures
 
 
-def _attacked(field: Field, figures: Figures, seconds: float, base: int) -> None:
+class _Base(NamedTuple):
+    """Of a daemon, before it was attacked."""
+
+    memory: int
+    log_bytes: int
+
+
+def _attacked(field: Field, figures: Figures, seconds: float, base: _Base) -> None:
     """One phase beside the attacker. Raises JobError."""
-    gatherer, cpu_s = field.gather(), field.shard_cpu_s
-    try:
-        with Watch(field.shard, field.target.http) as watch:
-            field.attack()
-            try:
-                figures.beside.append(field.measure(seconds))
-            finally:
-                tally = field.halt()
-                figures.tally.add(tally)
-                figures.attack_s += tally.wall_s
-    finally:
-        figures.growth_bytes = max(figures.growth_bytes, watch.peak_bytes - base)
-        figures.probes += watch.probes
-        figures.troubles += watch.troubles
-        figures.shard_cpu_s += field.shard_cpu_s - cpu_s
-    wrong = field.complete(gatherer)
+    cpu_s, watch, tally = field.shard_cpu_s, Watch(field.shard, field.target.http), Tally()
+    with field.gather() as gatherer:
+        try:
+            with watch:
+                field.attack()
+                try:
+                    figures.beside.append(field.measure(seconds))
+                finally:
+                    tally = field.halt()
+        finally:
+            figures.tally.add(tally)
+            figures.attack_s += tally.wall_s
+            figures.growth_bytes = max(figures.growth_bytes, watch.peak_bytes - base.memory)
+            figures.log_bytes = field.daemon.log_bytes - base.log_bytes
+            figures.probes += watch.probes
+            figures.slowest_probe_s = max(figures.slowest_probe_s, watch.slowest_probe_s)
+            figures.troubles += watch.troubles
+            figures.shard_cpu_s += field.shard_cpu_s - cpu_s
+        wrong = field.complete(gatherer)
     if wrong:
         figures.troubles.append(wrong)
 

@@ -174,7 +174,7 @@ class Field:
 
     def complete(self, first: Peer) -> str:
         """The last rank comes; what went wrong."""
-        with first, Peer(self._insider) as last:
+        with Peer(self._insider) as last:
             last.sock.settimeout(WAIT_S)
             last.hello(self._insider.gathering, 1, 2, **SMALL)
             try:

@@ -23,8 +23,8 @@ BUGS = {
             "nothing limits the log",
             "omnireduce.logs",
             "a stranger fills the disk",
-            "        return count < A_SECOND\n",
-            "        return True\n",
+            "    handler.addFilter(FloodFilter())\n",
+            "",
         ),
         Mutation(
             "messages are kept",

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from simulator.mutate import mutated, source_of
 
 from .attacker import Tally
 from .campaign import attackers, besiege
 from .field import Options
 from .kinds import BY_NAME, KINDS
+from .spoiled import BUGS
 from .verdict import MOST_GROWTH_BYTES, MOST_LOG_BYTES, MOST_RATIO, Figures, table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SECONDS = 3.0  # of attack
+SECONDS = 2.0  # of attack
 SEED = 1 if "CI" in os.environ else random.SystemRandom().randrange(1_000_000_000)
 SHORT = ("extreme hellos", "random hellos", "silent connections", "page requests")
 
@@ -44,6 +46,11 @@ def test_a_siege_of_a_spoiled_daemon_fails(bug: str, kind: str, fault: str) -> N
     figures = besiege(BY_NAME[kind], "stranger", Options(seed=SEED, prefix=prefix), SECONDS)
     found = figures.faults(judge_time=True)
     assert any(fault in each for each in found), (found, str(figures.tally))
+
+
+def test_every_bug_fits_the_product() -> None:
+    for bug in BUGS.values():
+        assert mutated(bug, source_of(bug)) != source_of(bug)
 
 
 def figures_of(**changed: object) -> Figures:

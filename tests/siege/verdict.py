@@ -14,6 +14,7 @@ from .attacker import Tally
 MOST_RATIO = 3.0  # p99 beside / p99 alone
 MOST_GROWTH_BYTES = 64 << 20
 MOST_LOG_BYTES = 1_000_000  # a minute
+MOST_PROBE_S = 3.0  # for /healthz: orchestrators wait about as long
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Figures:
     attack_s: float = 0.0
     shard_cpu_s: float = 0.0  # while it was attacked
     probes: int = 0
+    slowest_probe_s: float = 0.0
     tally: Tally = field(default_factory=Tally)
     troubles: list[str] = field(default_factory=list)
 
@@ -54,7 +56,7 @@ class Figures:
         return sum(map(len, self.alone + self.beside))
 
     def faults(self, *, judge_time: bool) -> list[str]:
-        """What does not hold. Latency depends on the machine: only where it is to be judged."""
+        """What does not hold. How long things take depends on the machine: only where it is to be judged."""
         found = list(dict.fromkeys(self.troubles))
         if not (self.tally.words[self.shows] if self.shows else self.tally.words):
             found.append(f"nothing was attacked: no '{self.shows}'")
@@ -66,6 +68,8 @@ class Figures:
             found.append("log")
         if judge_time and not self.ratio <= MOST_RATIO:
             found.append("latency")
+        if judge_time and self.slowest_probe_s > MOST_PROBE_S:
+            found.append(f"/healthz took {self.slowest_probe_s:.1f} s")
         return found
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
 from faults.site import held
+from local_cluster import WAIT_S
 
 from omnireduce.config import parse_address
 
 LOOK_S, PROBE_S = 0.1, 1.0  # between two looks, between two probes
-ANSWER_S = 3.0  # how long a probe waits, as those of orchestrators do
 
 
 class Watch:
@@ -24,6 +25,7 @@ class Watch:
         self._threads = [threading.Thread(target=each) for each in (self._look, self._probe)]
         self.peak_bytes = 0
         self.probes = 0
+        self.slowest_probe_s = 0.0
         self.troubles: list[str] = []
 
     def __enter__(self) -> Self:
@@ -48,8 +50,8 @@ class Watch:
 
     def _probe(self) -> None:
         while not self._over.wait(PROBE_S):
-            self.probes += 1
-            connection = http.client.HTTPConnection(*self._http, timeout=ANSWER_S)
+            self.probes, began = self.probes + 1, time.monotonic()
+            connection = http.client.HTTPConnection(*self._http, timeout=WAIT_S)
             try:
                 connection.request("GET", "/healthz")
                 status = connection.getresponse().status
@@ -59,3 +61,4 @@ class Watch:
                 self.troubles.append(f"/healthz: {error!r}")
             finally:
                 connection.close()
+            self.slowest_probe_s = max(self.slowest_probe_s, time.monotonic() - began)
