@@ -178,7 +178,7 @@ class Field:
             last.sock.settimeout(WAIT_S)
             last.hello(self._insider.gathering, 1, 2, **SMALL)
             try:
-                return "" if last.admitted() and first.admitted() else "those who gathered were refused"
+                return "" if first.admitted() and last.admitted() else "those who gathered were refused"
             except OSError as error:
                 return f"those who gathered: {error!r}"
 
