@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check simulate fuzz mutations faults bench bench-quick rdma test-rdma clean
+.PHONY: help demo test lint types check simulate fuzz mutations faults siege bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -44,6 +44,12 @@ mutations: $(READY) ## show that the simulator catches every deliberate bug; abo
 faults: $(READY) ## kill, stop and pause real workers and shards, then thousands of jobs on one daemon; four minutes. ARGS="--rounds 50"
 	@$(BIN)/python -m tests.faults $(or $(ARGS),--rounds 300)
 	@$(if $(ARGS),,$(BIN)/python -m tests.faults soak --jobs 3000)
+
+siege: $(READY) ## attack a daemon in every way, each beside an honest job; three quarters of an hour. ARGS="--seconds 60 --kinds garbage"
+	@status=0; \
+	$(BIN)/python -m tests.siege $(or $(ARGS),--seconds 600) || status=1; \
+	$(if $(ARGS),,$(BIN)/python -m tests.siege --seconds 600 --secret --tls || status=1;) \
+	exit $$status
 
 bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; twenty minutes. ARGS=--resume goes on
 	@status=0; \

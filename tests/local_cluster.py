@@ -101,6 +101,11 @@ class Process:
         """What the process has written to standard error so far."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
+    @property
+    def log_bytes(self) -> int:
+        """How much the process and its children have written to standard error so far."""
+        return os.fstat(self._log.fileno()).st_size
+
     def line(self, timeout_s: float = WAIT_S) -> str:
         """The next line of standard output; fails when none comes in time."""
         found = self._lines.next(time.monotonic() + timeout_s)

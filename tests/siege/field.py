@@ -1,0 +1,187 @@
+"""A daemon, the honest job on it, somebody who gathers, and the attacker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import tempfile
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from certificates import certificates
+from faults.crew import Member
+from faults.site import held
+from faults.worker import FINISH
+from local_cluster import WAIT_S, Daemon, configured, eventually
+
+from omnireduce.runtime.observe import ask
+from omnireduce.secret import load_secret
+
+from . import attacker, honest
+from .attacker import GO, HALT, Tally
+from .honest import SAMPLES
+from .kinds import Kind
+from .target import SMALL, Peer, Target
+
+ADDRESS_SPACE = 4 << 30  # of the daemon: what an attacker makes it take comes to an end
+TRANSPORTS = ("shm", "tcp")  # of the honest ranks
+SETTLE_S = 0.3  # what an attacker has left behind is dealt with before the honest job is alone again
+HONEST = ("protocol.slot_bytes=262144", "protocol.slots=2", "transport.spin_us=0")
+
+
+class JobError(Exception):
+    """The honest job has ended, or what it summed was wrong."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a siege is asked for: a daemon with a secret, with a certificate; so many pairs of phases."""
+
+    secret: bool = False
+    tls: bool = False
+    seed: int = 0
+    pairs: int = 1
+    prefix: tuple[str, ...] = ()  # in front of the daemon's command
+
+
+def _bounded() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+
+
+class Field:
+    """Where one kind of attack is played, by `who`: a stranger or a member."""
+
+    def __init__(self, kind: Kind, who: str, options: Options) -> None:
+        self._kind = kind
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-siege-")))
+            shared = self._secret(folder) if options.secret else ()
+            theirs = certificates().holder("aggregator") if options.tls else ()
+            ours = (certificates().trust(),) if options.tls else ()
+            settings = ("metrics.listen=127.0.0.1:0", *shared, *theirs, *kind.settings)
+            self.daemon = stack.enter_context(Daemon(1, *settings, prefix=options.prefix, preexec_fn=_bounded))
+            self._config = configured(self.daemon.addresses, *shared, *ours)
+            self._secret_of_all = load_secret(self._config.security, environ={})
+            self._insider = self._target(folder, options)
+            self.target = replace(self._insider, secret=self._insider.secret if who == "member" else None)
+            self._honest = self._join((*HONEST, *shared, *ours), stack)
+            arguments = (kind.name, self.target, options.seed)
+            self._attacker = stack.enter_context(Member(*arguments, target=attacker.serve))
+            self.shard = self._ask_pid()
+            self._stack = stack.pop_all()
+
+    def _secret(self, folder: Path) -> tuple[str, ...]:
+        file = folder / "secret"
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as opened:
+            opened.write(secrets.token_hex(32))
+        return (f"security.secret_file={file}",)
+
+    def _target(self, folder: Path, options: Options) -> Target:
+        assert eventually(lambda: "http://" in self.daemon.log), self.daemon.log
+        page = self.daemon.log.partition("http://")[2].split("/")[0].split()[0].strip('"')
+        secret = (folder / "secret").read_bytes() if options.secret else None
+        return Target(
+            self.daemon.addresses[0], page, secret, str(certificates().folder / "ca.pem") if options.tls else None
+        )
+
+    def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[Member]:
+        elastic = ("elastic.enabled=true", "elastic.settle_s=1") if self._kind.elastic else ()
+        members = []
+        for rank, transport in enumerate(TRANSPORTS):
+            settings = (f"transport.kind={transport}", *overrides, *elastic)
+            arguments = (self.daemon.addresses[0], self._insider.job, rank, len(TRANSPORTS), settings)
+            members.append(stack.enter_context(Member(*arguments, target=honest.serve)))
+        for member in members:
+            joined = member.hear("joined", "error")
+            assert joined.event == "joined", joined
+        return members
+
+    def _ask_pid(self) -> int:
+        return ask(self.daemon.addresses[0], self._config, WAIT_S, secret=self._secret_of_all).pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            self.daemon.expected_status = None if kind else 0
+            if kind is None:
+                self._attacker.close()
+                for member in self._honest:
+                    member.tell(FINISH)
+                for member in self._honest:
+                    self._heard(member, "left")
+
+    @property
+    def memory(self) -> int:
+        """Of the shard, in bytes."""
+        return held(self.shard).memory
+
+    @property
+    def shard_cpu_s(self) -> float:
+        """Time that the shard has had on a core."""
+        try:
+            fields = Path(f"/proc/{self.shard}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _heard(self, member: Member, expected: str) -> honest.Samples:
+        found = member.hear(expected, "error", "wrong", "left", within_s=2 * WAIT_S)
+        if found.event != expected:
+            raise JobError(f"the honest job: {found.event}: {found.text}")
+        return found  # type: ignore[return-value]
+
+    def samples(self) -> list[float]:
+        """How long each collective of the honest ranks took since this was asked last. Raises JobError."""
+        for member in self._honest:
+            with contextlib.suppress(ConnectionError):  # what it said before it went is still to be heard
+                member.tell(SAMPLES)
+        return [each for member in self._honest for each in self._heard(member, SAMPLES).seconds]
+
+    def measure(self, seconds: float) -> list[float]:
+        """The same for the next `seconds`, or until the job ends."""
+        self.samples()
+        connection.wait([member.pipe for member in self._honest], seconds)
+        return self.samples()
+
+    def settle(self) -> None:
+        connection.wait([member.pipe for member in self._honest], SETTLE_S)
+
+    def attack(self) -> None:
+        self._attacker.tell(GO)
+
+    def halt(self) -> Tally:
+        """End the attack; what the attacker did."""
+        self._attacker.tell(HALT)
+        return self._attacker.hear("tally", within_s=2 * WAIT_S)  # type: ignore[return-value]
+
+    def gather(self) -> Peer:
+        """Somebody honest who waits for the last rank of a job."""
+        peer = Peer(self._insider)
+        peer.sock.settimeout(WAIT_S)
+        peer.hello(self._insider.gathering, 0, 2, **SMALL)
+        answer = peer.answer()
+        assert answer == "Pending", f"the first of the gathering job hears {answer}"
+        return peer
+
+    def complete(self, first: Peer) -> str:
+        """The last rank comes; what went wrong."""
+        with Peer(self._insider) as last:
+            last.sock.settimeout(WAIT_S)
+            last.hello(self._insider.gathering, 1, 2, **SMALL)
+            try:
+                return "" if first.admitted() and last.admitted() else "those who gathered were refused"
+            except OSError as error:
+                return f"those who gathered: {error!r}"
+
+    def same_shard(self) -> bool:
+        """Whether the shard is the process that it was."""
+        return self._ask_pid() == self.shard

@@ -1,0 +1,64 @@
+"""`python spoiled.py BUG python -m aggregator …`: the daemon with a deliberate bug, to show that a siege can fail.
+
+Imports nothing of the product before the bug is in place.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1 + up]) for up in (0, 1)]  # tests/ and the project
+
+from simulator.mutate import install
+from simulator.mutations.base import Mutation
+
+_DECODE = "        message: ControlMessage = _control_decoder.decode(body)\n"
+BUGS = {
+    bug.name: bug
+    for bug in (
+        Mutation(
+            "nothing limits the log",
+            "omnireduce.logs",
+            "a stranger fills the disk",
+            "    handler.addFilter(FloodFilter())\n",
+            "",
+        ),
+        Mutation(
+            "messages are kept",
+            "omnireduce.wire",
+            "a stranger fills the memory",
+            _DECODE,
+            _DECODE + '        decode_control.__dict__.setdefault("kept", []).append(np.ones(1 << 20, np.uint8))\n',
+        ),
+        Mutation(
+            "a turn stalls",
+            "omnireduce.wire",
+            "a stranger stops the jobs of all others",
+            _DECODE,
+            _DECODE + '        __import__("select").select([], [], [], 0.5)\n',
+        ),
+        Mutation(
+            "sums are maxima",
+            "omnireduce.protocol.reduction",
+            "a sum is wrong",
+            "OPS[descriptor.op], descriptor.layout.blocks\n",
+            'OPS["max"], descriptor.layout.blocks\n',
+        ),
+    )
+}
+
+
+def main() -> None:
+    """Run the module that follows the bug's name, as Python would."""
+    _, name, _python, option, module, *rest = sys.argv
+    assert option == "-m", option
+    install(BUGS[name])
+    sys.argv = [module, *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What an attacker knows of a daemon, and its connections to it. Every wait has a bound."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import socket
+import ssl
+from collections import deque
+from dataclasses import dataclass
+
+from raw_peer import CONTROL, CREDIT, DATA, RawPeer
+
+from omnireduce.config import parse_address
+from omnireduce.secret import Secret
+from omnireduce.transport.stream import FRAME
+from omnireduce.wire import ControlMessage, Refused, Welcome, decode_control
+
+PATIENCE_S = 2.0  # how long an attacker waits for an answer
+SMALL = {"slots": 2, "slot_bytes": 65536}  # the smallest slots that a job may have
+
+
+@dataclass(frozen=True)
+class Target:
+    """A daemon's shard at `address` and its pages at `http`. `secret` is what this attacker knows of it, `ca` the file
+    that its TLS certificate can be checked with. `job` runs there and `gathering` waits for its last rank."""
+
+    address: str
+    http: str
+    secret: bytes | None = None
+    ca: str | None = None
+    job: str = "honest"
+    gathering: str = "gathering"
+
+
+@functools.cache
+def tls_context(ca: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(ca)
+    return context
+
+
+class Peer(RawPeer):
+    """One connection of an attacker, by TLS where the daemon wants it; it proves the secret, if it knows one."""
+
+    def __init__(self, target: Target, *, local: bool = False, proves: bool = True) -> None:
+        super().__init__(target.address, local=local)
+        self.sock.settimeout(PATIENCE_S)
+        self.descriptors: list[int] = []
+        self._rest = b""
+        try:
+            if target.ca is not None and not local:
+                host = parse_address(target.address)[0]
+                self.sock = tls_context(target.ca).wrap_socket(self.sock, server_hostname=host)
+            if target.secret is not None and proves:
+                self.prove(Secret(target.secret), os.urandom(32))
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, count: int) -> bytes:
+        """So many bytes; descriptors that come with them are kept. Raises ConnectionError when there are no more."""
+        while len(self._rest) < count:
+            if self.sock.family == socket.AF_UNIX:
+                more, found, _, _ = socket.recv_fds(self.sock, 65536, 4)
+                self.descriptors += found
+            else:
+                more = self.sock.recv(65536)
+            if not more:
+                raise ConnectionResetError("closed")
+            self._rest += more
+        data, self._rest = self._rest[:count], self._rest[count:]
+        return data
+
+    def event(self) -> tuple[int, int, ControlMessage | None]:
+        """The next frame: its kind, its slot, and the message that it is, if it is one."""
+        kind, slot, length = FRAME.unpack(self.read(FRAME.size))
+        in_frame = kind == CONTROL or (kind == DATA and self.sock.family != socket.AF_UNIX)
+        body = self.read(length) if in_frame else b""
+        return kind, slot, decode_control(body) if kind == CONTROL else None
+
+    def answer(self) -> str:
+        """What the aggregator says next: the name of a message, `closed` or `silence`."""
+        try:
+            while (message := self.event()[2]) is None:
+                pass
+        except TimeoutError:
+            return "silence"
+        except (ConnectionError, ssl.SSLError):
+            return "closed"
+        return type(message).__name__
+
+    def admitted(self) -> bool:
+        """Wait for the Welcome."""
+        while True:
+            message = self.event()[2]
+            if isinstance(message, Welcome | Refused):
+                return isinstance(message, Welcome)
+
+    def memory(self) -> mmap.mmap:
+        """The slots of all ranks of this connection's job, upwards. Only behind a Unix socket."""
+        return mmap.mmap(self.descriptors[0], 0)
+
+    def give_credit(self, slot: int) -> None:
+        self.frame(CREDIT, slot, 0)
+
+    def put(self, slot: int, message: bytes) -> None:
+        """Send a block message; over shared memory it lies there already."""
+        body = b"" if self.sock.family == socket.AF_UNIX else message
+        self.frame(DATA, slot, len(message), body)
+
+    def close(self) -> None:
+        super().close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+class Crowd:
+    """Connections that stay; of more than `most` the oldest one goes. Leaving the `with` block closes all."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._peers: deque[RawPeer | socket.socket] = deque()
+
+    def add(self, peer: RawPeer | socket.socket) -> None:
+        self._peers.append(peer)
+        if len(self._peers) > self._most:
+            self._peers.popleft().close()
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.close()
