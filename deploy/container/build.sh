@@ -37,6 +37,7 @@ if ! printf '%s\n' "$base" | grep -Exq '[^@[:space:]]+@sha256:[0-9a-f]{64}'; the
 fi
 mv "$lock.new" "$lock"
 
+export BUILDAH_FORMAT=docker # the format that podman takes by default knows no HEALTHCHECK
 for target in service mpi; do
     image=$name:$tag
     [ "$target" = service ] || image=$name-$target:$tag
