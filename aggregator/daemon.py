@@ -112,7 +112,7 @@ class Daemon:
         self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
         self._family.hang_up()
         teams = 0 if self._access.teams is None else len(self._access.teams)
-        log.info("read secrets and certificates again: %d teams", teams, extra=tagged("reloaded", teams=teams))
+        log.info("read files again: %d teams; shards and monitor follow", teams, extra=tagged("reloaded", teams=teams))
 
     def _ignore_signals(self) -> None:
         """All is over: one that comes now must not change the exit status."""

@@ -32,6 +32,8 @@ def _wait(reload: Callable[[], None]) -> None:
             not_reloaded(error)
         except Exception:  # a bug; the files may be better the next time
             log.exception("internal error while files were read again; please report it", extra=tagged("reload_failed"))
+        else:
+            log.info("what files say now holds for new connections", extra=tagged("reloaded"))
 
 
 def not_reloaded(error: ConfigError) -> None:

@@ -112,7 +112,8 @@ def check_secret(config: Config) -> Iterator[Finding]:
     if secret is None:
         yield Finding("info", "secret", "none: whoever can reach an aggregator without one may join; docs/security.md")
     else:
-        yield Finding("ok", "secret", f"from {config.security.secret_file or SECRET_VARIABLE}")
+        team = f", of team {secret.team}" if secret.team else ""
+        yield Finding("ok", "secret", f"from {config.security.secret_file or SECRET_VARIABLE}{team}")
 
 
 def check_aggregators(config: Config) -> Iterator[Finding]:
