@@ -79,7 +79,8 @@ class Daemon:
         self._signals_in.setblocking(False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._signals_in.fileno())
+        # To warn of a full buffer, Python would take a lock in its signal handler, and a flood of signals hangs there.
+        signal.set_wakeup_fd(self._signals_in.fileno(), warn_on_full_buffer=False)
 
     def _ignore_signals(self) -> None:
         """All is over: one that comes now must not change the exit status."""

@@ -73,16 +73,17 @@ def _run_as_batch() -> None:
 
 
 def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Pulse, stop_pipe: int) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. With every turn
-    `pulse` beats."""
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died.
+
+    With every turn `pulse` beats.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
     start_logs(config.log, shard=listeners.name)
     _run_as_batch()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every job is a descriptor
-    settings = config.aggregator
-    dead_peer_s = config.transport.dead_peer_s
+    settings, dead_peer_s = config.aggregator, config.transport.dead_peer_s
 
     def tcp_link(sock: socket.socket) -> TcpLink:
         if config.transport.kind == "shm":
