@@ -1,5 +1,10 @@
-"""`python -m aggregator`."""
+"""`python -m aggregator`, and the program `omnireduce-aggregator`."""
 
-from aggregator.cli import main
+import signal
 
-main()
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the daemon takes signals: the imports below take a while
+
+from aggregator.cli import main  # noqa: E402  see above
+
+if __name__ == "__main__":
+    main()

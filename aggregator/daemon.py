@@ -94,7 +94,8 @@ class Daemon:
         self._ends_with_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._signals_in.fileno())
+        # To warn of a full buffer, Python would take a lock in its signal handler, and a flood of signals hangs there.
+        signal.set_wakeup_fd(self._signals_in.fileno(), warn_on_full_buffer=False)
 
     def _told_to_stop(self) -> bool:
         """Deal with the signals that have come; return whether one of them ends the daemon."""

@@ -285,6 +285,28 @@ def test_a_second_sigterm_does_no_harm() -> None:
         assert daemon.wait() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_until_the_end_of_the_process(number: int) -> None:
+    """The last ones find an interpreter that is about to end: no traceback, and the same status."""
+    with Daemon(1) as daemon:
+        while daemon.popen.poll() is None:
+            daemon.signal(number)
+        assert daemon.wait() == 0
+        assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_before_the_daemon_takes_them(number: int) -> None:
+    command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0"]
+    with Process(*command) as process:
+        loaded = "multiarray"  # of NumPy: by then the program's own modules are being imported
+        assert eventually(lambda: loaded in Path(f"/proc/{process.pid}/maps").read_text())
+        while process.popen.poll() is None:
+            process.signal(number)
+        assert process.wait() in (0, -number)
+        assert "Traceback" not in process.log
+
+
 def test_ctrl_c_in_the_terminal_of_a_daemon() -> None:
     """The terminal signals the whole group of processes; the shards leave the answer to their supervisor."""
     with Daemon(2, "aggregator.drain_s=30", start_new_session=True) as daemon:
