@@ -105,7 +105,7 @@ def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
 
 
 def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES) -> bytes:
-    """The start of a file that only its owner may read, or that root or we let a group of ours read: one byte more than
+    """The start of a file that only its owner may read, or that root lets a group of ours read: one byte more than
     `most_bytes` at most.
 
     Raises ConfigError, which names `key`.
@@ -128,7 +128,7 @@ def _check_readers(file: int, found: os.stat_result, what: str) -> None:
     read, as systemd hands one on. Raises ConfigError."""
     if found.st_mode & 0o037:
         raise ConfigError(f"{what} lets others than its owner at it, {_EXPECTED}")
-    if found.st_uid not in (0, os.geteuid()):
+    if found.st_uid != 0:  # a user's own group may well be that of all users
         raise ConfigError(f"{what} lets a group read it, but it belongs to user {found.st_uid}, {_EXPECTED}")
     users, groups = _listed_readers(file, found.st_gid)
     if strangers := groups - {os.getegid(), *os.getgroups()}:
