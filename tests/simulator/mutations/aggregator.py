@@ -7,6 +7,7 @@ from .base import Mutation
 _MACHINE = "omnireduce.protocol.aggregator"
 _REDUCTION = "omnireduce.protocol.reduction"
 _WIRE = "omnireduce.wire"
+_DESCRIPTOR = "omnireduce.descriptor"
 
 MUTATIONS = (
     Mutation(
@@ -36,6 +37,15 @@ MUTATIONS = (
         "ranks that submit different collectives get a sum of both",
         "        if (number, extra) != (self._number, expected):\n",
         "        if (number, extra) != (self._number, expected) and rank < 0:\n",
+    ),
+    Mutation(
+        "a call does not tell its shape",
+        _DESCRIPTOR,
+        "ranks get the sum of tensors of other shapes, as of a matrix and its transpose",
+        "        found = msgspec.msgpack.encode(self)\n",
+        "        flat = self.shape if self.kind == 'allreduce_rows' else (math.prod(self.shape),)\n"
+        "        found = msgspec.msgpack.encode(msgspec.structs.replace(self, shape=flat))\n",
+        within=2000,
     ),
     Mutation(
         "shard compares the first collective only",
