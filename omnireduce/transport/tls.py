@@ -152,8 +152,10 @@ class TlsLink(TcpLink):
 
     def _keep(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
         """Of the bytes up to `end`, those from `at` on are not used yet: leave them in the socket, or keep them."""
-        used = (at if leave else end) - self._kept
-        if self._sock.recv_into(self._wire, used, socket.MSG_TRUNC) != used:  # drops them, and copies nothing
+        used, dropped = (at if leave else end) - self._kept, 0
+        with suppress(OSError):
+            dropped = self._sock.recv_into(self._wire, used, socket.MSG_TRUNC)  # copies nothing
+        if dropped != used and self._lost is None:
             self._end(events, "connection broken: what it had sent is gone")
         self._kept = 0 if leave else end - at
         self._wire[: self._kept] = self._wire[at : at + self._kept]
