@@ -28,7 +28,7 @@ from omnireduce.transport.tcp import TcpLink
 RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, length of what follows
 RECORD_TYPES = range(20, 24)
 RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
-WIRE_BYTES = 65536  # looked at at once
+WIRE_BYTES = 131072  # looked at at once
 RECORDS_PER_POLL = 64  # 1 MiB of whole ones
 HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
 EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
