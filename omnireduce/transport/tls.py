@@ -28,7 +28,7 @@ from omnireduce.transport.tcp import TcpLink
 RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, length of what follows
 RECORD_TYPES = range(20, 24)
 RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
-WIRE_BYTES = 65536  # looked at at once
+WIRE_BYTES = 131072  # looked at at once
 RECORDS_PER_POLL = 64  # 1 MiB of whole ones
 HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
 EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
@@ -152,8 +152,10 @@ class TlsLink(TcpLink):
 
     def _keep(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
         """Of the bytes up to `end`, those from `at` on are not used yet: leave them in the socket, or keep them."""
-        used = (at if leave else end) - self._kept
-        if self._sock.recv_into(self._wire, used, socket.MSG_TRUNC) != used:  # drops them, and copies nothing
+        used, dropped = (at if leave else end) - self._kept, 0
+        with suppress(OSError):
+            dropped = self._sock.recv_into(self._wire, used, socket.MSG_TRUNC)  # copies nothing
+        if dropped != used and self._lost is None:
             self._end(events, "connection broken: what it had sent is gone")
         self._kept = 0 if leave else end - at
         self._wire[: self._kept] = self._wire[at : at + self._kept]
