@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.job import Job
@@ -36,6 +37,18 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
     yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
     for job in server._jobs.values():
         yield from _audit_job(job, limits)
+
+
+def audit_turn(server: ShardServer, budget: Budget, merged: dict[int, int]) -> Iterator[str]:
+    """What is wrong with the last turn: how many blocks a job could merge in it. `merged` remembers the totals."""
+    for job in server._jobs.values():
+        machine, current = job.machine, job.machine._current
+        total = machine.account.traffic.union_blocks
+        total += current.sent_blocks + current.written if current is not None else 0
+        most = max(1, budget.work // (BLOCK_WORK * len(machine._ranks)))
+        if total - merged.get(job.generation, 0) > most:
+            yield f"{job} merged {total - merged.get(job.generation, 0)} blocks in one turn, of {most}"
+        merged[job.generation] = total
 
 
 def _audit_connection(server: ShardServer, connection: Connection, awaited: bool) -> Iterator[str]:

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
-from .audit import audit_server
+from .audit import audit_server, audit_turn
 from .world import Process, World
 
 IDLE_S = 60.0
-BUSY_TURNS = 50  # turns in a row that find something to do; more means that the server spins
+BUSY_TURNS = 2000  # turns in a row that find something to do; more means that the server spins
 
 
 class SimSelector(selectors.BaseSelector):
@@ -74,6 +75,7 @@ class Shard(Process):
         self._back_after_s = 0.0
         self._backlog: list[SimLink] = []
         self._random = world.random(self.name)
+        self._budget = self._random.choice([Budget(), Budget(), self._small_budget()])
         self.start()
 
     def start(self) -> None:
@@ -83,10 +85,22 @@ class Shard(Process):
         self.alive, self.supervised, self._due = True, True, None
         self.selector = SimSelector(self._random.shuffle)
         self.server = ShardServer(
-            self.address, [], self.limits, drain_s=5.0, access=self._access, clock=self.now, selector=self.selector
-        )
+            self.address, [], self.limits, drain_s=5.0, budget=self._budget, access=self._access, clock=self.now,
+            selector=self.selector,
+        )  # fmt: skip
+        self._merged: dict[int, int] = {}  # by generation, blocks of results after the last turn
         self.log("up")
         self.wake()
+
+    def _small_budget(self) -> Budget:
+        """One that divides even small tensors in time, messages in windows, blocks in pieces and results."""
+        choose = self._random.choice
+        return Budget(
+            work=choose([(1 << 16) + 8000, (1 << 16) + 30_000, 1 << 17]),
+            window=choose([1, 3, 4096]),
+            piece_bytes=choose([500, 4000, 1 << 20]),
+            blocks=choose([2, 9, 1 << 16]),
+        )
 
     @property
     def listening(self) -> bool:
@@ -134,6 +148,7 @@ class Shard(Process):
     def _audit(self) -> None:
         if not self.found:
             self.found += audit_server(self.server, self.limits)
+            self.found += audit_turn(self.server, self._budget, self._merged)
             if self._last_generation not in (None, self.server._membership._next_generation):
                 self.found.append("a job was admitted by a shard that was told to stop")
 
