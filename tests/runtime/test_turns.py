@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from local_cluster import WAIT_S
 from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
@@ -20,7 +21,7 @@ from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.turns import OTHERS_WORK, POLL_WORK
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME
-from omnireduce.transport.tcp import listen_tcp
+from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.wire import Descriptor, Hello, Refused, Status, Welcome, decode_control, encode_descriptor, seal
 
 BLOCK = 8  # float32 elements
@@ -158,3 +159,73 @@ def test_a_turn_accepts_all_who_wait() -> None:
         assert len(server._connections) == 20
         server.stop()
         server.serve()
+
+
+def full_peer(crowd: Crowd) -> tuple[socket.socket, TcpLink]:
+    """Rank 0 of a job of three that reads nothing, after so many words about who is missing that its socket is full."""
+    with listen_tcp("127.0.0.1", 0) as listener:
+        listener.setblocking(True)
+        peer = socket.socket()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        peer.connect(listener.getsockname())
+        ours = listener.accept()[0]
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    link = TcpLink(ours, "the slow one", 4.0)
+    crowd.peers.append(peer)
+    crowd.server.adopt(link)
+    say(peer, rank_of_three(0))
+    crowd.turn()
+    for _ in range(3000):
+        if link.wants_write:
+            break
+        other = crowd.connect()
+        say(other, rank_of_three(1))
+        crowd.turn()
+        crowd.now += 1.0
+        crowd.turn()
+        other.close()
+        crowd.turn()
+    assert link.wants_write
+    peer.setblocking(False)
+    return peer, link
+
+
+def rank_of_three(rank: int) -> Hello:
+    return Hello(HELLO.version, "slow", rank, 3, 0, 1, 2, SLOT, "host", 7, 64)
+
+
+def words(crowd: Crowd, peer: socket.socket, last: type) -> list[str]:
+    """What the peer is told until a message of type `last`, and no other event makes the server look."""
+    data, found = b"", list[str]()
+    while last.__name__ not in found:
+        assert crowd.server._selector.select(WAIT_S), "the server waits for nothing"
+        crowd.turn()
+        with contextlib.suppress(BlockingIOError):
+            data += peer.recv(1 << 16)
+        while len(data) >= FRAME.size and len(data) >= FRAME.size + FRAME.unpack_from(data)[2]:
+            length = FRAME.unpack_from(data)[2]
+            found.append(type(decode_control(data[FRAME.size : FRAME.size + length])).__name__)
+            data = data[FRAME.size + length :]
+    return found
+
+
+def test_a_welcome_that_meets_a_full_socket_leaves_when_there_is_room(crowd: Crowd) -> None:
+    peer, link = full_peer(crowd)
+    others = [crowd.connect() for _ in range(2)]
+    for rank, other in enumerate(others, 1):
+        say(other, rank_of_three(rank))
+    crowd.turn()
+    crowd.turn()
+    assert len(crowd.server._jobs) == 1
+    assert set(words(crowd, peer, Welcome)) == {"Pending", "Welcome"}
+    assert not link.wants_write
+
+
+def test_news_for_who_waits_that_meet_a_full_socket_leave_when_there_is_room(crowd: Crowd) -> None:
+    peer, link = full_peer(crowd)
+    with contextlib.suppress(BlockingIOError):
+        while peer.recv(1 << 16):
+            pass
+    assert any(key.fileobj is link for key, _ in crowd.server._selector.select(WAIT_S))
+    crowd.turn()
+    assert not link.wants_write
