@@ -3,13 +3,15 @@
 The monitor asks the shards as anybody could, by a status request, but at Unix sockets of their own: whatever
 transports workers may use, and with TLS or without. It lives as long as the supervisor does.
 
-Each request has a thread and one deadline for all of it, TLS included. Of too many the oldest is hung up on, so that
-silent clients keep nobody from asking whether the daemon lives.
+Each connection has one deadline for all of it, TLS included, and a thread once it has said something. Of too many the
+oldest is hung up on, among the silent ones and among the others, so that neither keep anybody from asking whether the
+daemon lives.
 """
 
 from __future__ import annotations
 
 import logging
+import selectors
 import signal
 import socket
 import threading
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing.connection import wait
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -37,7 +39,7 @@ from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
 
 log = logging.getLogger("omnireduce.aggregator")
-CONNECTIONS = 128  # requests at once
+CONNECTIONS = 128  # at once: silent ones, and the same number of others
 AT_ONCE = 64  # of them may wait for the shards
 CLIENT_S = 3.0  # how long a request may take, beside the time that the shards have for their answer
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -133,7 +135,6 @@ class _Server(ThreadingMixIn, WSGIServer):
     """Serves `monitor` on a socket that listens already; each request may take `limit_s`."""
 
     daemon_threads = True
-    timeout = 1.0  # for a connection that was there when `serve` looked
 
     def __init__(self, listener: socket.socket, monitor: Monitor, limit_s: float) -> None:
         address = listener.getsockname()
@@ -144,28 +145,62 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
         self.set_app(monitor)
         self._monitor, self._limit_s = monitor, limit_s
-        self._deadlines: dict[socket.socket, float] = {}  # of the requests that are there, the oldest first
+        self._deadlines: dict[socket.socket, float] = {}  # of all connections, the oldest first
         self._lock = threading.Lock()  # a socket that is shut down may not be closed meanwhile
+        self._silent: dict[socket.socket, Any] = {}  # the addresses of those without a thread: they said nothing yet
+        self._selector = selectors.DefaultSelector()
 
     def serve(self, stop_pipe: int) -> None:
         """Until `stop_pipe` is closed."""
-        while True:
-            with self._lock:
-                first = next(iter(self._deadlines.values()), None)
-            ready = wait([self.socket, stop_pipe], None if first is None else max(0.0, first - time.monotonic()))
-            if stop_pipe in ready:
-                return
-            self._hang_up(time.monotonic(), CONNECTIONS - 1 if ready else CONNECTIONS)
-            if ready:
-                self.handle_request()
+        with self._selector as selector:
+            selector.register(self.socket, selectors.EVENT_READ, self._welcome)
+            selector.register(stop_pipe, selectors.EVENT_READ)
+            while True:
+                with self._lock:
+                    first = next(iter(self._deadlines.values()), None)
+                for key, _ in selector.select(None if first is None else max(0.0, first - time.monotonic())):
+                    if key.data is None:
+                        self._hang_up(float("inf"))
+                        return
+                    key.data()
+                self._hang_up(time.monotonic())
 
-    def _hang_up(self, now: float, most: int) -> None:
-        """Let go who is over time, and of more than `most` the oldest: their threads find the connection closed."""
+    def _welcome(self) -> None:
+        """Take those who connect. A thread they get when they say something."""
+        for _ in range(AT_ONCE):
+            try:
+                request, address = self.get_request()
+            except OSError:  # nobody is left
+                return
+            self._silent[request] = address
+            with self._lock:
+                self._deadlines[request] = time.monotonic() + self._limit_s
+            self._selector.register(request, selectors.EVENT_READ, partial(self._begin, request))
+
+    def _begin(self, request: socket.socket) -> None:
+        self._selector.unregister(request)
+        address = self._silent.pop(request)
+        try:
+            self.process_request(request, address)
+        except Exception:  # no thread can be had
+            self.handle_error(request, address)
+            self.shutdown_request(request)
+
+    def _hang_up(self, now: float) -> None:
+        """Let go who is over time, and the oldest of too many: of the silent ones, and of those with a thread."""
         with self._lock:
-            late = sum(deadline <= now for deadline in self._deadlines.values())
-            for request in list(self._deadlines)[: max(late, len(self._deadlines) - most)]:
+            speaking = [request for request in self._deadlines if request not in self._silent]
+            gone = {request for request, deadline in self._deadlines.items() if deadline <= now}
+            for many in (list(self._silent), speaking):
+                gone |= set(many[: max(0, len(many) - CONNECTIONS)])
+            for request in gone:
                 del self._deadlines[request]
-                with suppress(OSError):  # it has gone already
+                if request in self._silent:
+                    del self._silent[request]
+                    self._selector.unregister(request)
+                    request.close()
+                    continue
+                with suppress(OSError):  # it has gone already; else its thread finds the connection closed
                     # Not as an SSLSocket does it, which would let its thread go on without TLS.
                     socket.socket.shutdown(request, socket.SHUT_RDWR)
 
@@ -180,12 +215,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         except OSError:  # it has gone already
             request.close()
             raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin a thread for the request. Where none can be had, the base class hangs up."""
-        with self._lock:
-            self._deadlines[request] = time.monotonic() + self._limit_s
-        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """The request is over."""

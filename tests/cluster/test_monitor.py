@@ -91,6 +91,21 @@ def test_of_too_many_clients_the_oldest_makes_room() -> None:
         assert silent[-1].recv(100).startswith(b"HTTP/1.0 200 OK")
 
 
+def test_a_flood_of_silent_clients_takes_no_place_of_those_who_ask() -> None:
+    """A client that has begun to ask outlives any number of them; they have no threads."""
+    with serving(600.0) as pages, contextlib.ExitStack() as stack:
+        slow = stack.enter_context(pages.connect())
+        slow.sendall(b"GET /healthz HTTP/1.0\r\n")
+        threads = threading.active_count()
+        for _ in range(3 * CONNECTIONS):
+            stack.enter_context(pages.connect())
+        assert pages.get("healthz") == ALIVE
+        assert threading.active_count() <= threads + 1
+        assert len(pages.server._silent) <= CONNECTIONS
+        slow.sendall(b"\r\n")
+        assert slow.recv(100).startswith(b"HTTP/1.0 200 OK")
+
+
 def test_all_who_wait_for_a_shard_share_one_round_of_asking() -> None:
     """It says nothing. Those who wait for it have a bound; those who ask for the daemon's health have none."""
     with listen_tcp("127.0.0.1", 0) as holder, contextlib.ExitStack() as stack:
@@ -124,6 +139,7 @@ def test_a_request_for_which_no_thread_can_start_takes_no_room(monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", fail)
             with pages.connect() as client:
+                client.sendall(b"G")
                 assert client.recv(1) == b""
         assert not pages.server._deadlines
         assert pages.get("healthz") == ALIVE

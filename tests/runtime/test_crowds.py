@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 from cluster_checks import FAILURE_S
 
+from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.connections import LINGER_S
 from omnireduce.runtime.listening import PAUSE_S, Door
 from omnireduce.runtime.questions import STATUSES
@@ -31,7 +33,7 @@ from omnireduce.wire import (
     encode_control,
 )
 
-LIMITS = Limits(max_jobs=9, max_world_size=9, max_job_bytes=1 << 30, join_timeout_s=60.0)
+LIMITS = Limits(max_jobs=9, max_world_size=200, max_job_bytes=1 << 30, join_timeout_s=60.0)
 REQUEST = StatusRequest(PROTOCOL_VERSION)
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 2, 0, 1, 2, 65536, "host", 7, 64)
 
@@ -39,9 +41,11 @@ HELLO = Hello(PROTOCOL_VERSION, "job", 0, 2, 0, 1, 2, 65536, "host", 7, 64)
 class Crowd:
     """A server without listeners, at a time of the test's choice, and those who are connected to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget = BUDGET) -> None:
         self.now = 100.0
-        self.server = ShardServer("a:1", [], LIMITS, drain_s=0.0, hello_timeout_s=10.0, clock=lambda: self.now)
+        self.server = ShardServer(
+            "a:1", [], LIMITS, drain_s=0.0, hello_timeout_s=10.0, budget=budget, clock=lambda: self.now
+        )
         self.peers: list[socket.socket] = []
 
     def connect(self) -> socket.socket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK, AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import BLOCK_WORK, Budget
@@ -45,7 +45,8 @@ def audit_turn(server: ShardServer, budget: Budget, merged: dict[int, int]) -> I
         machine, current = job.machine, job.machine._current
         total = machine.account.traffic.union_blocks
         total += current.sent_blocks + current.written if current is not None else 0
-        most = max(1, budget.work // (BLOCK_WORK * len(machine._ranks)))
+        ranks = len(machine._ranks)
+        most = 1 + max(0, budget.work - ROUND_WORK - ranks * RANK_WORK) // (ranks * BLOCK_WORK)
         if total - merged.get(job.generation, 0) > most:
             yield f"{job} merged {total - merged.get(job.generation, 0)} blocks in one turn, of {most}"
         merged[job.generation] = total

@@ -1,0 +1,231 @@
+"""Turns of a shard have a budget: who asks for much waits for others, and nobody for long."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from local_cluster import WAIT_S
+from samples import Array
+from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
+
+from omnireduce.protocol.reduction import Budget
+from omnireduce.runtime.listening import Door
+from omnireduce.runtime.questions import MOST, SHARE
+from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.turns import OTHERS_WORK, POLL_WORK
+from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.stream import DATA, FRAME
+from omnireduce.transport.tcp import TcpLink, listen_tcp
+from omnireduce.wire import Descriptor, Hello, Refused, Status, Welcome, decode_control, encode_descriptor, seal
+
+BLOCK = 8  # float32 elements
+SLOT = 65536
+A_TURN = OTHERS_WORK // POLL_WORK  # connections outside jobs that one turn serves
+
+
+@pytest.fixture
+def crowd() -> Iterator[Crowd]:
+    found = Crowd(Budget(work=1))
+    yield found
+    found.close()
+
+
+class SoleRank:
+    """The one rank of a job, by shared memory."""
+
+    def __init__(self, crowd: Crowd, job: str) -> None:
+        self.sock = crowd.connect()
+        say(self.sock, Hello(HELLO.version, job, 0, 1, 0, 1, 2, SLOT, "host", 7, 64))
+        crowd.turn()
+        data, descriptors, _, _ = socket.recv_fds(self.sock, 4096, 2)
+        assert isinstance(decode_control(data[FRAME.size :]), Welcome)
+        self.up, self.down = (np.frombuffer(mmap.mmap(each, 0), np.uint8).reshape(2, SLOT) for each in descriptors)
+        for each in descriptors:
+            os.close(each)
+
+    def submit(self, values: Array) -> None:
+        """Begin an all-reduce of `values`, float32 and non-zero, in one message."""
+        blocks = values.size // BLOCK
+        descriptor = encode_descriptor(Descriptor("allreduce", "", "sum", "float32", values.size, BLOCK))
+        self.up[0, 64 : 64 + values.nbytes] = values.view(np.uint8)
+        nbytes = seal(self.up[0], 0, blocks, np.arange(blocks), BLOCK * 4, descriptor)
+        self.sock.sendall(FRAME.pack(DATA, 0, nbytes))
+
+    def frames(self) -> list[int]:
+        """The kinds of frames that have come."""
+        with contextlib.suppress(BlockingIOError):
+            return [FRAME.unpack(each)[0] for each in _eights(self.sock.recv(4096))]
+        return []
+
+
+def _eights(data: bytes) -> list[bytes]:
+    return [data[at : at + FRAME.size] for at in range(0, len(data), FRAME.size)]
+
+
+def test_a_large_collective_is_divided_and_a_small_one_beside_it_does_not_wait(crowd: Crowd) -> None:
+    greedy, modest = SoleRank(crowd, "greedy"), SoleRank(crowd, "modest")
+    large, small = np.arange(1, 1 + 500 * BLOCK, dtype=np.float32), np.ones(BLOCK, np.float32)
+    greedy.submit(large)
+    crowd.turn()
+    modest.submit(small)
+    turns, finished = 0, {}
+    while len(finished) < 2:
+        crowd.turn()
+        turns += 1
+        assert turns < 2000
+        for rank in (greedy, modest):
+            if DATA in rank.frames():
+                finished[rank] = turns
+        if greedy not in finished:
+            assert crowd.server._patience(60.0) == 0.0
+    assert finished[modest] <= 5
+    assert finished[greedy] >= 500  # a block in each
+    assert (modest.down[1, 64:].view(np.float32)[:BLOCK] == small).all()
+    assert (greedy.down[1, 64:].view(np.float32)[: large.size] == large).all()
+    crowd.turn()
+    crowd.turn()
+    assert crowd.server._patience(0.5) > 0.0
+
+
+def test_a_turn_serves_so_many_newcomers_and_the_rest_in_the_next(crowd: Crowd) -> None:
+    peers = [crowd.connect() for _ in range(A_TURN + 10)]
+    for number, peer in enumerate(peers):
+        say(peer, Hello(HELLO.version, f"job{number % 3}", number, 200, 0, 1, 2, SLOT, "host", 7, 64))
+    crowd.turn()
+    assert sum(bool(heard(peer)) for peer in peers) == A_TURN
+    assert crowd.server._patience(60.0) == 0.0
+    crowd.turn()
+    assert sum(bool(heard(peer)) for peer in peers) >= 10
+
+
+def test_the_monitor_goes_first(crowd: Crowd) -> None:
+    peers = [crowd.connect() for _ in range(3 * A_TURN)]
+    ours, monitor = socket.socketpair()
+    with monitor:
+        crowd.server.adopt(ShmLink(ours, "the monitor"), of_monitor=True)
+        monitor.setblocking(False)
+        for peer in peers:
+            say(peer, REQUEST)
+        say(monitor, REQUEST)
+        crowd.turn()
+        assert [type(each) for each in heard(monitor)] == [Status]
+
+
+def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = crowd.server._report.page
+
+    def slow_page(*arguments: object) -> Status:
+        crowd.now += 0.25
+        return page(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(crowd.server._report, "page", slow_page)
+    first, second = crowd.connect(), crowd.connect()
+    say(first, REQUEST)
+    crowd.turn()
+    assert [type(each) for each in heard(first)] == [Status]
+    say(second, REQUEST)
+    crowd.turn()
+    assert heard(second) == []
+    assert crowd.server._patience(60.0) == 0.25 * (SHARE - 1)
+    crowd.now += 0.25 * (SHARE - 1)
+    crowd.turn()
+    assert [type(each) for each in heard(second)] == [Status]
+
+
+def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnireduce.runtime.questions.MOST", 3)
+    peers = [crowd.connect() for _ in range(4)]
+    for peer in peers:
+        say(peer, REQUEST)
+    crowd.turn()
+    answers = [type(each) for peer in peers for each in heard(peer)]
+    assert sorted(each.__name__ for each in answers) == ["Refused", "Status", "Status", "Status"]
+    assert MOST > 3
+    assert Refused in answers
+
+
+def test_a_turn_accepts_all_who_wait() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
+        server = ShardServer("a:1", [Door(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, drain_s=0.0)
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        server.turn(5.0)
+        assert len(server._connections) == 20
+        server.stop()
+        server.serve()
+
+
+def full_peer(crowd: Crowd) -> tuple[socket.socket, TcpLink]:
+    """Rank 0 of a job of three that reads nothing, after so many words about who is missing that its socket is full."""
+    with listen_tcp("127.0.0.1", 0) as listener:
+        listener.setblocking(True)
+        peer = socket.socket()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        peer.connect(listener.getsockname())
+        ours = listener.accept()[0]
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    link = TcpLink(ours, "the slow one", 4.0)
+    crowd.peers.append(peer)
+    crowd.server.adopt(link)
+    say(peer, rank_of_three(0))
+    crowd.turn()
+    for _ in range(3000):
+        if link.wants_write:
+            break
+        other = crowd.connect()
+        say(other, rank_of_three(1))
+        crowd.turn()
+        crowd.now += 1.0
+        crowd.turn()
+        other.close()
+        crowd.turn()
+    assert link.wants_write
+    peer.setblocking(False)
+    return peer, link
+
+
+def rank_of_three(rank: int) -> Hello:
+    return Hello(HELLO.version, "slow", rank, 3, 0, 1, 2, SLOT, "host", 7, 64)
+
+
+def words(crowd: Crowd, peer: socket.socket, last: type) -> list[str]:
+    """What the peer is told until a message of type `last`, and no other event makes the server look."""
+    data, found = b"", list[str]()
+    while last.__name__ not in found:
+        assert crowd.server._selector.select(WAIT_S), "the server waits for nothing"
+        crowd.turn()
+        with contextlib.suppress(BlockingIOError):
+            data += peer.recv(1 << 16)
+        while len(data) >= FRAME.size and len(data) >= FRAME.size + FRAME.unpack_from(data)[2]:
+            length = FRAME.unpack_from(data)[2]
+            found.append(type(decode_control(data[FRAME.size : FRAME.size + length])).__name__)
+            data = data[FRAME.size + length :]
+    return found
+
+
+def test_a_welcome_that_meets_a_full_socket_leaves_when_there_is_room(crowd: Crowd) -> None:
+    peer, link = full_peer(crowd)
+    others = [crowd.connect() for _ in range(2)]
+    for rank, other in enumerate(others, 1):
+        say(other, rank_of_three(rank))
+    crowd.turn()
+    crowd.turn()
+    assert len(crowd.server._jobs) == 1
+    assert set(words(crowd, peer, Welcome)) == {"Pending", "Welcome"}
+    assert not link.wants_write
+
+
+def test_news_for_who_waits_that_meet_a_full_socket_leave_when_there_is_room(crowd: Crowd) -> None:
+    peer, link = full_peer(crowd)
+    with contextlib.suppress(BlockingIOError):
+        while peer.recv(1 << 16):
+            pass
+    assert any(key.fileobj is link for key, _ in crowd.server._selector.select(WAIT_S))
+    crowd.turn()
+    assert not link.wants_write
