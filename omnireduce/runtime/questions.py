@@ -13,6 +13,7 @@ from omnireduce.wire import ControlMessage, other_version
 
 STATUSES = 4  # that are answered in one turn: the jobs come first
 SHARE = 10  # answers take one part in so many of the time
+PAUSE_S = 0.5  # the longest one after an answer: this process may have waited for a processor while it gave it
 MOST = 1024  # that wait
 
 
@@ -62,4 +63,5 @@ class Questions:
             request = self._waiting.pop(connection, None)
             if request is not None:
                 yield connection, request
-        self._again_at = max(self._again_at, started + SHARE * (self._clock() - started))
+        pause_s = min(SHARE * (self._clock() - started), PAUSE_S)
+        self._again_at = max(self._again_at, started + pause_s)

@@ -117,11 +117,26 @@ def test_the_monitor_goes_first(crowd: Crowd) -> None:
         assert [type(each) for each in heard(monitor)] == [Status]
 
 
+def test_an_answer_that_waited_for_a_processor_stops_no_others(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = crowd.server._report.page
+
+    def very_slow_page(*arguments: object) -> Status:
+        crowd.now += 5.0
+        return page(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(crowd.server._report, "page", very_slow_page)
+    for _ in range(3):
+        asker = crowd.connect()
+        say(asker, REQUEST)
+        crowd.turn()
+        assert [type(each) for each in heard(asker)] == [Status]
+
+
 def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     page = crowd.server._report.page
 
     def slow_page(*arguments: object) -> Status:
-        crowd.now += 0.25
+        crowd.now += PAGE_S
         return page(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(crowd.server._report, "page", slow_page)
@@ -132,8 +147,8 @@ def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.Monk
     say(second, REQUEST)
     crowd.turn()
     assert heard(second) == []
-    assert crowd.server._patience(60.0) == 0.25 * (SHARE - 1)
-    crowd.now += 0.25 * (SHARE - 1)
+    assert crowd.server._patience(60.0) == PAGE_S * (SHARE - 1)
+    crowd.now += PAGE_S * (SHARE - 1)
     crowd.turn()
     assert [type(each) for each in heard(second)] == [Status]
 
