@@ -14,6 +14,7 @@ from local_cluster import WAIT_S
 from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.listening import Door
 from omnireduce.runtime.questions import MOST, SHARE
@@ -22,9 +23,10 @@ from omnireduce.runtime.turns import OTHERS_WORK, POLL_WORK
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
-from omnireduce.wire import Descriptor, Hello, Refused, Status, Welcome, decode_control, encode_descriptor, seal
+from omnireduce.wire import Hello, Refused, Status, Welcome, decode_control, seal
 
 BLOCK = 8  # float32 elements
+PAGE_S = 2**-5  # that one answer takes
 SLOT = 65536
 A_TURN = OTHERS_WORK // POLL_WORK  # connections outside jobs that one turn serves
 
@@ -52,7 +54,7 @@ class SoleRank:
     def submit(self, values: Array) -> None:
         """Begin an all-reduce of `values`, float32 and non-zero, in one message."""
         blocks = values.size // BLOCK
-        descriptor = encode_descriptor(Descriptor("allreduce", "", "sum", "float32", values.size, BLOCK))
+        descriptor = Descriptor("allreduce", "", "float32", (values.size,), block_size=BLOCK).encoded
         self.up[0, 64 : 64 + values.nbytes] = values.view(np.uint8)
         nbytes = seal(self.up[0], 0, blocks, np.arange(blocks), BLOCK * 4, descriptor)
         self.sock.sendall(FRAME.pack(DATA, 0, nbytes))

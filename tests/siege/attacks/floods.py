@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 from raw_peer import CONTROL, NOISE, RawPeer
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.status import StatusRequest
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire import PROTOCOL_VERSION, Descriptor, encode_descriptor, seal
+from omnireduce.wire import PROTOCOL_VERSION, seal
 
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target
 
@@ -85,7 +86,7 @@ def questions(target: Target, draw: random.Random) -> Iterator[str]:
 
 def deaf(target: Target, draw: random.Random) -> Iterator[str]:
     """Who never reads: ranks of jobs of their own that send all the blocks that they have credit for, and who asks."""
-    blocks = Descriptor("allreduce", "", "sum", "uint8", 50_000, 1000)
+    blocks = Descriptor("allreduce", "", "uint8", (50_000,), block_size=1000)
     memory, request = np.zeros(65536, np.uint8), StatusRequest(PROTOCOL_VERSION)
     with Crowd(20) as crowd:
         for job in itertools.count():
@@ -100,5 +101,5 @@ def deaf(target: Target, draw: random.Random) -> Iterator[str]:
             peer.hello(f"deaf-{job}", 0, 1, **SMALL)
             yield peer.answer()
             for slot in range(2):
-                nbytes = seal(memory, slot, 50, np.arange(50), 1000, encode_descriptor(blocks))
+                nbytes = seal(memory, slot, 50, np.arange(50), 1000, blocks.encoded)
                 peer.put(slot, memory[:nbytes].tobytes())

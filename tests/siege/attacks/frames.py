@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from raw_peer import CONTROL, CREDIT, DATA, NOISE
 
+from omnireduce.descriptor import Descriptor
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire import Descriptor, Goodbye, encode_descriptor, seal
+from omnireduce.wire import Goodbye, seal
 
 from ..target import SMALL, Crowd, Peer, Target
 from .hellos import LONG_HOST, LONG_NAME
 
-TENSOR = Descriptor("allreduce", "", "sum", "float32", 2560, 256)  # ten blocks
+TENSOR = Descriptor("allreduce", "", "float32", (2560,), block_size=256)  # ten blocks
 Break = Callable[[Peer, random.Random], None]
 
 
 def block_message(number: int = 0, *, blocks: int = 10, frontier: int = 10) -> bytes:
     memory = np.zeros(65536, np.uint8)
-    extra = encode_descriptor(TENSOR)
+    extra = TENSOR.encoded
     return memory[: seal(memory, number, frontier, np.arange(blocks), 1024, extra)].tobytes()
 
 

@@ -20,6 +20,7 @@ FRACTIONS = (float("nan"), float("inf"), float("-inf"), -0.0, 1e-300, 1e300)
 MAX_JOBS = 4  # of the daemon, where formations are played
 TOO_MANY = "more jobs than there may be"
 LONG_NAME, LONG_HOST = "j" * 120, "h" * 255
+SURVIVED = {"survived": 1, "ticket": b"guessed" + bytes(25)}  # of a job in which it never was
 
 
 def numbers() -> list[str]:
@@ -45,8 +46,8 @@ def huge_worlds(target: Target, draw: random.Random) -> Iterator[str]:
         with Peer(target) as first:
             first.hello(job, 0, 2, **SMALL)
             first.answer()
-            yield _say(target, job, 1, size, number % 2 == 0, survivor=True)
-        yield _say(target, target.gathering, 1, size, number % 2 == 0, survivor=True, smallest=draw.choice((0, 1)))
+            yield _say(target, job, 1, size, number % 2 == 0, **SURVIVED)
+        yield _say(target, target.gathering, 1, size, number % 2 == 0, **SURVIVED, smallest=draw.choice((0, 1)))
 
 
 def extreme_hellos(target: Target, draw: random.Random) -> Iterator[str]:
@@ -88,7 +89,7 @@ def evict_running(target: Target, draw: random.Random) -> Iterator[str]:
     """A survivor's hello, from somebody who never was there, to an elastic job that runs."""
     while True:
         rank, size, local = draw.choice((0, 1, 2, 77)), draw.choice((1, 2, 3)), draw.random() < 0.5
-        elastic = {"smallest": 1, "settle_s": 0.0, "survivor": True}
+        elastic = {"smallest": 1, "settle_s": 0.0, **SURVIVED}
         yield _say(target, target.job, rank, size, local, **elastic)
 
 
@@ -97,7 +98,7 @@ def evict_gathering(target: Target, draw: random.Random) -> Iterator[str]:
     while True:
         version, local = draw.choice((PROTOCOL_VERSION + 1, PROTOCOL_VERSION - 1, 99)), draw.random() < 0.5
         different = {"slots": draw.choice((2, 5))}
-        yield _say(target, target.gathering, draw.randrange(2), 2, local, version=version, survivor=True, **different)
+        yield _say(target, target.gathering, draw.randrange(2), 2, local, version=version, **SURVIVED, **different)
 
 
 def refused_hellos(target: Target, draw: random.Random) -> Iterator[str]:

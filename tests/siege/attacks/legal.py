@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from raw_peer import CONTROL, CREDIT, DATA
 
-from omnireduce.wire import Descriptor, encode_descriptor, seal
+from omnireduce.descriptor import Descriptor
+from omnireduce.wire import seal
 
 from ..target import Peer, Target
 
@@ -51,7 +52,7 @@ def _largest_message(descriptor: Descriptor) -> np.ndarray:
     """A message with all blocks of the tensor."""
     memory = np.ones(SLOT_BYTES, np.uint8)
     blocks = descriptor.layout.blocks
-    nbytes = seal(memory, 0, blocks, np.arange(blocks), descriptor.block_bytes, encode_descriptor(descriptor))
+    nbytes = seal(memory, 0, blocks, np.arange(blocks), descriptor.block_bytes, descriptor.encoded)
     return memory[:nbytes]
 
 
@@ -75,15 +76,15 @@ def _collectives(target: Target, descriptor: Descriptor, job: str) -> Iterator[s
 
 
 def tiny_blocks(target: Target, draw: random.Random) -> Iterator[str]:
-    """Collectives of as many blocks of one byte as fit the largest slot."""
+    """Collectives of as many blocks of one byte, rows of width 1, as fit the largest slot."""
     blocks = SLOT_BYTES // 9 - 200
-    return _collectives(target, Descriptor("allreduce", "", "sum", "uint8", blocks, 1), "tiny")
+    return _collectives(target, Descriptor("allreduce_rows", "", "uint8", (blocks, 1)), "tiny")
 
 
 def narrow_rows(target: Target, draw: random.Random) -> Iterator[str]:
     """Rows of width 1, as many as fit the largest slot."""
     rows = SLOT_BYTES // 12 - 200
-    return _collectives(target, Descriptor("rows", "", "sum", "float32", rows, 1), "narrow")
+    return _collectives(target, Descriptor("allreduce_rows", "", "float32", (rows, 1)), "narrow")
 
 
 def large_joins(target: Target, draw: random.Random) -> Iterator[str]:
@@ -105,7 +106,9 @@ def new_formats(target: Target, draw: random.Random) -> Iterator[str]:
         yield peer.answer()
         free = list(range(SLOTS))
         for number in itertools.count():
-            descriptor = Descriptor("allreduce", "", "sum", types[number % 2], 0, 1 + number // 2 % 900_000)
+            descriptor = Descriptor(
+                "allreduce", "", types[number % 2], (0,), block_size=8 * (1 + number // 2 % 100_000)
+            )
             peer.collective(descriptor, number, free.pop())
             while not free:
                 kind, slot, message = peer.event()
