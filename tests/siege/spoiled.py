@@ -23,8 +23,8 @@ BUGS = {
             "nothing limits the log",
             "omnireduce.logs",
             "a stranger fills the disk",
-            "    handler.addFilter(FloodFilter())\n",
-            "",
+            "        if event not in OWN and not self._has_room(event):\n",
+            "        if False:\n",
         ),
         Mutation(
             "messages are kept",
