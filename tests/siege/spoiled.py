@@ -31,7 +31,7 @@ BUGS = {
             "omnireduce.wire",
             "a stranger fills the memory",
             _DECODE,
-            _DECODE + '        decode_control.__dict__.setdefault("kept", []).append(np.ones(1 << 20, np.uint8))\n',
+            _DECODE + '        decode_control.__dict__.setdefault("kept", []).append(np.ones(1 << 23, np.uint8))\n',
         ),
         Mutation(
             "a turn stalls",
