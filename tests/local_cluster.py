@@ -25,8 +25,9 @@ from omnireduce.config import Config, load_config
 from omnireduce.runtime.communicator import Communicator
 
 ROOT = Path(__file__).resolve().parent.parent
-READY_S = 120.0  # the first start on a machine compiles the kernels
-WAIT_S = 60.0  # longer than anything here takes on a busy machine, or an emulated one
+SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor
+WAIT_S = 30.0 * (1 + SLOWNESS)  # longer than anything here takes on a busy machine
+READY_S = 2 * WAIT_S  # the first start on a machine compiles the kernels
 WHOLE_BYTES = 0  # `protocol.whole_bytes` in tests
 CLOSED = "closed"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -80,6 +81,7 @@ class Process:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
         kept["OMNIREDUCE_PROTOCOL_WHOLE_BYTES"] = str(WHOLE_BYTES)
+        kept["OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S"] = str(WAIT_S / 2)  # the default, where nothing is emulated
         self.popen = subprocess.Popen(
             arguments,
             cwd=ROOT,

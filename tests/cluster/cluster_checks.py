@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from local_cluster import Daemon, Worker, configured, run_job, unique_job
+from local_cluster import SLOWNESS, Daemon, Worker, configured, run_job, unique_job
 
-SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor
 DEATH_S = 1.0 * SLOWNESS  # how soon the death of a process must be known to all
 FAILURE_S = 5.0 * SLOWNESS  # how soon every other failure
 
