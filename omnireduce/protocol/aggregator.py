@@ -98,7 +98,7 @@ class AggregatorMachine:
         self._filling = -1  # the result slot being filled, -1 for none
         self._reduction = reduction(len(members), arena, results, self._message_bytes, budget)
         self._current: Reduction | None = None  # the same, while a collective is under way
-        self._budget = budget.work
+        self._budget, self._round_work = budget.work, ROUND_WORK + RANK_WORK * len(members)
         self.spent, self.more = 0, False
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
@@ -207,7 +207,7 @@ class AggregatorMachine:
             if self.spent >= self._budget:
                 self.more = True
                 return
-            self.spent += ROUND_WORK + RANK_WORK * len(self._ranks)
+            self.spent += self._round_work
             try:
                 moved = self._take_messages(now)
             except _BrokenRuleError as broken:
@@ -319,7 +319,7 @@ class AggregatorMachine:
         complete = current.complete
         memories = {rank: memory[slot] for rank, memory in self._shorter.items()}
         nbytes, shorter = current.seal(slot, self._number, memories)
-        self.spent += nbytes * max(1, len(memories))
+        self.spent += nbytes * (len(memories) or 1)
         self._readers[slot] = set(range(len(self._ranks)))
         if complete:
             assert self._descriptor is not None

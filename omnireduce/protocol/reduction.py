@@ -119,6 +119,7 @@ class Reduction:
 
     def feed(self, rank: int) -> int:
         """Go on with the message of a hungry rank; return the work that this was. Raises ProtocolError."""
+        self.hungry.remove(rank)
         return self._admit(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
 
     def _admit(self, rank: int, low: int) -> int:
@@ -134,7 +135,6 @@ class Reduction:
         start = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
         self._start[rank] = start + first * self._block_size
         self._position[rank], self._count[rank] = 0, own.size
-        self.hungry.discard(rank)
         self._ahead[rank] -= own.size
         if not self._ahead[rank]:
             del self._ahead[rank]
@@ -192,7 +192,9 @@ class Reduction:
     def _plan(self, most: int) -> int:
         """List the next blocks of the union, at most so many, behind what is written; return how many there are."""
         first = self.written
-        known = min([self.watermark, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
+        known = self.watermark
+        if self._ahead:
+            known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
         out = self._out_indices[first : first + most]
         added: int = plan_union(
             self._indices, self._position, self._count, self._start, self._block_size, known, out, self._parts, 0
@@ -212,10 +214,10 @@ class Reduction:
         """The blocks planned last are in the result: their ranks need them no more."""
         self.written += added
         self._unused = (self._count - self._position).tolist()
-        for rank, ahead in self._ahead.items():
+        for rank in self._ahead:
             if not self._unused[rank]:
                 self.hungry.add(rank)
-            self._unused[rank] += ahead
+            self._unused[rank] += self._ahead[rank]
 
     def seal(self, slot: int, number: int, memories: Mapping[int, Array]) -> tuple[int, dict[int, Array]]:
         """Complete the result message in `slot` and start an empty one.

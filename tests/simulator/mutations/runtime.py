@@ -147,20 +147,4 @@ MUTATIONS = (
         "            if machine.spent < 0 and job",
         within=1000,
     ),
-    Mutation(
-        "what is said meets a full pipe",
-        "omnireduce.runtime.connections",
-        "an answer that does not fit waits for another thing to happen",
-        "        connection.link.send_control(encode_control(message))\n        self.update_interest(connection)\n",
-        "        connection.link.send_control(encode_control(message))\n",
-        within=4000,
-    ),
-    Mutation(
-        "a welcome meets a full pipe",
-        _SERVER,
-        "a rank waits for its job to begin that has begun",
-        "go_on_by(connection, job.links[rank])\n        self._update_interests(job.generation)\n",
-        "go_on_by(connection, job.links[rank])\n",
-        within=4000,
-    ),
 )
