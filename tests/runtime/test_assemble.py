@@ -90,10 +90,10 @@ def test_whatever_fails_the_others_hear_of_it(
     """Shards are told one by one, links are closed."""
     job, make, links = unique_job(), assemble._assemble, []
 
-    def failing(config: object, job: str, joined: assemble.Joined, me: str) -> assemble.Assembled:
-        if joined.rank == 0:
-            return make(config, job, joined, me)  # type: ignore[arg-type]
-        links.extend(joined.links)
+    def failing(config: object, job: str, arrival: assemble.Arrival, me: str) -> assemble.Assembled:
+        if arrival.joined.rank == 0:
+            return make(config, job, arrival, me)  # type: ignore[arg-type]
+        links.extend(arrival.links)
         raise raised
 
     monkeypatch.setattr(assemble, "_assemble", failing)
