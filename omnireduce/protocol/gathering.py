@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from omnireduce.status import LISTED, JobStatus
-from omnireduce.wire import Hello, Pending
+from omnireduce.wire import Hello, Pending, shown
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:
@@ -49,7 +50,7 @@ class Member(NamedTuple):
     standing: Standing
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Gathering:
     """Those of one job who said hello, by the rank that they gave; `spec` is the hello of the first.
 
@@ -71,16 +72,19 @@ class Gathering:
     is_news: bool = False  # who is missing has changed since
     members: dict[int, Member] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
-    rival: str = ""  # that ranks of another launch wait under the same name
+    namesakes: list[Gathering] = field(default_factory=list)  # all of this name, this one too: other launches
+    untold: dict[Hashable, None] = field(default_factory=dict)  # who still has to hear the last news
     _from: int = 0  # all ranks below it are here
     _inside: int = 0  # members whose rank is below the world size
+    _standings: Counter[Standing] = field(default_factory=Counter)
 
     def add(self, member: Member, now: float) -> None:
         rank = member.hello.rank
-        self._inside += rank not in self.members and rank < self.spec.world_size
+        self._inside += rank < self.spec.world_size
+        self._standings[member.standing] += 1
         self.members[rank] = member
-        if member.standing or len(self.members) == 1:
-            self.changed_at = now  # newcomers, who may come and go as they like, keep nobody waiting
+        if member.standing is Standing.SURVIVOR or len(self.members) == 1:
+            self.changed_at = now  # others, who may come and go as they like, keep nobody waiting
         self.is_news = self.held or len(self.members) > 1
         if self.refused is not None and self.refused[0] == rank:
             self.refused = None
@@ -89,19 +93,24 @@ class Gathering:
         """The connection of this one is over."""
         member = self.members.pop(rank)
         self._inside -= rank < self.spec.world_size
+        self._standings[member.standing] -= 1
         self._from = min(self._from, rank)
         self.is_news = True
-        if member.standing:
+        self.untold.pop(member.key, None)
+        if member.standing is Standing.SURVIVOR:
             self.changed_at = now
 
-    def accept(self, spec: Hello) -> None:
-        """From now on this is what the others are compared with."""
-        self.spec = spec
+    def lead(self, survivor: Hello) -> None:
+        """From now on the others are compared with this one, and who only says that he survived is a newcomer."""
+        self.spec = survivor
+        for rank, (key, hello, _) in self.members.items():
+            self.members[rank] = Member(key, hello, Standing.NEWCOMER)
         self._count_anew()
 
     def _count_anew(self) -> None:
         self._from = 0
         self._inside = sum(rank < self.spec.world_size for rank in self.members)
+        self._standings = Counter(member.standing for member in self.members.values())
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
@@ -109,16 +118,21 @@ class Gathering:
 
     @property
     def has_survivors(self) -> bool:
-        return any(member.standing for member in self.members.values())
+        return self._standings[Standing.SURVIVOR] + self._standings[Standing.CLAIMANT] > 0
 
     @property
     def is_led(self) -> bool:
         """Somebody is here who has proved to have been in the job."""
-        return any(member.standing is Standing.SURVIVOR for member in self.members.values())
+        return self._standings[Standing.SURVIVOR] > 0
 
     @property
     def is_full(self) -> bool:
         return len(self.members) >= self.spec.world_size
+
+    @property
+    def is_overfull(self) -> bool:
+        """More have come than even survivors and those whom they replace can be."""
+        return len(self.members) >= 2 * self.spec.world_size
 
     def settles_at(self) -> float | None:
         """When those who are here have waited long enough for others, or for the last generation; None: never."""
@@ -142,6 +156,7 @@ class Gathering:
         order = sorted(self.members, key=lambda rank: (-self.members[rank].standing, rank))
         taken = [self.members.pop(rank) for rank in sorted(order[: self.spec.world_size])]
         self._count_anew()
+        self.untold.clear()
         return [
             (member.key, msgspec.structs.replace(member.hello, rank=rank, world_size=len(taken)))
             for rank, member in enumerate(taken)
@@ -168,7 +183,10 @@ class Gathering:
 
     @property
     def note(self) -> str:
-        return self.rival if self.refused is None else self.refused[1]
+        if self.refused is not None:
+            return self.refused[1]
+        other = next((each for each in self.namesakes if each is not self), None)
+        return "" if other is None else _rival(other.spec, self.spec)
 
     def too_late(self, limit_s: float) -> str:
         """What to say to those who have waited for the others for longer than this."""
@@ -190,3 +208,12 @@ class Gathering:
             missing=self.missing(),
             age_s=now - self.since,
         )
+
+
+def _rival(other: Hello, hello: Hello) -> str:
+    """What a worker is told whose peers may be those of `other`'s launch."""
+    launches = " and ".join(shown(each.launch or "none") for each in (hello, other))
+    return (
+        f"{member_name(other)} waits for a job of this name, too, but in another launch ({launches}): "
+        "give all their workers the same cluster.launch if they belong together, else another cluster.job"
+    )

@@ -121,6 +121,7 @@ class Joining:
         self.newcomers = 0  # workers that wait for the next generation
         self._said: set[str] = set()
         self._has_joined = self._has_failed = False
+        self._has_answer = False  # an aggregator of the list has said something: it is no wrong address
 
     @property
     def deadline(self) -> float | None:
@@ -161,6 +162,7 @@ class Joining:
         if shard >= len(self._visits):
             return  # of an attempt that has ended
         visit, address = self._visits[shard], self._addresses[shard]
+        self._has_answer = True
         if isinstance(message, Refused):
             error = RefusedError(f"aggregator {address} refused: {shown(message.reason)}", temporary=message.temporary)
             yield from self.failed(error, now)
@@ -226,7 +228,7 @@ class Joining:
         """Whether another attempt could not do better."""
         if not self._is_elastic or (isinstance(error, RefusedError) and not error.temporary):
             return True
-        is_new = not self._hello.survived and self._seat is None
+        is_new = not self._hello.survived and not self._has_answer
         return isinstance(error, TransportError) and is_new  # most likely a wrong address
 
     def _is_news(self, text: str) -> bool:
@@ -345,6 +347,8 @@ class Joining:
         pending = visit.pending
         if pending is None:
             return f"an answer of aggregator {address}"
+        if not pending.missing:
+            return f"the last generation of job '{self._hello.job}' to go, at aggregator {address}"
         names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
         note = f" ({shown(pending.note)})" if pending.note else ""
         return f"rank {names} of job '{self._hello.job}' at aggregator {address}{note}"

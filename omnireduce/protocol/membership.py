@@ -14,6 +14,7 @@ shard who was in the last formation: such a survivor goes before newcomers, and 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -26,9 +27,10 @@ from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malforme
 from omnireduce.protocol.limits import Limits
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
-from omnireduce.wire import Cause, Hello, Pending, Refused, listed, other_version, shown
+from omnireduce.wire import Cause, Hello, Pending, Refused, listed, other_version
 
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
+NEWS_AT_ONCE = 64  # of one job who are told in one turn
 
 
 class Answer(NamedTuple):
@@ -80,7 +82,7 @@ class Membership:
         same in a process that takes the place of another, and known to nobody else."""
         self._limits, self._salt, self._key = limits, salt, key
         self._gathering: dict[Place, Gathering] = {}
-        self._of_name: dict[tuple[str, str, int], list[Place]] = {}  # places of those, by team, job and formation
+        self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # those, by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # of each connection in them
         self._running: dict[int, _Running] = {}
         self._held: dict[int, Hello] = {}  # by generation, what its size and memory follow from, until it is released
@@ -96,7 +98,7 @@ class Membership:
         ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if each.is_news]
         ends += [at for each in waiting if not self._lacks_room(each) and (at := each.settles_at()) is not None]
-        ends += [0.0] if self._deserted or self._has_freed_room else []
+        ends += [0.0] if self._deserted or self._has_freed_room or any(each.untold for each in waiting) else []
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
@@ -170,7 +172,7 @@ class Membership:
                     yield Answer(key, Refused(reason, temporary=True))
             elif gathering.held and gathering.has_settled(now):
                 yield from self._replace(place, gathering, now)
-            elif gathering.is_news and now - gathering.told_at >= NEWS_S:
+            elif gathering.untold or (gathering.is_news and now - gathering.told_at >= NEWS_S):
                 yield from self._tell_news(place, gathering, now)
 
     def gathering(self, now: float) -> list[JobStatus]:
@@ -194,18 +196,17 @@ class Membership:
         generation = self._generation_of(place) if hello.smallest else None
         last = frozenset[int]() if generation is None else self._running[generation].asked
         gathering = Gathering(hello, now, now, now, generation is not None, last, self._replaced_by(hello))
-        others = self._of_name.setdefault((hello.team, place.job, place.formation), [])
-        for other in others[:1]:
-            gathering.rival = _rival(self._gathering[other].spec, hello)
-            self._gathering[other].rival = _rival(hello, self._gathering[other].spec)
-            self._gathering[other].is_news = True
-        others.append(place)
+        gathering.namesakes = self._of_name.setdefault((hello.team, place.job, place.formation), [])
+        for other in gathering.namesakes[:1]:
+            other.is_news = True
+        gathering.namesakes.append(gathering)
         self._gathering[place] = gathering
 
     def _close(self, place: Place) -> None:
-        name = self._gathering.pop(place).spec.team, place.job, place.formation
-        self._of_name[name].remove(place)
-        if not self._of_name[name]:
+        gathering = self._gathering.pop(place)
+        gathering.namesakes.remove(gathering)
+        name = gathering.spec.team, place.job, place.formation
+        if not gathering.namesakes:
             del self._of_name[name]
 
     def _may_start(self, gathering: Gathering, now: float) -> bool:
@@ -241,12 +242,16 @@ class Membership:
         return Admit(generation, gathering.spec.job, [key for key, _ in ranked], hellos)
 
     def _tell_news(self, place: Place, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
-        gathering.told_at, gathering.is_news = now, False
+        """Tell some who is missing, and in the end, if it is held back, those who run how many wait."""
+        if not gathering.untold:
+            gathering.told_at, gathering.is_news = now, False
+            gathering.untold = {key: None for key, *_ in gathering.members.values()}
         pending = gathering.pending()
-        for key, *_ in gathering.members.values():
+        for key in list(islice(gathering.untold, NEWS_AT_ONCE)):
+            del gathering.untold[key]
             yield Answer(key, pending)
         generation = self._generation_of(place)
-        if gathering.held and generation is not None:
+        if gathering.held and generation is not None and not gathering.untold:
             running = self._running[generation]
             room = running.spec.world_size - len(running.asked) if running.spec.smallest else len(gathering.members)
             yield Announce(generation, min(len(gathering.members), room))
@@ -274,7 +279,9 @@ class Membership:
             return Standing.NEWCOMER
         generation, has_ticket = self._generation_of(place), tickets.is_valid(self._key, hello)
         if generation is None:
-            return Standing.SURVIVOR if has_ticket else Standing.CLAIMANT
+            gathering = self._gathering.get(place)
+            is_known = gathering is not None and gathering.is_led
+            return Standing.SURVIVOR if has_ticket else Standing.NEWCOMER if is_known else Standing.CLAIMANT
         is_member = has_ticket and hello.survived == self._running[generation].formation
         return Standing.SURVIVOR if is_member else Standing.NEWCOMER
 
@@ -293,7 +300,7 @@ class Membership:
                 self.gone(key, now)
                 yield Answer(key, Refused(wrong))
         if not is_led:
-            gathering.accept(hello)
+            gathering.lead(hello)
 
     def _unfit(self, hello: Hello) -> tuple[str, bool]:
         """Why `hello` cannot join whoever else is here, and whether it might later; empty when it can."""
@@ -337,7 +344,8 @@ class Membership:
             return of_another_team(gathering.spec, hello)
         if hello.rank in gathering.members:
             return taken(gathering.members[hello.rank].hello)
-        if hello.smallest and not standing and gathering.is_full:
+        full = gathering.is_full if standing is not Standing.SURVIVOR else gathering.is_overfull
+        if hello.smallest and full:
             return f"{len(gathering.members)} workers wait to join job '{hello.job}' already; it has no place for more"
         return difference(gathering.spec, hello)
 
@@ -349,12 +357,3 @@ def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:
             return f"job '{hello.job}' runs, and is elastic: {ADVICE['smallest']}"
         return taken(running.ranks[hello.rank]) if hello.rank in running.ranks else ""
     return "" if standing else difference(running.spec, hello, SHAPE)
-
-
-def _rival(other: Hello, hello: Hello) -> str:
-    """What a worker is told whose peers may be those of `other`'s launch."""
-    launches = " and ".join(shown(each.launch or "none") for each in (hello, other))
-    return (
-        f"{member_name(other)} waits for a job of this name, too, but in another launch ({launches}): "
-        "give all their workers the same cluster.launch if they belong together, else another cluster.job"
-    )

@@ -16,7 +16,7 @@ from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.engine import GOODBYE_S, Engine, say_last_words
 from omnireduce.runtime.rendezvous import Arrival
-from omnireduce.runtime.reserve import NO_DESCRIPTORS
+from omnireduce.runtime.reserve import shortage
 from omnireduce.runtime.traced import trace_worker
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.wire import Cause, Leave, encode_control
@@ -38,7 +38,7 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
     try:
         return _assemble(config, job, arrival, me)
     except (OSError, MemoryError) as error:
-        wrong = _in_words(error)
+        wrong = shortage(error)
     except BaseException as error:
         _give_up(links, Cause(me, f"left because of {type(error).__name__}"))
         raise
@@ -66,14 +66,6 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     machine.newcomers = arrival.newcomers
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
     return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log))
-
-
-def _in_words(error: OSError | MemoryError) -> str:
-    if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
-        return f"no descriptors left ({error.strerror}); raise ulimit -n"
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return "no memory left"
 
 
 def _give_up(links: list[Link], cause: Cause) -> None:

@@ -97,7 +97,7 @@ class Communicator:
         check_trace(config.trace)
         warm_up_worker()
         self._job, self._largest, self._pool = name, size, Pool()
-        launch = launch_id() if config.cluster.launch == "auto" else config.cluster.launch
+        launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
         self._hello = hello_of(config, name, launch, rank, size)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         if size > 1 and not launch and config.cluster.job == "auto" and name == job_name(config, None):

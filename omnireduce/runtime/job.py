@@ -170,9 +170,10 @@ class Job:
         self.driver.perform(self.machine.abort(cause, kind))
 
     def tell(self, message: ControlMessage) -> None:
-        """Say something to all ranks."""
+        """Say something to all ranks, but to those that have long read nothing."""
         for link in self.links:
-            link.send_control(encode_control(message))
+            if not link.clogged:
+                link.send_control(encode_control(message))
 
     @property
     def team(self) -> str:

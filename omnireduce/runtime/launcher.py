@@ -133,21 +133,30 @@ def job_name(config: Config, launcher_job: str | None) -> str:
     return (team + _clean(launcher_job or "default"))[:LONGEST]
 
 
-def launch_id(environ: Mapping[str, str] = os.environ) -> str:
+def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> str:
     """What only the processes of this launch share, or nothing where nothing is known.
 
-    It is the launcher's id of the launch; else the address at which PyTorch's ranks meet (MASTER_ADDR, MASTER_PORT);
-    else the address at which MPICH's mpirun waits for its proxies, one of which is an ancestor of this process. A rank
-    and size that were given by hand do not change it.
+    The innermost launcher counts, if it says the same rank and size: else they were given by hand, and it started
+    something else. Its id of the launch is taken; for MPICH's mpirun without one the address at which it waits for its
+    proxies, one of which is an ancestor of this process. With torchrun and by hand it is where PyTorch's ranks meet
+    (MASTER_ADDR, MASTER_PORT), with torchrun's id, which may be the same for all launches.
     """
-    for variables in _LAUNCHERS:
-        job = _job(variables, environ) if _is_inside(variables, environ) else None
-        if job is not None:
-            return _short(job)
-    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if address and port:
-        return _short(f"{address}:{port}")
-    return _short(_process_manager() or "") if "PMI_RANK" in environ else ""
+    inside = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
+    if inside is not None and not _says(inside, environ, rank, size):
+        inside = None
+    parts = [] if inside is None else [_job(inside, environ)]
+    if inside is not None and inside.launcher == "MPICH" and parts == [None]:
+        parts = [_process_manager()]
+    if inside is None or inside.launcher == "torchrun":
+        address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        parts.append(f"{address}:{port}" if address and port else None)
+    return _short("@".join(part for part in parts if part))
+
+
+def _says(variables: _Variables, environ: Mapping[str, str], rank: int, size: int) -> bool:
+    """Whether the launcher started this process as that rank."""
+    sizes = [environ[name] for name in variables.size if name in environ]
+    return environ.get(variables.rank) == str(rank) and sizes[:1] == [str(size)]
 
 
 def _clean(text: str) -> str:

@@ -18,8 +18,10 @@ from omnireduce.config import Config, whole_bytes
 from omnireduce.errors import ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import Tell
+from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, JoiningEffect, Notice
 from omnireduce.runtime.connecting import connect_once, why_lost
+from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import NONCE_BYTES, load_secret
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.transport.memory import private_slots
@@ -27,7 +29,7 @@ from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.tls import worker_context
 from omnireduce.transport.verbs import import_rdma
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Welcome, decode_control, encode_control, shown
+from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control, shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer
@@ -54,6 +56,9 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
     )
 
 
+CONNECT_S = 3.0  # for one attempt to connect: meanwhile nothing else is heard
+
+
 class Arrival(NamedTuple):
     """What a worker got: one attached link per shard, in order, its place in the job, and how many workers wait for the
     next generation."""
@@ -70,7 +75,11 @@ def join(config: Config, hello: Hello) -> Arrival:
     reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing at the
     end of that time, AbortedError when another rank failed meanwhile.
     """
-    return _Visitor(config, hello).run()
+    try:
+        visitor = _Visitor(config, hello)
+    except OSError as error:
+        raise TransportError(f"cannot join job '{hello.job}': {shortage(error)}") from error
+    return visitor.run()
 
 
 def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoiningEffect]:
@@ -132,10 +141,19 @@ class _Visitor:
                 link, offer = self._links[shard], self._offers[shard]
                 self._selector.unregister(link)
                 self._links[shard] = _attach(link, welcome, offer, self._config, self._joined.rank, self._log)
-        except TransportError as error:
-            self._perform(self._machine.failed(error, time.monotonic()))
-            return False
-        return True
+        except (TransportError, OSError, MemoryError) as error:
+            wrong = str(error) if isinstance(error, TransportError) else shortage(error)
+        else:
+            return True
+        self._leave(self._joined.rank, f"could not begin: {wrong}")
+        self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
+        return False
+
+    def _leave(self, rank: int, reason: str) -> None:
+        """Tell the other ranks, who have been welcomed too."""
+        cause = Cause(worker_name(rank, socket.gethostname(), os.getpid()), reason)
+        for link in self._links:
+            link.send_control(encode_control(Leave(cause)))
 
     def _perform(self, effects: Iterator[JoiningEffect]) -> None:
         """Carry out effects in order; what comes of them is for the machine, too."""
@@ -173,7 +191,8 @@ class _Visitor:
             self._log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
         try:
-            link = connect_once(address, self._config, lambda: self._tls, wanted.by, say)
+            by = min(wanted.by, time.monotonic() + CONNECT_S)
+            link = connect_once(address, self._config, lambda: self._tls, by, say)
         except OSError as error:
             return self._machine.unreachable(wanted.shard, error.strerror or str(error), time.monotonic())
         self._links.append(link)

@@ -10,6 +10,15 @@ from contextlib import contextmanager, suppress
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
+def shortage(error: OSError | MemoryError) -> str:
+    """What this process lacks, and what to do."""
+    if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+        return f"no descriptors left ({error.strerror}); raise ulimit -n"
+    if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        return error.strerror or str(error)
+    return "no memory left"
+
+
 class Reserve:
     """Keeps a descriptor back, so that a connection can be taken, and told why, when there is no other left: else it
     would wait for one, and wake whoever listens for ever."""

@@ -281,7 +281,7 @@ class ShardServer:
             assert isinstance(connection, Connection)
             if isinstance(effect.message, Refused):
                 self._refuse(connection, effect.message.reason, temporary=effect.message.temporary)
-            else:
+            elif not connection.link.wants_write:  # news are for those who read them
                 self._connections.say(connection, effect.message)
 
     def _refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
@@ -374,7 +374,7 @@ class ShardServer:
         self._answer(self._membership.expire(now))
         self._tell_status(now)
         for connection in self._strangers.over(now):
-            self._refuse(connection, f"no Hello within {self._strangers.limit_s:g} s")
+            self._refuse(connection, f"no Hello within {self._strangers.limit_s:g} s", temporary=True)
         for connection in self._leavers.over(now):
             self._drop(connection)
         self._listening.resume(now)

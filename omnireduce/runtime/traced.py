@@ -41,6 +41,10 @@ class TracedLink(Link):
     def wants_write(self) -> bool:
         return self._link.wants_write
 
+    @property
+    def clogged(self) -> bool:
+        return self._link.clogged
+
     def fileno(self) -> int:
         return self._link.fileno()
 

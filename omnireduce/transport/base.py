@@ -152,6 +152,11 @@ class Link(ABC):
         """Output is waiting until the descriptor becomes writable, or readable where it never becomes writable."""
         return False
 
+    @property
+    def clogged(self) -> bool:
+        """More output waits than for any peer that reads."""
+        return False
+
     @abstractmethod
     def fileno(self) -> int:
         """A descriptor that is readable when `poll` has something to say; -1 when there is none."""

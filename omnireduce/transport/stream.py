@@ -143,8 +143,9 @@ class StreamLink(Link):
             sent -= len(head)
             self._output.popleft()
 
-    def _too_much_waits(self) -> bool:
-        """More than could wait for a peer that gives credit only for what it has read."""
+    @property
+    def clogged(self) -> bool:
+        """More waits than could wait for a peer that gives credit only for what it has read."""
         small = len(self._small) + sum(len(view) for view in self._output if view.readonly)
         return small > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
 
@@ -168,7 +169,7 @@ class StreamLink(Link):
         return events
 
     def _end_if_unread(self, events: list[Event]) -> None:
-        if self.wants_write and self._too_much_waits():
+        if self.wants_write and self.clogged:
             self._end(events, "it sends, but does not read what it is sent", violation=True)
 
     @property

@@ -91,9 +91,10 @@ class TlsLink(TcpLink):
             self._sealed = self._sealed or memoryview(self._outgoing.read())
             self._sealed = self._sealed[self._sock.send(self._sealed) :]
 
-    def _too_much_waits(self) -> bool:
+    @property
+    def clogged(self) -> bool:
         """A peer can also make OpenSSL answer it."""
-        return super()._too_much_waits() or self._outgoing.pending > ANSWER_BYTES
+        return super().clogged or self._outgoing.pending > ANSWER_BYTES
 
     # input
 

@@ -276,6 +276,34 @@ def test_a_shard_that_takes_the_place_of_another_knows_its_survivors() -> None:
     assert (refused.key, waits.key) == ("newcomer", "survivor")
 
 
+def test_who_only_claims_to_survive_keeps_nobody_waiting() -> None:
+    """And is no more than a newcomer once a survivor is here."""
+    membership = Membership(LIMITS)
+    claims: dict[str, Any] = {"ticket": b"", "survived": 7, "largest": 9}
+    list(membership.hello("claims", hello(2, **claims), 0.0))
+    come(membership, 0, now=0.5, survivor=True, largest=9)
+    come(membership, 1, now=1.0, survivor=True, largest=9)
+    for number in range(5):
+        list(membership.hello(("false", number), hello(10 + number, **claims), 1.5 + number))
+        membership.gone(("false", number), 1.6 + number)
+    list(membership.expire(5.9))
+    assert membership.deadline == 1.0 + SETTLE_S
+    membership.gone("claims", 5.95)
+    (admit,) = [each for each in membership.expire(1.0 + SETTLE_S) if isinstance(each, Admit)]
+    assert places(admit) == [(0, 0, 2), (1, 1, 2)]
+
+
+def test_claims_and_tickets_do_not_pass_the_size_of_a_job() -> None:
+    for claims, most in (({"ticket": b""}, 2), ({}, 5)):
+        membership = Membership(LIMITS)
+        running(membership, 0, 1, 2)
+        come(membership, 5)  # while they are still expected
+        membership.finished(1, 0.0)
+        answers = [list(membership.hello(rank, hello(rank, survived=1, **claims), 0.0))[-1] for rank in range(10, 20)]
+        assert sum(isinstance(each.message, Pending) for each in answers) == most
+        assert len(membership._gathering) == 1
+
+
 @pytest.mark.parametrize("wrong", [{"version": 99}, {"world_size": 41}, {"slots": 1}, {"settle_s": 31.0}])
 def test_a_survivor_that_cannot_join_puts_nobody_out(wrong: dict[str, Any]) -> None:
     membership = Membership(LIMITS)

@@ -243,6 +243,23 @@ def test_an_attempt_that_had_no_time_does_not_hide_why_the_others_failed() -> No
     assert failure(joining.timer(LIMIT_S)) is full
 
 
+def test_a_newcomer_waits_for_an_aggregator_that_has_answered_before() -> None:
+    """Which may have been started again meanwhile."""
+    joining = begun(ELASTIC)
+    list(joining.connected(0, NONCE, 0.0))
+    told(joining, 0, Pending([0], 1))
+    assert list(joining.lost(0, "connection closed", 5.0))[1:] != []
+    assert joining.deadline == pytest.approx(5.1)
+
+
+def test_who_waits_for_a_place_or_for_memory_is_told_so() -> None:
+    joining = begun(shards=1)
+    list(joining.connected(0, NONCE, 0.0))
+    told(joining, 0, Pending([], 0))
+    (notice,) = joining.timer(2.0)
+    assert notice.text == "waiting for the last generation of job 'job' to go, at aggregator a:0"
+
+
 def test_pauses_grow_and_end_with_the_time_to_join() -> None:
     joining, now, pauses = begun(SURVIVOR), 0.0, []
     while joining.deadline is not None:

@@ -167,34 +167,48 @@ def test_real_mpirun() -> None:
     assert lines in (["0 2 0 MPICH", "1 2 1 MPICH"], ["0 2 0 Open MPI", "1 2 1 Open MPI"])
 
 
+WITHOUT_ID = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+MEETS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+INTERACTIVE = {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+
+
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("place", "environ", "expected"),
     [
-        ({}, ""),
-        (OPEN_MPI, "prterun-host-42@1"),
-        (TORCHRUN, "run"),
-        (SLURM, "77.0"),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, ""),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, "node1:29500"),
-        ({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, "node1:29500"),  # ranks that are given by hand
-        ({"MASTER_ADDR": "node1"}, ""),
-        (SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "77.0"),  # the step around it
+        ((0, 1), {}, ""),
+        ((5, 8), OPEN_MPI, "prterun-host-42@1"),
+        ((6, 7), TORCHRUN, "run"),
+        ((6, 7), TORCHRUN | MEETS, "run@node1:29500"),  # the id may be the same for all launches
+        ((2, 9), SLURM, "77.0"),
+        ((2, 9), SLURM | MEETS, "77.0"),
+        ((6, 7), WITHOUT_ID, ""),
+        ((6, 7), WITHOUT_ID | MEETS, "node1:29500"),
+        ((6, 7), SLURM | WITHOUT_ID | MEETS, "node1:29500"),  # of one step there may be several
+        ((6, 7), SLURM | INTERACTIVE | WITHOUT_ID, ""),
+        ((0, 2), MEETS, "node1:29500"),  # ranks that were given by hand
+        ((0, 2), {"MASTER_ADDR": "node1"}, ""),
+        ((0, 2), SLURM | INTERACTIVE, ""),
+        ((0, 2), SLURM | INTERACTIVE | MEETS, "node1:29500"),
+        ((0, 2), OPEN_MPI, ""),
     ],
 )
-def test_what_tells_launches_apart(environ: dict[str, str], expected: str) -> None:
-    assert launch_id(environ) == expected
+def test_what_tells_launches_apart(place: tuple[int, int], environ: dict[str, str], expected: str) -> None:
+    assert launch_id(*place, environ) == expected
 
 
 @given(job=st.text(min_size=1))
 def test_every_launch_id_is_one_that_a_hello_may_say_and_different_ones_stay_different(job: str) -> None:
-    found = launch_id(TORCHRUN | {"TORCHELASTIC_RUN_ID": job})
+    found = launch_id(6, 7, TORCHRUN | {"TORCHELASTIC_RUN_ID": job})
     assert KEYS["cluster.launch"].read(found) == found
-    assert found != launch_id(TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{job}x"})
+    assert found != launch_id(6, 7, TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{job}x"})
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_launches_have_ids_of_their_own() -> None:
-    program = "import sys; from omnireduce.runtime.launcher import launch_id; sys.stdout.write(launch_id() + '\\n')"
+    program = (
+        "import sys; from omnireduce.runtime.launcher import detect_launch, launch_id; launch = detect_launch(); "
+        "sys.stdout.write(launch_id(launch.rank, launch.size) + '\\n')"
+    )
     command = [str(MPIRUN), "-n", "2", sys.executable, "-c", program]
     launches = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = [launch.communicate(timeout=60)[0].split() for launch in launches]

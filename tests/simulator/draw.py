@@ -97,7 +97,7 @@ def _draw_fault(rng: random.Random, kind: str, jobs: tuple[JobPlan, ...], protoc
         "shard crash": (0.0, 0.5, 5.0, 12.0),
         "drain": (0.0, 0.5, 10.0),
         "worker stall": (0.1, 1.5, 6.0),
-        "shard stall": (0.1, 1.5, 6.0),
+        "shard stall": (0.1, 1.5, 6.0, 11.0),  # the last one for longer than a stranger may take to say hello
         "freeze": (protocol.timeout_s + 1, protocol.timeout_s + 30),
         "shard freeze": (protocol.timeout_s + 1, protocol.timeout_s + 30),
         "late": (0.1, 3.0, protocol.join_timeout_s + 5),

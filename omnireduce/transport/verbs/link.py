@@ -90,6 +90,10 @@ class VerbsLink(Link):
     def wants_write(self) -> bool:
         return self._control.wants_write
 
+    @property
+    def clogged(self) -> bool:
+        return self._control.clogged
+
     def fileno(self) -> int:
         return self._epoll.fileno()
 
