@@ -151,11 +151,19 @@ class Engine(Interruptible):
                 raise TimeoutError("the collective is still under way")
             if self._driving:
                 os.eventfd_write(self._wake, 1)
-                self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                self._await_change(None if deadline is None else max(0.0, deadline - time.monotonic()))
             elif self._asked_to_leave:
                 self._leave()
             else:
                 self._drive(lambda: handle.finished, deadline)
+
+    def _await_change(self, timeout_s: float | None = None) -> None:
+        try:
+            self._changed.wait(timeout_s)
+        except BaseException:  # Ctrl-C inside the condition, perhaps before it had the lock again
+            if not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.acquire()
+            raise
 
     def _settle_end(self, handle: Handle[Any]) -> bool:
         """Finish handles that an interrupted abort left behind; return whether `handle` is finished."""
@@ -190,7 +198,7 @@ class Engine(Interruptible):
         with self._aborting_when_interrupted(), self._lock:
             while self._machine.ended is None:
                 if self._driving or self._waiters or not self._machine.under_way:
-                    self._changed.wait()
+                    self._await_change()
                 elif self._asked_to_leave:
                     self._leave()
                 else:
@@ -324,27 +332,29 @@ class Engine(Interruptible):
         return self._closed
 
     def _shut_down(self) -> None:
-        me = threading.get_ident()
-        with self._lock:
-            while self._leaving not in (0, me) and self._background is not threading.current_thread():
-                self._changed.wait(GOODBYE_S)  # for the thread that shuts down
-            if self._leaving or self._closed:
-                return
-            self._leaving = me
+        me, mine = threading.get_ident(), False
         try:
             with self._lock:
+                while self._leaving not in (0, me) and self._background is not threading.current_thread():
+                    self._await_change(GOODBYE_S)  # for the thread that shuts down
+                if self._leaving or self._closed:
+                    return
+                mine, self._leaving = True, me
                 self._leave()
                 while self._driving:
-                    self._changed.wait()
+                    self._await_change()
                 self._await_goodbyes()
                 self._close_links()
-            if self._background is not None and self._background is not threading.current_thread():
-                self._background.join()
+                self._changed.notify_all()  # an interrupt may have kept the end from those who wait
+            background = self._background
+            if background is not None and background is not threading.current_thread() and background.is_alive():
+                background.join()  # not one whose start was interrupted
             self._let_go()
         finally:
-            self._leaving = 0
-            with self._lock:
-                self._changed.notify_all()
+            if mine:
+                self._leaving = 0
+                with self._lock:
+                    self._changed.notify_all()
 
     def _await_goodbyes(self) -> None:
         deadline = time.monotonic() + GOODBYE_S

@@ -69,10 +69,10 @@ class StreamLink(Link):
         return self._lost is not None
 
     def close(self) -> None:
+        self._lost = self._lost or Lost("closed by this side")  # first: an interrupt may come after each line
         self._sock.close()
         self._output_dead = True
         self._output.clear()
-        self._lost = self._lost or Lost("closed by this side")
 
     # output
 

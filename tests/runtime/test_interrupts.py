@@ -32,6 +32,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime import engine
 from omnireduce.runtime.communicator import Communicator
 from omnireduce.runtime.handle import Handle
+from omnireduce.transport import stream
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
 
@@ -247,7 +248,7 @@ class Interrupting:
         return self._leave(reason)
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_name in self.names and frame.f_globals["__name__"] == engine.__name__:
+        if frame.f_code.co_name in self.names and frame.f_globals["__name__"] in (engine.__name__, stream.__name__):
             if event == "line":
                 self.count += 1
                 if self.count in self.lines:
@@ -276,8 +277,8 @@ def lone_engine() -> tuple[engine.Engine, ShmLink, socket.socket]:
 
 def test_two_interrupts_in_a_row_raise_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every pair of lines of what watches and closes links."""
-    monkeypatch.setattr(engine, "GOODBYE_S", 0.0)
-    names = ("_watch", "_unwatch", "_close_links")
+    monkeypatch.setattr(engine, "GOODBYE_S", 0.01)
+    names = ("_watch", "_unwatch", "_close_links", "close")
     called, x = Descriptor("allreduce", "", "float32", (8,)), np.zeros(8, np.float32)
     first, second, twice = 1, 1, 0
     while True:
