@@ -90,4 +90,20 @@ MUTATIONS = (
         "            if proof:\n",
         within=2000,
     ),
+    Mutation(
+        "a proof that is late is final",
+        _JOINING,
+        "a survivor gives up because an aggregator stood still, though it has time left",
+        '                "is it stopped or overloaded?",\n                temporary=True,\n',
+        '                "is it stopped or overloaded?",\n                temporary=False,\n',
+        within=6000,
+    ),
+    Mutation(
+        "a shard that stood still is not waited for",
+        "omnireduce.runtime.server",
+        "a survivor gives up because an aggregator stood still, though it has time left",
+        'no Hello within {self._strangers.limit_s:g} s", temporary=True)',
+        'no Hello within {self._strangers.limit_s:g} s")',
+        within=6000,
+    ),
 )

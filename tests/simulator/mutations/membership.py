@@ -187,8 +187,8 @@ MUTATIONS = (
         "newcomers end a job",
         _GATHERING,
         "a worker that is started again ends the job that is well",
-        "        return any(member.standing for member in self.members.values())\n\n    @property\n    def is_led",
-        "        return True\n\n    @property\n    def is_led",
+        "        return self._standings[Standing.SURVIVOR] + self._standings[Standing.CLAIMANT] > 0\n",
+        "        return True\n",
         within=2000,
     ),
 )
