@@ -38,6 +38,9 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
     try:
         return _assemble(config, job, arrival, me)
     except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # not the system's: a signal handler's
+            _give_up(links, Cause(me, f"left because of {type(error).__name__}"))
+            raise
         wrong = shortage(error)
     except BaseException as error:
         _give_up(links, Cause(me, f"left because of {type(error).__name__}"))

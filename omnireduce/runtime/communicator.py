@@ -19,7 +19,7 @@ from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, element_type
-from omnireduce.errors import ConfigError, UsageError
+from omnireduce.errors import ClosedError, ConfigError, UsageError
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
@@ -38,6 +38,7 @@ from omnireduce.runtime.handle import Handle
 from omnireduce.runtime.launcher import job_name, launch_id, whole
 from omnireduce.runtime.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.trace import check_trace
+from omnireduce.wire import Hello
 
 MOST_RANKS = (1 << 31) - 1
 
@@ -97,6 +98,7 @@ class Communicator:
         check_trace(config.trace)
         warm_up_worker()
         self._job, self._largest, self._pool = name, size, Pool()
+        self._gave_up = False  # by `shutdown`
         launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
         self._hello = hello_of(config, name, launch, rank, size)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
@@ -107,7 +109,7 @@ class Communicator:
             )  # fmt: skip
         if config.elastic.enabled:
             self._hello = replace(self._hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
-        self._enter(join(config, self._hello))
+        self._form(self._hello)
 
     def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
         """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
@@ -119,7 +121,8 @@ class Communicator:
 
         Returns when this worker is in such a job. Raises what construction raises, RefusedError when fewer than
         `smallest` have come after `cluster.join_timeout_s`; it may then be called again. Collectives under way in other
-        threads raise. Raises UsageError in a signal handler that interrupts a collective.
+        threads raise. Raises UsageError in a signal handler that interrupts a collective; ClosedError when a signal
+        handler or another thread calls `shutdown` meanwhile.
         """
         smallest = self.config.elastic.smallest if smallest is None else whole(smallest, "smallest")
         largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")
@@ -127,19 +130,26 @@ class Communicator:
             raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest <= {MOST_RANKS}")
         if self._engine.inside:
             raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
-        self.shutdown()
+        self._gave_up = False
+        self._hang_up()
         hello = replace(self._hello, world_size=largest, smallest=smallest, settle_s=self.config.elastic.settle_s)
         if self._seat is not None:
             hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
-        self._enter(join(self.config, hello))
+        self._form(hello)
 
     @property
     def newcomers(self) -> int:
         """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
         return self._machine.newcomers
 
+    def _form(self, hello: Hello) -> None:
+        """Become a rank of a generation of the job, unless `shutdown` is called meanwhile: then raise ClosedError."""
+        self._enter(join(self.config, hello, lambda: self._gave_up))
+        if self._gave_up:  # since it had joined; the old engine may have been the one that was asked
+            self._hang_up()
+            raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
+
     def _enter(self, arrival: Arrival) -> None:
-        """Become a rank of a generation of the job."""
         self._links, self._machine, self._engine = assemble(self.config, self._job, arrival)
         joined = arrival.joined
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
@@ -163,8 +173,12 @@ class Communicator:
         """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing.
 
         In a signal handler that interrupts a collective it returns at once. The collective then leaves the job, closes
-        everything and raises ClosedError.
+        everything and raises ClosedError. While `reform` joins it makes that raise ClosedError soon.
         """
+        self._gave_up = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._engine.shutdown():
             _open_communicators.discard(self)
 

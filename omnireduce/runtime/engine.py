@@ -10,8 +10,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from omnireduce.descriptor import Descriptor
@@ -69,6 +69,9 @@ class Engine(Interruptible):
         self._background: threading.Thread | None = None
         self._here = Here()
         self._asked_to_leave = False  # by a call on top of another one
+        # What an exception interrupted here is half done, so the job has to end. An assignment, because no other signal
+        # handler can come before it. The lock is kept until then: nobody else goes on.
+        self._cut_by = ""
         self._leaving = 0  # the thread that shuts down
 
     @entering
@@ -110,7 +113,7 @@ class Engine(Interruptible):
                 )
             for other in self._handles.values():
                 other.refuse(handle)
-            with self._aborting_when_interrupted():
+            try:
                 number = self._machine.submit(descriptor, operand, time.monotonic())
                 self._handles[number] = handle
                 is_small = operand.layout.blocks * operand.block_bytes <= SMALL_BYTES
@@ -118,6 +121,10 @@ class Engine(Interruptible):
                 self._driver.push()  # whoever drives keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
                     os.eventfd_write(self._wake, 1)
+            except BaseException as error:
+                self._cut_by = error.__class__.__name__
+                self._leave()
+                raise
         return handle
 
     @entering
@@ -126,36 +133,33 @@ class Engine(Interruptible):
         if not handle.finished:
             self._refuse_nested()
         deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
-        with self._aborting_when_interrupted(), self._lock:
+        with self._lock:
             self._waiters += 1
             try:
-                self._wait(handle, deadline)
+                in_time = self._wait(handle, deadline)
+            except BaseException as error:
+                self._cut_by = error.__class__.__name__
+                self._leave()
+                raise
             finally:
                 self._waiters -= 1
                 self._changed.notify_all()
+        if not in_time:
+            raise TimeoutError("the collective is still under way")
 
-    @contextmanager
-    def _aborting_when_interrupted(self) -> Iterator[None]:
-        """Abort the job when the body is interrupted, by Ctrl-C most likely: what it did not send, others wait for."""
-        try:
-            yield
-        except TimeoutError:
-            raise
-        except BaseException as error:
-            self.abort(f"interrupted by {type(error).__name__}")
-            raise
-
-    def _wait(self, handle: Handle[Any], deadline: float | None) -> None:
+    def _wait(self, handle: Handle[Any], deadline: float | None) -> bool:
+        """Return whether `handle` is finished, rather than the time over."""
         while not handle.finished and not self._settle_end(handle):
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError("the collective is still under way")
-            if self._driving:
+                return False
+            if self._wants_to_leave:
+                self._leave()
+            elif self._driving:
                 os.eventfd_write(self._wake, 1)
                 self._await_change(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            elif self._asked_to_leave:
-                self._leave()
             else:
                 self._drive(lambda: handle.finished, deadline)
+        return True
 
     def _await_change(self, timeout_s: float | None = None) -> None:
         try:
@@ -195,14 +199,19 @@ class Engine(Interruptible):
 
     @entering
     def _run_background(self) -> None:
-        with self._aborting_when_interrupted(), self._lock:
-            while self._machine.ended is None:
-                if self._driving or self._waiters or not self._machine.under_way:
-                    self._await_change()
-                elif self._asked_to_leave:
-                    self._leave()
-                else:
-                    self._drive(lambda: self._waiters > 0 or not self._machine.under_way, None)
+        with self._lock:
+            try:
+                while self._machine.ended is None:
+                    if self._driving or self._waiters or not self._machine.under_way:
+                        self._await_change()
+                    elif self._wants_to_leave:
+                        self._leave()
+                    else:
+                        self._drive(lambda: self._waiters > 0 or not self._machine.under_way, None)
+            except BaseException as error:
+                self._cut_by = error.__class__.__name__
+                self._leave()
+                raise
 
     # driving; all with the lock held, which is released while blocked
 
@@ -210,7 +219,7 @@ class Engine(Interruptible):
         self._driving = True
         try:
             self._driver.turn()
-            while not done() and self._machine.ended is None and not self._asked_to_leave:
+            while not done() and self._machine.ended is None and not self._wants_to_leave:
                 self._driver.flush()  # not after the last turn: those credits can leave with the next first message
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
@@ -227,20 +236,14 @@ class Engine(Interruptible):
         now = time.monotonic()
         ends = [at for at in (deadline, self._machine.deadline) if at is not None]
         patience_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
+        mine = 1, threading.get_ident()
         try:
             self._lock.release()
             ready = self._spin(now) or self._poll.poll(patience_ms)
-        finally:
-            self._lock_again()
+        finally:  # written in C, and no signal interrupts it
+            self._lock._acquire_restore(mine)  # type: ignore[attr-defined]
         if any(descriptor == self._wake >= 0 for descriptor, _ in ready):
             os.eventfd_read(self._wake)
-
-    def _lock_again(self) -> None:
-        try:
-            self._lock.acquire()
-        except BaseException:  # Ctrl-C while another thread had the lock
-            self._lock.acquire()
-            raise
 
     def _watch(self, shard: int) -> None:
         """Keep the poll object in step with what the link waits for."""
@@ -277,7 +280,8 @@ class Engine(Interruptible):
     # ends
 
     def _on_finish(self, collective: int) -> None:
-        self._handles.pop(collective).finish()
+        self._handles[collective].finish()  # an interrupt before the next line must find it in the table
+        del self._handles[collective]
         if self._waiters or self._background:
             self._changed.notify_all()
 
@@ -298,18 +302,27 @@ class Engine(Interruptible):
 
     def _fail_all(self) -> None:
         for handle in self._handles.values():
-            handle.finish(failed=True)
+            if not handle.finished:
+                handle.finish(failed=True)
         self._handles.clear()
 
     @entering
     def abort(self, reason: str) -> None:
         """End the job on every rank; `reason` says what happened to this one."""
         with self._lock:
-            self._leave("" if self._asked_to_leave else reason)
+            self._leave(reason)
+
+    @property
+    def _wants_to_leave(self) -> bool:
+        return self._asked_to_leave or bool(self._cut_by)
 
     def _leave(self, reason: str = "") -> None:
         """End the job, unless it is over; without a `reason`, because this process wants so."""
         try:
+            if self._cut_by:
+                reason = f"interrupted by {self._cut_by}"
+            if self._asked_to_leave:
+                reason = ""
             self._left = self._left or (not reason and self._machine.ended is None)
             self._driver.perform(self._machine.leave(reason))
         finally:  # a second interrupt may have cut the first abort short

@@ -9,13 +9,13 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from omnireduce.config import Config, whole_bytes
-from omnireduce.errors import ProtocolError, TransportError
+from omnireduce.errors import ClosedError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.gathering import worker_name
@@ -33,6 +33,8 @@ from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, deco
 
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer
+
+LISTEN_S = 0.1  # how long a shutdown meanwhile may go unnoticed: no signal handler can end a wait without an exception
 
 
 def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hello:
@@ -68,18 +70,19 @@ class Arrival(NamedTuple):
     newcomers: int
 
 
-def join(config: Config, hello: Hello) -> Arrival:
-    """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`.
+def join(config: Config, hello: Hello, gave_up: Callable[[], bool]) -> Arrival:
+    """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`. `gave_up` is asked now
+    and then: whether to stop.
 
     Raises ConfigError when the secret or a certificate cannot be used, TransportError when an aggregator cannot be
     reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing at the
-    end of that time, AbortedError when another rank failed meanwhile.
+    end of that time, AbortedError when another rank failed meanwhile, ClosedError when the caller gave up.
     """
     try:
         visitor = _Visitor(config, hello)
     except OSError as error:
         raise TransportError(f"cannot join job '{hello.job}': {shortage(error)}") from error
-    return visitor.run()
+    return visitor.run(gave_up)
 
 
 def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoiningEffect]:
@@ -108,12 +111,14 @@ class _Visitor:
         self._joined: Joined | None = None
         self._selector = selectors.DefaultSelector()
 
-    def run(self) -> Arrival:
+    def run(self, gave_up: Callable[[], bool]) -> Arrival:
         """Return when this worker is a rank of the job, or raise why it cannot be."""
         with self._selector:
             try:
                 self._perform(self._machine.start(time.monotonic()))
                 while not self._arrived():
+                    if gave_up():
+                        raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
                     self._wait()
             except BaseException:
                 self._hang_up()
@@ -123,7 +128,7 @@ class _Visitor:
 
     def _wait(self) -> None:
         deadline = self._machine.deadline
-        patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        patience_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - time.monotonic()))
         for key, _ in self._selector.select(patience_s):
             link, shard = key.fileobj, key.data
             assert isinstance(link, Link)

@@ -14,6 +14,7 @@ import struct
 from collections import deque
 
 from omnireduce.errors import TransportError
+from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.memory import map_slots
 from omnireduce.transport.stream import BACKLOG, CONTROL, FRAME, StreamLink
 
@@ -104,7 +105,9 @@ def _is_local(host: str) -> bool:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)
-    except OSError:
+    except OSError as error:
+        if from_a_handler(error):
+            raise
         return False
     return True
 
@@ -126,8 +129,10 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
         sock.settimeout(timeout_s)
         try:
             sock.connect(name)
-        except OSError:
+        except OSError as error:
             sock.close()
+            if from_a_handler(error):
+                raise
         else:
             link = ShmLink(sock, f"{host}:{port}", takes_memory=True)
             if any_user or link.foreign_user is None:

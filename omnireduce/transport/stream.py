@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from omnireduce.dtypes import Array
 from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.blame import from_a_handler
 
 FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3
@@ -117,16 +118,21 @@ class StreamLink(Link):
             views = [self._output[i] for i in range(min(len(self._output), GATHER))]
             try:
                 sent = self._write(views)
-            except BlockingIOError:
-                return
             except OSError as error:
                 self._output_failed(error)
                 return
             self._consume(sent)
 
     def _output_failed(self, error: OSError) -> None:
-        """The reading side tells why: what the peer said before it left may still be unread. But the system tells a
-        time-out only once."""
+        """The system takes no more, now or ever. Raises what is a signal handler's.
+
+        The reading side tells why: what the peer said before it left may still be unread. But the system tells a
+        time-out only once.
+        """
+        if from_a_handler(error):
+            raise error
+        if error.errno == errno.EAGAIN:
+            return
         self._output_dead = True
         self._output_error = "" if error.errno == errno.EPIPE else error.strerror or str(error)
         self._output.clear()
@@ -181,10 +187,11 @@ class StreamLink(Link):
         """Receive; return how many bytes have come: 0 when there are none, and when the link is over."""
         try:
             count = self._receive(into)
-        except BlockingIOError:
-            return 0
         except OSError as error:
-            self._end(events, f"connection broken: {error.strerror or error}")
+            if from_a_handler(error):
+                raise
+            if error.errno != errno.EAGAIN:
+                self._end(events, f"connection broken: {error.strerror or error}")
             return 0
         if count == 0:
             broken = f"connection broken: {self._output_error}"

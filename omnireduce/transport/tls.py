@@ -22,6 +22,7 @@ from omnireduce.config import Metrics, Security
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
 from omnireduce.transport.base import Event, Lost
+from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.stream import EVENTS_PER_POLL
 from omnireduce.transport.tcp import TcpLink
 
@@ -70,8 +71,6 @@ class TlsLink(TcpLink):
             super().flush()
         try:
             self._send_sealed()
-        except BlockingIOError:
-            pass
         except OSError as error:
             self._output_failed(error)
 
@@ -154,8 +153,11 @@ class TlsLink(TcpLink):
     def _keep(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
         """Of the bytes up to `end`, those from `at` on are not used yet: leave them in the socket, or keep them."""
         used, dropped = (at if leave else end) - self._kept, 0
-        with suppress(OSError):
+        try:
             dropped = self._sock.recv_into(self._wire, used, socket.MSG_TRUNC)  # copies nothing
+        except OSError as error:
+            if from_a_handler(error):
+                raise
         if dropped != used and self._lost is None:
             self._end(events, "connection broken: what it had sent is gone")
         self._kept = 0 if leave else end - at
@@ -165,11 +167,13 @@ class TlsLink(TcpLink):
         self._empty += 1
         try:
             self._tls.do_handshake()
-        except ssl.SSLWantReadError:
-            if self._empty > HANDSHAKE_RECORDS:
-                self._end(events, f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)
         except OSError as error:
-            self._end(events, f"no TLS: {error.strerror or error}", violation=True)
+            if from_a_handler(error):
+                raise
+            if not isinstance(error, ssl.SSLWantReadError):
+                self._end(events, f"no TLS: {error.strerror or error}", violation=True)
+            elif self._empty > HANDSHAKE_RECORDS:
+                self._end(events, f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)
         else:
             self.established, self._empty = True, 0
             self.flush()
@@ -188,9 +192,11 @@ class TlsLink(TcpLink):
         target = self._target
         try:
             count: int = self._tls.read(len(target), target)  # type: ignore[assignment]
-        except ssl.SSLWantReadError:
-            return 0
         except OSError as error:
+            if from_a_handler(error):
+                raise
+            if isinstance(error, ssl.SSLWantReadError):
+                return 0
             alert = "_ALERT_" in str(getattr(error, "reason", ""))  # it says that our side broke the rules
             self._end(events, f"{'connection broken' if alert else 'no TLS'}: {error.strerror or error}", not alert)
             return 0
@@ -208,6 +214,9 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
         link = TlsLink(sock, f"{host}:{port}", dead_peer_s, context, host)
         wrong = _shake_hands(link, deadline)
     except OSError as error:
+        if from_a_handler(error):
+            sock.close()
+            raise
         wrong = error.strerror or str(error)
     if wrong:
         sock.close()

@@ -1,0 +1,22 @@
+"""Whose an OSError is: the system's, about a peer, or that of a signal handler, about something else."""
+
+from __future__ import annotations
+
+HERE = __name__.rpartition(".")[0]
+OURS = {"socket", "ssl", *(f"{HERE}.{name}" for name in ("stream", "shm", "tcp", "tls"))}  # between us and the system
+
+
+def from_a_handler(error: OSError) -> bool:
+    """Whether a signal handler has raised what came out of a call of ours to the system.
+
+    A handler runs in the middle of such a call, and TimeoutError, ConnectionError and BlockingIOError are OSErrors. The
+    numbers do not tell them apart: a handler that writes to a broken pipe has one as well. But the way of its error
+    leads through code that is not ours.
+    """
+    assert error.__traceback__ is not None  # its first entry is the caller, who has caught it
+    at = error.__traceback__.tb_next
+    while at is not None:
+        if at.tb_frame.f_globals.get("__name__") not in OURS:
+            return True
+        at = at.tb_next
+    return False
