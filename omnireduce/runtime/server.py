@@ -35,16 +35,7 @@ from omnireduce.runtime.traced import ShardTraces
 from omnireduce.runtime.turns import POLL_WORK, Turns
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import (
-    Aborted,
-    Cause,
-    Hello,
-    Leave,
-    Newcomers,
-    Refused,
-    decode_control,
-    shown,
-)
+from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
@@ -134,7 +125,7 @@ class ShardServer:
         for job in self._jobs.values():
             if job.machine.deadline is not None and job.machine.deadline <= now:
                 self._turns.due(job)
-        self._turns.serve(self._serve_job, self._serve)
+        self._turns.serve(self._serve_job, self._serve_other)
         self._housekeeping(now)
 
     def _serve_job(self, job: Job, ready: dict[Connection, int]) -> int:
@@ -155,6 +146,13 @@ class ShardServer:
                 self._turns.due(job)
         for connection, mask in ready.items():
             self._turns.ready(connection, mask)
+        return work
+
+    def _serve_other(self, connection: Connection, mask: int) -> int:
+        """Serve a connection outside jobs; return the work done. If it has just come into one, that job is due."""
+        work = self._serve(connection, mask)
+        if connection.job is not None and not connection.leaving:
+            self._turns.due(connection.job)
         return work
 
     def _serve(self, connection: Connection, mask: int) -> int:
@@ -181,7 +179,6 @@ class ShardServer:
             self._drop(connection)
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
-            self._turns.due(connection.job)
 
     def _patience(self, longest_s: float) -> float:
         now = self._clock()

@@ -95,6 +95,20 @@ def test_a_large_collective_is_divided_and_a_small_one_beside_it_does_not_wait(c
     assert crowd.server._patience(0.5) > 0.0
 
 
+def test_a_turn_that_did_all_is_followed_by_no_other() -> None:
+    crowd = Crowd()
+    try:
+        rank, values = SoleRank(crowd, "small"), np.ones(BLOCK, np.float32)
+        crowd.turn()  # a job is due when it begins
+        assert crowd.server._patience(60.0) > 0.0
+        rank.submit(values)
+        crowd.turn()
+        assert DATA in rank.frames()
+        assert crowd.server._patience(60.0) > 0.0
+    finally:
+        crowd.close()
+
+
 def test_a_turn_serves_so_many_newcomers_and_the_rest_in_the_next(crowd: Crowd) -> None:
     peers = [crowd.connect() for _ in range(A_TURN + 10)]
     for number, peer in enumerate(peers):
