@@ -28,7 +28,7 @@ from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.connections import Connections
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job, why_broken_off, why_not_started
-from omnireduce.runtime.listening import Door, Listening
+from omnireduce.runtime.listening import BESIDE_JOBS, Door, Listening
 from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
 from omnireduce.runtime.traced import ShardTraces
@@ -76,7 +76,7 @@ class ShardServer:
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections = Connections(self._selector, clock, hello_timeout_s)
         self._strangers, self._leavers = self._connections.strangers, self._connections.leavers
-        self._questions, self._turns = Questions(clock), Turns()
+        self._questions, self._turns = Questions(clock), Turns(clock)
         self._jobs: dict[int, Job] = {}
         self._of_job: dict[int, list[Connection]] = {}
         self._drain_deadline: float | None = None
@@ -197,7 +197,8 @@ class ShardServer:
             return
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         strangers = min(MAX_STRANGERS, descriptors // 2)
-        for link in self._listening.accept(data, most=max(1, strangers // 4)):
+        most = BESIDE_JOBS if self._jobs else strangers
+        for link in self._listening.accept(data, most=max(1, min(most, strangers // 4))):
             try:
                 if len(self._strangers) + len(self._leavers) >= strangers:
                     self._forget(max(self._strangers, self._leavers, key=len).oldest)

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -16,10 +16,11 @@ from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import Budget
-from omnireduce.runtime.listening import Door
+from omnireduce.runtime.listening import BESIDE_JOBS, Door
 from omnireduce.runtime.questions import MOST, SHARE
 from omnireduce.runtime.server import ShardServer
-from omnireduce.runtime.turns import OTHERS_WORK, POLL_WORK
+from omnireduce.runtime.turns import OTHERS_S, OTHERS_WORK, POLL_WORK
+from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
@@ -190,6 +191,45 @@ def test_a_turn_accepts_all_who_wait() -> None:
         assert len(server._connections) == 20
         server.stop()
         server.serve()
+
+
+def test_beside_a_job_a_turn_accepts_few() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        crowd = Crowd(doors=[Door(listener, lambda sock: ShmLink(sock, "peer"))])
+        SoleRank(crowd, "job")
+        for _ in range(3 * BESIDE_JOBS):
+            crowd.peers.append(socket.create_connection(listener.getsockname()))
+        for turns in range(1, 4):
+            crowd.server.turn(5.0)
+            assert len(crowd.server._connections) == 1 + turns * BESIDE_JOBS
+        crowd.close()
+
+
+def test_newcomers_who_take_long_keep_no_job_waiting(crowd: Crowd) -> None:
+    class SlowLink(ShmLink):
+        """Its looks take as long as a TLS handshake with a large key."""
+
+        looks = 0
+
+        def poll(self) -> Sequence[Event]:
+            crowd.now += 2 * OTHERS_S
+            SlowLink.looks += 1
+            return super().poll()
+
+    rank = SoleRank(crowd, "job")
+    for number in range(20):
+        ours, peer = socket.socketpair()
+        crowd.peers.append(peer)
+        crowd.server.adopt(SlowLink(ours, f"slow {number}"))
+        say(peer, REQUEST)
+    rank.submit(np.ones(BLOCK, np.float32))
+    finished = 0
+    for turns in range(1, 21):
+        assert crowd.server._patience(60.0) == 0.0 or turns == 1
+        crowd.turn()
+        assert SlowLink.looks == turns
+        finished = finished or turns * (DATA in rank.frames())
+    assert 1 <= finished <= 3
 
 
 def full_peer(crowd: Crowd) -> tuple[socket.socket, TcpLink]:
