@@ -128,14 +128,15 @@ class ShardServer:
         self._turns.serve(self._serve_job, self._serve_other)
         self._housekeeping(now)
 
-    def _serve_job(self, job: Job, ready: dict[Connection, int]) -> int:
-        """Let a job read and go on until it has nothing to do or has used its turn; return the work done."""
-        work = 0
-        while ready and work < self._budget.work:
+    def _serve_job(self, job: Job, ready: dict[Connection, int], jobs: int) -> int:
+        """Let one of so many jobs read and go on until it has nothing to do or has used its turn; return the work."""
+        work, most = 0, self._budget.share(jobs)
+        while ready and work < most:
             connection = next(iter(ready))
             work += self._serve(connection, ready.pop(connection))
         if job.generation in self._jobs:
             driver, machine = job.driver, job.machine
+            machine.quantum = most
             try:
                 driver.push() if ready else driver.advance()  # nobody is late whose messages are still unread
             except Exception as error:  # as in `_serve`

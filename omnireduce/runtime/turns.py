@@ -41,15 +41,15 @@ class Turns:
         self._jobs.setdefault(job, {})
 
     def serve(
-        self, serve_job: Callable[[Job, dict[Connection, int]], int], serve_other: Callable[[Connection, int], int]
+        self, serve_job: Callable[[Job, dict[Connection, int], int], int], serve_other: Callable[[Connection, int], int]
     ) -> None:
         """Serve those who are in the lines now, in order, until that was enough work for one turn. A function gets what
-        is ready and returns the work that it was."""
-        work = 0
-        for _ in range(len(self._jobs)):
+        is ready and returns the work that it was; one for a job also gets how many jobs are in line."""
+        work, jobs = 0, len(self._jobs)
+        for _ in range(jobs):
             if work < JOBS_WORK:
                 job = next(iter(self._jobs))
-                work += serve_job(job, self._jobs.pop(job))
+                work += serve_job(job, self._jobs.pop(job), jobs)
         work, until = 0, self._clock() + OTHERS_S
         for number in range(len(self._others)):
             if number == 0 or (work < OTHERS_WORK and self._clock() < until):
