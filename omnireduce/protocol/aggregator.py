@@ -68,8 +68,8 @@ class AggregatorMachine:
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
     has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
 
-    `account` is kept of what the job does. `budget` bounds one call of `advance`: with `more` there is more to do at
-    once. `spent` is the work of the last call.
+    `account` is kept of what the job does. `budget` bounds one call of `advance`, which may be given less by
+    `quantum`: with `more` there is more to do at once. `spent` is the work of the last call.
     `reduction` makes the work space: `Reduction`, or what observes one.
     """
 
@@ -98,7 +98,7 @@ class AggregatorMachine:
         self._filling = -1  # the result slot being filled, -1 for none
         self._reduction = reduction(len(members), arena, results, self._message_bytes, budget)
         self._current: Reduction | None = None  # the same, while a collective is under way
-        self._budget, self._round_work = budget.work, ROUND_WORK + RANK_WORK * len(members)
+        self.quantum, self._round_work = budget.work, ROUND_WORK + RANK_WORK * len(members)
         self.spent, self.more = 0, False
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
@@ -204,7 +204,7 @@ class AggregatorMachine:
             self._quiet_since = now
         self.spent, self.more, moved = 0, False, True
         while moved and self.ended is None:
-            if self.spent >= self._budget:
+            if self.spent >= self.quantum:
                 self.more = True
                 return
             self.spent += self._round_work
@@ -218,7 +218,7 @@ class AggregatorMachine:
             if self._ranks_gone():
                 yield from self.abort(self._ranks_gone_cause(), "left")
                 return
-            if moved and self.spent >= self._budget:
+            if moved and self.spent >= self.quantum:
                 continue
             moved |= self._merge(self._current)
             yield from self._return_used(self._current)
@@ -239,7 +239,7 @@ class AggregatorMachine:
                         moved |= self._open_next(rank, state, now)
                 except ProtocolError as error:
                     raise _BrokenRuleError(rank, error) from error
-                if moved and self.spent >= self._budget:
+                if moved and self.spent >= self.quantum:
                     break
         return moved
 
@@ -298,7 +298,7 @@ class AggregatorMachine:
             if not self._free:
                 return False
             self._filling = self._free.pop()
-        work = 0 if current.full else current.merge(self._filling, self._budget - self.spent)
+        work = 0 if current.full else current.merge(self._filling, self.quantum - self.spent)
         self.spent += work
         return work > 0
 

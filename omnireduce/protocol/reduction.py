@@ -23,6 +23,8 @@ NO_HEADER = Header(0, 0, 0, 0, 0)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
 INDEX_WORK = 16  # of one index
+HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
+LEAST_WORK = 1 << 20  # of one turn: below that its own cost shows
 PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are reduced in one step
 
@@ -39,6 +41,11 @@ class Budget(NamedTuple):
     window: int = 4096
     piece_bytes: int = 1 << 20
     blocks: int = 1 << 16
+
+    def share(self, jobs: int) -> int:
+        """The work of one turn of a job when so many have something to do: together as much as one alone, while none
+        has too little."""
+        return max(self.work // jobs, min(self.work, LEAST_WORK))
 
 
 class Reduction:
@@ -97,7 +104,8 @@ class Reduction:
         self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in self._results]
         fitting = min(capacity(self._slots.shape[1], self._block_bytes), self._out_indices.size)
         self.capacity = min(fitting, max(1, self._message_bytes // self._block_bytes))  # of a result, in blocks
-        self._block_work = ranks * (self._block_bytes + BLOCK_WORK)
+        self._byte_work = HALF_WORK if self._half else 1
+        self._block_work = ranks * (self._block_bytes * self._byte_work + BLOCK_WORK)
         columns = max(1, self._budget.piece_bytes // (ranks * self._storage.itemsize))
         self._columns = min(columns, HALF_COLUMNS) if self._half else columns  # of a block, in one step
 
@@ -187,7 +195,7 @@ class Reduction:
         if self._column == self._block_size:
             self._column = 0
             self._used(1)
-        return len(self._unused) * (piece.nbytes + BLOCK_WORK)
+        return len(self._unused) * (piece.nbytes * self._byte_work + BLOCK_WORK)
 
     def _plan(self, most: int) -> int:
         """List the next blocks of the union, at most so many, behind what is written; return how many there are."""

@@ -20,7 +20,7 @@ NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)
 PAUSE_S = 1.0  # in which nobody is accepted, when the system has no room for one more
 
 FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
-ACCEPTED = 64  # connections of one door in one turn
+ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one door in one turn, the second while jobs run
 
 
 class Door(NamedTuple):

@@ -28,23 +28,14 @@ from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.connections import Connections
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import WARN_AFTER_S, Job, why_broken_off, why_not_started
-from omnireduce.runtime.listening import Door, Listening
+from omnireduce.runtime.listening import BESIDE_JOBS, Door, Listening
 from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.runtime.turns import POLL_WORK, Turns
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire import (
-    Aborted,
-    Cause,
-    Hello,
-    Leave,
-    Newcomers,
-    Refused,
-    decode_control,
-    shown,
-)
+from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
@@ -85,7 +76,7 @@ class ShardServer:
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections = Connections(self._selector, clock, hello_timeout_s)
         self._strangers, self._leavers = self._connections.strangers, self._connections.leavers
-        self._questions, self._turns = Questions(clock), Turns()
+        self._questions, self._turns = Questions(clock), Turns(clock)
         self._jobs: dict[int, Job] = {}
         self._of_job: dict[int, list[Connection]] = {}
         self._drain_deadline: float | None = None
@@ -134,17 +125,18 @@ class ShardServer:
         for job in self._jobs.values():
             if job.machine.deadline is not None and job.machine.deadline <= now:
                 self._turns.due(job)
-        self._turns.serve(self._serve_job, self._serve)
+        self._turns.serve(self._serve_job, self._serve_other)
         self._housekeeping(now)
 
-    def _serve_job(self, job: Job, ready: dict[Connection, int]) -> int:
-        """Let a job read and go on until it has nothing to do or has used its turn; return the work done."""
-        work = 0
-        while ready and work < self._budget.work:
+    def _serve_job(self, job: Job, ready: dict[Connection, int], jobs: int) -> int:
+        """Let one of so many jobs read and go on until it has nothing to do or has used its turn; return the work."""
+        work, most = 0, self._budget.share(jobs)
+        while ready and work < most:
             connection = next(iter(ready))
             work += self._serve(connection, ready.pop(connection))
         if job.generation in self._jobs:
             driver, machine = job.driver, job.machine
+            machine.quantum = most
             try:
                 driver.push() if ready else driver.advance()  # nobody is late whose messages are still unread
             except Exception as error:  # as in `_serve`
@@ -155,6 +147,13 @@ class ShardServer:
                 self._turns.due(job)
         for connection, mask in ready.items():
             self._turns.ready(connection, mask)
+        return work
+
+    def _serve_other(self, connection: Connection, mask: int) -> int:
+        """Serve a connection outside jobs; return the work done. If it has just come into one, that job is due."""
+        work = self._serve(connection, mask)
+        if connection.job is not None and not connection.leaving:
+            self._turns.due(connection.job)
         return work
 
     def _serve(self, connection: Connection, mask: int) -> int:
@@ -181,7 +180,6 @@ class ShardServer:
             self._drop(connection)
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
-            self._turns.due(connection.job)
 
     def _patience(self, longest_s: float) -> float:
         now = self._clock()
@@ -200,7 +198,8 @@ class ShardServer:
             return
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         strangers = min(MAX_STRANGERS, descriptors // 2)
-        for link in self._listening.accept(data, most=max(1, strangers // 4)):
+        most = BESIDE_JOBS if self._jobs else strangers
+        for link in self._listening.accept(data, most=max(1, min(most, strangers // 4))):
             try:
                 if len(self._strangers) + len(self._leavers) >= strangers:
                     self._forget(max(self._strangers, self._leavers, key=len).oldest)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from omnireduce.runtime.connection import Connection
+from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
 
 POLL_WORK = 1 << 16  # of one look at a connection, beside the bytes that it brings (see Budget)
 JOBS_WORK = 64 << 20  # after which a turn serves no further job
 OTHERS_WORK = 4 << 20  # the same of connections that are in no job
+OTHERS_S = 0.002  # and so much time: a TLS handshake takes long, whatever it reads
 
 
 class Turns:
@@ -18,7 +20,8 @@ class Turns:
     What is ready is said as a selector says it, by a mask. Who is in a line already keeps his place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._jobs: dict[Job, dict[Connection, int]] = {}
         self._others: dict[Connection, int] = {}
 
@@ -38,17 +41,17 @@ class Turns:
         self._jobs.setdefault(job, {})
 
     def serve(
-        self, serve_job: Callable[[Job, dict[Connection, int]], int], serve_other: Callable[[Connection, int], int]
+        self, serve_job: Callable[[Job, dict[Connection, int], int], int], serve_other: Callable[[Connection, int], int]
     ) -> None:
         """Serve those who are in the lines now, in order, until that was enough work for one turn. A function gets what
-        is ready and returns the work that it was."""
-        work = 0
-        for _ in range(len(self._jobs)):
+        is ready and returns the work that it was; one for a job also gets how many jobs are in line."""
+        work, jobs = 0, len(self._jobs)
+        for _ in range(jobs):
             if work < JOBS_WORK:
                 job = next(iter(self._jobs))
-                work += serve_job(job, self._jobs.pop(job))
-        work = 0
-        for _ in range(len(self._others)):
-            if work < OTHERS_WORK:
+                work += serve_job(job, self._jobs.pop(job), jobs)
+        work, until = 0, self._clock() + OTHERS_S
+        for number in range(len(self._others)):
+            if number == 0 or (work < OTHERS_WORK and self._clock() < until):
                 connection = next(iter(self._others))
                 work += serve_other(connection, self._others.pop(connection))

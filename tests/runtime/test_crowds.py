@@ -6,7 +6,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from cluster_checks import FAILURE_S
@@ -39,12 +39,12 @@ HELLO = Hello(PROTOCOL_VERSION, "job", 0, 2, 0, 1, 2, 65536, "host", 7, 64)
 
 
 class Crowd:
-    """A server without listeners, at a time of the test's choice, and those who are connected to it."""
+    """A server, without listeners unless it gets some, at a time of the test's choice, and those connected to it."""
 
-    def __init__(self, budget: Budget = BUDGET) -> None:
+    def __init__(self, budget: Budget = BUDGET, doors: Sequence[Door] = ()) -> None:
         self.now = 100.0
         self.server = ShardServer(
-            "a:1", [], LIMITS, drain_s=0.0, hello_timeout_s=10.0, budget=budget, clock=lambda: self.now
+            "a:1", doors, LIMITS, drain_s=0.0, hello_timeout_s=10.0, budget=budget, clock=lambda: self.now
         )
         self.peers: list[socket.socket] = []
 

@@ -6,7 +6,8 @@ import contextlib
 import mmap
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.reduction import Budget
-from omnireduce.runtime.listening import Door
+from omnireduce.protocol.reduction import BLOCK_WORK, HALF_WORK, LEAST_WORK, Budget
+from omnireduce.runtime.listening import BESIDE_JOBS, Door
 from omnireduce.runtime.questions import MOST, SHARE
 from omnireduce.runtime.server import ShardServer
-from omnireduce.runtime.turns import OTHERS_WORK, POLL_WORK
+from omnireduce.runtime.turns import OTHERS_S, OTHERS_WORK, POLL_WORK
+from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
@@ -41,22 +43,22 @@ def crowd() -> Iterator[Crowd]:
 class SoleRank:
     """The one rank of a job, by shared memory."""
 
-    def __init__(self, crowd: Crowd, job: str) -> None:
+    def __init__(self, crowd: Crowd, job: str, slot_bytes: int = SLOT) -> None:
         self.sock = crowd.connect()
-        say(self.sock, Hello(HELLO.version, job, 0, 1, 0, 1, 2, SLOT, "host", 7, 64))
+        say(self.sock, Hello(HELLO.version, job, 0, 1, 0, 1, 2, slot_bytes, "host", 7, 64))
         crowd.turn()
         data, descriptors, _, _ = socket.recv_fds(self.sock, 4096, 2)
         assert isinstance(decode_control(data[FRAME.size :]), Welcome)
-        self.up, self.down = (np.frombuffer(mmap.mmap(each, 0), np.uint8).reshape(2, SLOT) for each in descriptors)
+        self.up, self.down = (np.frombuffer(mmap.mmap(each, 0), np.uint8).reshape(2, -1) for each in descriptors)
         for each in descriptors:
             os.close(each)
 
-    def submit(self, values: Array) -> None:
-        """Begin an all-reduce of `values`, float32 and non-zero, in one message."""
-        blocks = values.size // BLOCK
-        descriptor = Descriptor("allreduce", "", "float32", (values.size,), block_size=BLOCK).encoded
+    def submit(self, values: Array, block: int = BLOCK) -> None:
+        """Begin an all-reduce of `values`, which are non-zero, in one message of blocks of so many elements."""
+        blocks = values.size // block
+        descriptor = Descriptor("allreduce", "", values.dtype.name, (values.size,), block_size=block).encoded
         self.up[0, 64 : 64 + values.nbytes] = values.view(np.uint8)
-        nbytes = seal(self.up[0], 0, blocks, np.arange(blocks), BLOCK * 4, descriptor)
+        nbytes = seal(self.up[0], 0, blocks, np.arange(blocks), block * values.itemsize, descriptor)
         self.sock.sendall(FRAME.pack(DATA, 0, nbytes))
 
     def frames(self) -> list[int]:
@@ -93,6 +95,56 @@ def test_a_large_collective_is_divided_and_a_small_one_beside_it_does_not_wait(c
     crowd.turn()
     crowd.turn()
     assert crowd.server._patience(0.5) > 0.0
+
+
+def turns_of(crowd: Crowd, ranks: list[SoleRank]) -> dict[SoleRank, int]:
+    """Turn by turn until all their results are there: after how many each was."""
+    turns, finished = 0, dict[SoleRank, int]()
+    while len(finished) < len(ranks):
+        crowd.turn()
+        turns += 1
+        assert turns < 2000
+        finished |= {rank: turns for rank in ranks if DATA in rank.frames()}
+    return finished
+
+
+def test_jobs_that_wait_together_share_a_turn() -> None:
+    blocks = 20_000
+    with closing(Crowd(Budget(work=4 << 20))) as crowd:
+        values, memory = np.arange(1, 1 + blocks * BLOCK, dtype=np.float32), 1 << 20
+        work = blocks * (BLOCK * 4 + BLOCK_WORK)
+        alone = SoleRank(crowd, "alone", memory)
+        alone.submit(values)
+        assert turns_of(crowd, [alone])[alone] <= work // (4 << 20) + 2
+        greedy = [SoleRank(crowd, f"greedy-{number}", memory) for number in range(6)]
+        for rank in greedy:
+            rank.submit(values)
+        finished = turns_of(crowd, greedy)
+        assert min(finished.values()) > work // LEAST_WORK
+        for rank in (alone, *greedy):
+            assert (rank.down[1, 64:].view(np.float32)[: values.size] == values).all()
+
+
+def test_16_bit_floats_count_as_long_as_they_take() -> None:
+    block, blocks, memory = 1024, 300, 1 << 20
+    with closing(Crowd(Budget(work=LEAST_WORK))) as crowd:
+        for dtype, least in ((np.float32, 1), (np.float16, 300 * 1024 * 2 * HALF_WORK // LEAST_WORK)):
+            values = np.full(blocks * block * 2 // np.dtype(dtype).itemsize, 3, dtype)
+            rank = SoleRank(crowd, np.dtype(dtype).name, memory)
+            rank.submit(values, block)
+            assert least <= turns_of(crowd, [rank])[rank] <= least + 2
+            assert (rank.down[1, 64:].view(dtype)[: values.size] == values).all()
+
+
+def test_a_turn_that_did_all_is_followed_by_no_other() -> None:
+    with closing(Crowd()) as crowd:
+        rank, values = SoleRank(crowd, "small"), np.ones(BLOCK, np.float32)
+        crowd.turn()  # a job is due when it begins
+        assert crowd.server._patience(60.0) > 0.0
+        rank.submit(values)
+        crowd.turn()
+        assert DATA in rank.frames()
+        assert crowd.server._patience(60.0) > 0.0
 
 
 def test_a_turn_serves_so_many_newcomers_and_the_rest_in_the_next(crowd: Crowd) -> None:
@@ -176,6 +228,45 @@ def test_a_turn_accepts_all_who_wait() -> None:
         assert len(server._connections) == 20
         server.stop()
         server.serve()
+
+
+def test_beside_a_job_a_turn_accepts_few() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        doors = [Door(listener, lambda sock: ShmLink(sock, "peer"))]
+        with closing(Crowd(doors=doors)) as crowd:
+            SoleRank(crowd, "job")
+            for _ in range(3 * BESIDE_JOBS):
+                crowd.peers.append(socket.create_connection(listener.getsockname()))
+            for turns in range(1, 4):
+                crowd.server.turn(5.0)
+                assert len(crowd.server._connections) == 1 + turns * BESIDE_JOBS
+
+
+def test_newcomers_who_take_long_keep_no_job_waiting(crowd: Crowd) -> None:
+    class SlowLink(ShmLink):
+        """Its looks take as long as a TLS handshake with a large key."""
+
+        looks = 0
+
+        def poll(self) -> Sequence[Event]:
+            crowd.now += 2 * OTHERS_S
+            SlowLink.looks += 1
+            return super().poll()
+
+    rank = SoleRank(crowd, "job")
+    for number in range(20):
+        ours, peer = socket.socketpair()
+        crowd.peers.append(peer)
+        crowd.server.adopt(SlowLink(ours, f"slow {number}"))
+        say(peer, REQUEST)
+    rank.submit(np.ones(BLOCK, np.float32))
+    finished = 0
+    for turns in range(1, 21):
+        assert crowd.server._patience(60.0) == 0.0 or turns == 1
+        crowd.turn()
+        assert SlowLink.looks == turns
+        finished = finished or turns * (DATA in rank.frames())
+    assert 1 <= finished <= 3
 
 
 def full_peer(crowd: Crowd) -> tuple[socket.socket, TcpLink]:

@@ -251,7 +251,7 @@ MUTATIONS = (
         "a turn has no end",
         _MACHINE,
         "one job keeps a shard from all others",
-        "            if self.spent >= self._budget:\n",
+        "            if self.spent >= self.quantum:\n",
         "            if self.spent < 0:\n",
         within=1000,
     ),
