@@ -14,7 +14,8 @@ from omnireduce.errors import TransportError
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.engine import GOODBYE_S, Engine, say_last_words
+from omnireduce.runtime.driver import say_last_words
+from omnireduce.runtime.engine import GOODBYE_S, Engine
 from omnireduce.runtime.rendezvous import Arrival
 from omnireduce.runtime.reserve import shortage
 from omnireduce.runtime.traced import trace_worker

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -140,3 +142,14 @@ class Driver:
         assert isinstance(event, Lost)
         over = machine.violated if event.violation else machine.lost
         return over(peer, event.reason, now)
+
+
+def say_last_words(link: Link, deadline: float) -> None:
+    """Give what waits in the link a moment to leave, until `deadline`."""
+    link.flush()
+    while link.wants_write and time.monotonic() < deadline:
+        room = select.poll()  # not `select`, which has a limit of 1024 descriptors
+        room.register(link, select.POLLIN | select.POLLOUT)
+        room.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        link.poll()  # nobody wants its news any more
+        link.flush()

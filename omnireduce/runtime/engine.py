@@ -21,7 +21,7 @@ from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.driver import Driver
+from omnireduce.runtime.driver import Driver, say_last_words
 from omnireduce.runtime.handle import Handle
 from omnireduce.runtime.interrupts import Here, Interruptible, entering
 from omnireduce.transport.base import Link
@@ -395,14 +395,3 @@ class Engine(Interruptible):
             self._unwatch(shard)
             self._masks[shard] = 0
             link.close()
-
-
-def say_last_words(link: Link, deadline: float) -> None:
-    """Give what waits in the link a moment to leave, until `deadline`."""
-    link.flush()
-    while link.wants_write and time.monotonic() < deadline:
-        room = select.poll()  # not `select`, which has a limit of 1024 descriptors
-        room.register(link, select.POLLIN | select.POLLOUT)
-        room.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        link.poll()  # nobody wants its news any more
-        link.flush()
