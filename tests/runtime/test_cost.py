@@ -33,8 +33,8 @@ from omnireduce.transport.shm import ShmLink
 from omnireduce.wire import capacity
 
 SLOTS, SLOT_BYTES, BLOCK = 3, 1 << 19, 256
-RANK_CALLS, SHARD_CALLS = 201, 303  # of an exchange of one message per rank and one result
-MESSAGE_CALLS = 441  # of one more message per rank, and its result, on both ranks and the shard together
+RANK_CALLS, SHARD_CALLS = 201, 313  # of an exchange of one message per rank and one result
+MESSAGE_CALLS = 446  # of one more message per rank, and its result, on both ranks and the shard together
 
 
 class Exchange(NamedTuple):
