@@ -10,6 +10,7 @@ daemon lives.
 
 from __future__ import annotations
 
+import io
 import logging
 import selectors
 import signal
@@ -21,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -87,6 +88,11 @@ class Monitor:
             return _page(start, "503 Service Unavailable", f"{AT_ONCE} requests wait for the shards already")
         try:
             return pages[path](environ, start)
+        except Exception as error:  # a header that the metrics cannot be made for, or a bug
+            failed = tagged("page_failed", peer=environ.get("REMOTE_ADDR"), page=path)
+            log.warning("cannot answer for %s: %r", path, error, extra=failed, exc_info=True)
+            text = "this request cannot be answered; the log of the aggregator says why"
+            return _page(start, "500 Internal Server Error", text)
         finally:
             self._places.release()
 
@@ -228,6 +234,10 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
+    def get_stderr(self) -> TextIO:
+        """Nowhere: what is to be said is said by the log, which has limits."""
+        return io.StringIO()
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class calls it so
         log.debug(format, *args, extra=tagged("metrics_request", peer=self.client_address[0]))
 

@@ -66,6 +66,19 @@ def test_the_page_of_health_names_a_shard_that_takes_no_turn() -> None:
         assert pages.get("healthz") == ALIVE
 
 
+def test_a_request_that_breaks_a_page_is_one_event_of_the_log(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(60.0) as pages, pages.connect() as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nAccept: text/plain;version=x\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+        assert b" 500 Internal Server Error" in answer
+        assert b"the log of the aggregator says why" in answer
+        assert pages.get("healthz") == ALIVE
+    assert [record.event for record in caplog.records if record.levelname != "DEBUG"] == ["page_failed"]  # type: ignore[attr-defined]
+    assert capfd.readouterr().err == ""
+
+
 def test_a_client_that_sends_a_byte_now_and_then_has_one_deadline_for_all() -> None:
     with serving(0.5) as pages, pages.connect() as client:
         client.settimeout(0.1)
