@@ -67,10 +67,12 @@ class Teams:
     """The teams of an aggregator, by name; "" has the aggregator's own secrets, if there are any.
 
     Each has as many secrets, those beside its own known to nobody. So has the one that stands for every team that does
-    not exist: neither an answer nor its time tells which teams there are.
+    not exist: neither an answer nor its time tells which teams there are. `known`: each secret with the name of its
+    team.
     """
 
     def __init__(self, known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms] | None = None) -> None:
+        self.known = frozenset((name, secret) for name, own in known.items() for secret in own)
         self._teams = {
             name: Team(name, _filled(own, name), (terms or {}).get(name, FREE))
             for name, own in {"": (), **known}.items()

@@ -37,6 +37,12 @@ def need_pods() -> None:
 def _volume(mount: Object, kind: Object, group: int, files: Mapping[str, str]) -> list[str]:
     """Steps that mount a volume as Kubernetes does for a pod with this fsGroup."""
     target = shlex.quote(f"root{mount['mountPath']}")
+    if "hostPath" in kind:
+        return [
+            f"mkdir -p {target}",
+            f"mount --bind {shlex.quote(kind['hostPath']['path'])} {target}",
+            *([f"mount -o remount,ro,bind {target}"] if mount.get("readOnly") else []),
+        ]
     steps = [f"mkdir -p {target}", f"mount -t tmpfs -o mode=3777,gid={group} none {target}"]
     if "emptyDir" in kind:
         return steps
@@ -45,6 +51,22 @@ def _volume(mount: Object, kind: Object, group: int, files: Mapping[str, str]) -
         file = f"{target}/{shlex.quote(name)}"
         steps += [f"printf %s {shlex.quote(text)} > {file}", f"chgrp {group} {file}", f"chmod {mode:o} {file}"]
     return [*steps, f"mount -o remount,ro {target}"]
+
+
+def pod_with(folder: Path, at: str, user: int, group: int, environ: Mapping[str, str]) -> Object:
+    """A pod that reads a folder of this host and has a place for kernels, for what else confines a daemon so."""
+    mounts = [{"name": "folder", "mountPath": at, "readOnly": True}]
+    return {
+        "securityContext": {"runAsUser": user, "runAsGroup": user, "fsGroup": group},
+        "containers": [
+            {
+                "securityContext": {"readOnlyRootFilesystem": True},
+                "volumeMounts": [*mounts, {"name": "kernels", "mountPath": "/var/cache/omnireduce"}],
+                "env": [{"name": name, "value": value} for name, value in environ.items()],
+            }
+        ],
+        "volumes": [{"name": "folder", "hostPath": {"path": str(folder)}}, {"name": "kernels", "emptyDir": {}}],
+    }
 
 
 def pod_command(
