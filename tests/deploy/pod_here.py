@@ -47,9 +47,12 @@ def _volume(mount: Object, kind: Object, group: int, files: Mapping[str, str]) -
     if "emptyDir" in kind:
         return steps
     mode = kind.get("secret", {}).get("defaultMode", 0o644) | 0o440  # as fsGroup has it
+    state = f"{target}/..2026_03_02"  # a new one is made when they change, and `..data` then leads to it
+    steps += [f"mkdir -m 2755 {state}", f"chgrp {group} {state}", f"ln -s ..2026_03_02 {target}/..data"]
     for name, text in files.items():
-        file = f"{target}/{shlex.quote(name)}"
+        file = f"{state}/{shlex.quote(name)}"
         steps += [f"printf %s {shlex.quote(text)} > {file}", f"chgrp {group} {file}", f"chmod {mode:o} {file}"]
+        steps.append(f"ln -s ..data/{shlex.quote(name)} {target}/{shlex.quote(name)}")
     return [*steps, f"mount -o remount,ro {target}"]
 
 
