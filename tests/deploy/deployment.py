@@ -34,14 +34,20 @@ def as_here(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", PROGRAMS[program], *words[1:]]
 
 
-PROGRAM_BYTES = 256 << 20  # of supervisor, monitor and shards before the first job, which share most of it
+KIB, MIB = 1 << 10, 1 << 20
+PROGRAM_BYTES = 256 * MIB  # of supervisor, monitor and shards before the first job, which share most of it
+JOB_BYTES, RANK_BYTES, TLS_BYTES = MIB, 64 * KIB, 320 * KIB  # work space of a job and of each rank; TLS of a connection
 
 
 def memory_bytes(allowed: Aggregator) -> int:
-    """What an aggregator of this configuration may need for jobs and strangers, as docs/security.md counts it."""
-    ranks = allowed.max_ranks * (READ_BYTES + SMALL_LIMIT)
-    strangers = MAX_STRANGERS * (READ_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
-    return allowed.shards * (2 * allowed.max_bytes + ranks + strangers) + PROGRAM_BYTES
+    """What an aggregator of this configuration may need for jobs and strangers, as docs/security.md counts it.
+
+    With TLS: a line of the configuration turns it on, and nobody thinks of memory then.
+    """
+    jobs = 2 * allowed.max_bytes + allowed.max_jobs * JOB_BYTES
+    ranks = allowed.max_ranks * (RANK_BYTES + READ_BYTES + TLS_BYTES + SMALL_LIMIT)
+    strangers = MAX_STRANGERS * (READ_BYTES + TLS_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
+    return allowed.shards * (jobs + ranks + strangers) + PROGRAM_BYTES
 
 
 @contextlib.contextmanager

@@ -15,12 +15,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deployment import BIN, DEPLOY, HERE, OLD, aggregator, as_here, check_rotation, memory_bytes, page, systemd_socket
+from deployment import (
+    BIN,
+    DEPLOY,
+    HERE,
+    JOB_BYTES,
+    KIB,
+    MIB,
+    OLD,
+    RANK_BYTES,
+    TLS_BYTES,
+    aggregator,
+    as_here,
+    check_rotation,
+    memory_bytes,
+    page,
+    systemd_socket,
+)
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, configured, eventually, run_job, start_job
 from pod_here import need_pods, pod_command, pod_with
 
 from omnireduce.config import load_config
+from omnireduce.config_schema import Aggregator
 from omnireduce.errors import OmniReduceError
+from omnireduce.transport.stream import READ_BYTES, SMALL_LIMIT
 
 UNIT = DEPLOY / "systemd" / "omnireduce-aggregator.service"
 SETTINGS = DEPLOY / "systemd" / "aggregator.toml"
@@ -131,6 +149,17 @@ def test_limits_and_times_fit_the_configuration() -> None:
     assert int(setting("LimitNOFILE")) * 3 // 4 > settings.max_ranks
     memory = int(setting("MemoryMax").removesuffix("G")) << 30
     assert memory_bytes(settings) <= memory < 2 * memory_bytes(settings)
+
+
+def test_memory_is_counted_as_the_document_says() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    [row] = [line for line in text.splitlines() if line.startswith("| slot memory ")]
+    assert f"Work space adds {JOB_BYTES // MIB} MiB and for each rank {RANK_BYTES // KIB} KiB" in row
+    connection = f"a connection {READ_BYTES // KIB} KiB, with TLS {TLS_BYTES // KIB} KiB more"
+    assert f"{connection}, a peer that does not read {SMALL_LIMIT // MIB} MiB" in row
+    one, job, rank = (memory_bytes(Aggregator(max_jobs=n, max_ranks=m)) for n, m in ((1, 1), (2, 1), (1, 2)))
+    assert job - one == JOB_BYTES
+    assert rank - one == RANK_BYTES + READ_BYTES + TLS_BYTES + SMALL_LIMIT
 
 
 CONFINED = {
