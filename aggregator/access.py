@@ -27,6 +27,13 @@ def make_access(config: Config, monitor: Secret) -> Access:
     return Access(teams, config.security.local_users == "any", aggregator_context(config.security))
 
 
+def count_changes(before: Access, after: Access, monitor: Secret) -> dict[str, int]:
+    """How many teams and secrets there are beside the monitor's, how many secrets are new, and how many are gone."""
+    old, now = (set() if each.teams is None else each.teams.known - {("", monitor)} for each in (before, after))
+    teams = 0 if after.teams is None else len(after.teams)
+    return {"teams": teams, "secrets": len(now), "new": len(now - old), "gone": len(old - now)}
+
+
 def beyond_loopback(listen: str) -> str:
     """Why hosts beyond this one can, or could, reach an address; empty for one of loopback."""
     try:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from aggregator.access import make_access
+from aggregator.access import count_changes, make_access
 from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
 from aggregator.notify import notify, watchdog_s
 from aggregator.pages import make_pages, why_open
@@ -110,10 +110,11 @@ class Daemon:
         except ConfigError as error:
             not_reloaded(error)
             return
+        counts = count_changes(self._access, access, self._own)
         self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
         self._family.hang_up()
-        teams = 0 if self._access.teams is None else len(self._access.teams)
-        log.info("read files again: %d teams; shards and monitor follow", teams, extra=tagged("reloaded", teams=teams))
+        text = "read files again: %d teams, %d secrets (%d new, %d gone); shards and monitor follow"
+        log.info(text, *counts.values(), extra=tagged("reloaded", **counts))
 
     def _ignore_signals(self) -> None:
         """All is over: one that comes now must not change the exit status."""

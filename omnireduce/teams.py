@@ -67,10 +67,12 @@ class Teams:
     """The teams of an aggregator, by name; "" has the aggregator's own secrets, if there are any.
 
     Each has as many secrets, those beside its own known to nobody. So has the one that stands for every team that does
-    not exist: neither an answer nor its time tells which teams there are.
+    not exist: neither an answer nor its time tells which teams there are. `known`: each secret with the name of its
+    team.
     """
 
     def __init__(self, known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms] | None = None) -> None:
+        self.known = frozenset((name, secret) for name, own in known.items() for secret in own)
         self._teams = {
             name: Team(name, _filled(own, name), (terms or {}).get(name, FREE))
             for name, own in {"": (), **known}.items()
@@ -112,16 +114,20 @@ def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] =
 
 
 def _names(folder: Path) -> list[str]:
-    """The files of a folder of teams. What begins with a dot does not count: an editor made it, or a mount."""
+    """The files of a folder of teams. What begins with a dot does not count: an editor made it, or a
+    mount, as the `..data` of Kubernetes, to which the names of its files are links."""
     try:
-        mode = folder.stat().st_mode
+        found_folder = folder.stat()
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         with os.scandir(folder) as entries:
             found = list(islice((each.name for each in entries if not each.name.startswith(".")), 2 * MOST_TEAMS + 1))
     except OSError as error:
         raise ConfigError(f"{_FOLDER}: {folder} cannot be read: {error.strerror}") from None
-    if mode & 0o022:
-        allowed = f"mode {stat.S_IMODE(mode):04o} lets others than its owner add teams"
-        raise ConfigError(f"{_FOLDER}: {folder}: {allowed}, expected 0700; run chmod 700")
+    # Kubernetes mounts Secrets so that all might write to the folder, but for the mount.
+    if found_folder.st_mode & 0o022 and not (read_only and found_folder.st_uid == 0):
+        allowed = f"mode {stat.S_IMODE(found_folder.st_mode):04o} lets others than its owner add teams"
+        expected = "expected 0700, or a folder of root's that is mounted read-only; run chmod 700"
+        raise ConfigError(f"{_FOLDER}: {folder}: {allowed}, {expected}")
     for name in found:
         if not re.match(TEAM_PATTERN, name.removesuffix(_SUFFIX)):
             expected = f"files called like teams ({TEAM_ALLOWED.partition(';')[0]}), each with or without {_SUFFIX}"

@@ -142,10 +142,12 @@ def test_who_else_may_touch_the_files_is_bounded(folder: Path) -> None:
     write(folder, "vision.toml", "", 0o644)
     assert refused(folder).startswith(f"security.teams_folder: {folder}/vision.toml: mode 0644 lets others")
     (folder / "vision.toml").unlink()
-    folder.chmod(0o770)
-    assert refused(folder) == (
-        f"security.teams_folder: {folder}: mode 0770 lets others than its owner add teams, expected 0700; run chmod 700"
-    )
+    for mode in ("0770", "3777"):
+        folder.chmod(int(mode, 8))
+        assert refused(folder) == (
+            f"security.teams_folder: {folder}: mode {mode} lets others than its owner add teams, "
+            "expected 0700, or a folder of root's that is mounted read-only; run chmod 700"
+        )
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import socket
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from local_cluster import READY_S, ROOT, WAIT_S, Process, eventually
+import numpy as np
+from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually, run_job
 
+from omnireduce import RefusedError
 from omnireduce.config_schema import Aggregator
 from omnireduce.runtime.server import MAX_STRANGERS
 from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
@@ -32,14 +34,20 @@ def as_here(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", PROGRAMS[program], *words[1:]]
 
 
-PROGRAM_BYTES = 256 << 20  # of supervisor, monitor and shards before the first job, which share most of it
+KIB, MIB = 1 << 10, 1 << 20
+PROGRAM_BYTES = 256 * MIB  # of supervisor, monitor and shards before the first job, which share most of it
+JOB_BYTES, RANK_BYTES, TLS_BYTES = MIB, 64 * KIB, 320 * KIB  # work space of a job and of each rank; TLS of a connection
 
 
 def memory_bytes(allowed: Aggregator) -> int:
-    """What an aggregator of this configuration may need for jobs and strangers, as docs/security.md counts it."""
-    ranks = allowed.max_ranks * (READ_BYTES + SMALL_LIMIT)
-    strangers = MAX_STRANGERS * (READ_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
-    return allowed.shards * (2 * allowed.max_bytes + ranks + strangers) + PROGRAM_BYTES
+    """What an aggregator of this configuration may need for jobs and strangers, as docs/security.md counts it.
+
+    With TLS: a line of the configuration turns it on, and nobody thinks of memory then.
+    """
+    jobs = 2 * allowed.max_bytes + allowed.max_jobs * JOB_BYTES
+    ranks = allowed.max_ranks * (RANK_BYTES + READ_BYTES + TLS_BYTES + SMALL_LIMIT)
+    strangers = MAX_STRANGERS * (READ_BYTES + TLS_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
+    return allowed.shards * (jobs + ranks + strangers) + PROGRAM_BYTES
 
 
 @contextlib.contextmanager
@@ -65,6 +73,60 @@ def page(process: Process, path: str) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as answer:
         found: bytes = answer.read()
     return found.decode()
+
+
+HERE = {"OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0", "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
+OLD, NEW = "what is known until now", "what will be known instead"
+
+
+def replace(file: Path, *secrets: str) -> None:
+    """Rename a file with these secrets over another one, with the same owner, group and mode."""
+    new, was = file.with_name("new"), file.stat()
+    new.touch(0o600)
+    new.write_text("".join(f"{secret}\n" for secret in secrets))
+    os.chown(new, was.st_uid, was.st_gid)
+    new.chmod(was.st_mode & 0o777)
+    new.rename(file)
+
+
+def admitted(addresses: Sequence[str], own: Path) -> set[str]:
+    """Which of two secrets workers are let in with; `own`: a file of theirs."""
+    found = set()
+    for secret in (OLD, NEW):
+        own.touch(0o600)
+        own.write_text(secret)
+        try:
+            sums = run_job(
+                configured(addresses, f"security.secret_file={own}"), 2, lambda c: c.allreduce(np.ones(9))[0]
+            )
+        except RefusedError as error:
+            if "another secret than the aggregator" not in str(error):
+                raise
+        else:
+            assert sums == [2.0, 2.0]
+            found.add(secret)
+    return found
+
+
+def check_rotation(
+    process: Process, addresses: Sequence[str], file: Path, own: Path, hang_up: Callable[[], object]
+) -> None:
+    """A secret changes while the aggregator runs, as docs/security.md says. `file`: the aggregator's, which has OLD."""
+
+    def reload(*secrets: str) -> str:
+        logged = process.log.count('"event": "reloaded"')
+        replace(file, *secrets)
+        hang_up()
+        everybody = logged + 2 + len(addresses)  # the supervisor, the monitor and the shards
+        assert eventually(lambda: process.log.count('"event": "reloaded"') >= everybody), process.log
+        return [line for line in process.log.splitlines() if '"event": "reloaded"' in line and '"teams": 0' in line][-1]
+
+    assert admitted(addresses, own) == {OLD}
+    assert '"secrets": 2, "new": 1, "gone": 0' in reload(NEW, OLD)
+    assert admitted(addresses, own) == {OLD, NEW}
+    assert '"secrets": 1, "new": 0, "gone": 1' in reload(NEW)
+    assert admitted(addresses, own) == {NEW}
+    assert page(process, "/readyz") == "ready\n"
 
 
 @contextlib.contextmanager

@@ -37,14 +37,39 @@ def need_pods() -> None:
 def _volume(mount: Object, kind: Object, group: int, files: Mapping[str, str]) -> list[str]:
     """Steps that mount a volume as Kubernetes does for a pod with this fsGroup."""
     target = shlex.quote(f"root{mount['mountPath']}")
+    if "hostPath" in kind:
+        return [
+            f"mkdir -p {target}",
+            f"mount --bind {shlex.quote(kind['hostPath']['path'])} {target}",
+            *([f"mount -o remount,ro,bind {target}"] if mount.get("readOnly") else []),
+        ]
     steps = [f"mkdir -p {target}", f"mount -t tmpfs -o mode=3777,gid={group} none {target}"]
     if "emptyDir" in kind:
         return steps
     mode = kind.get("secret", {}).get("defaultMode", 0o644) | 0o440  # as fsGroup has it
+    state = f"{target}/..2026_03_02"  # a new one is made when they change, and `..data` then leads to it
+    steps += [f"mkdir -m 2755 {state}", f"chgrp {group} {state}", f"ln -s ..2026_03_02 {target}/..data"]
     for name, text in files.items():
-        file = f"{target}/{shlex.quote(name)}"
+        file = f"{state}/{shlex.quote(name)}"
         steps += [f"printf %s {shlex.quote(text)} > {file}", f"chgrp {group} {file}", f"chmod {mode:o} {file}"]
+        steps.append(f"ln -s ..data/{shlex.quote(name)} {target}/{shlex.quote(name)}")
     return [*steps, f"mount -o remount,ro {target}"]
+
+
+def pod_with(folder: Path, at: str, user: int, group: int, environ: Mapping[str, str]) -> Object:
+    """A pod that reads a folder of this host and has a place for kernels, for what else confines a daemon so."""
+    mounts = [{"name": "folder", "mountPath": at, "readOnly": True}]
+    return {
+        "securityContext": {"runAsUser": user, "runAsGroup": user, "fsGroup": group},
+        "containers": [
+            {
+                "securityContext": {"readOnlyRootFilesystem": True},
+                "volumeMounts": [*mounts, {"name": "kernels", "mountPath": "/var/cache/omnireduce"}],
+                "env": [{"name": name, "value": value} for name, value in environ.items()],
+            }
+        ],
+        "volumes": [{"name": "folder", "hostPath": {"path": str(folder)}}, {"name": "kernels", "emptyDir": {}}],
+    }
 
 
 def pod_command(

@@ -7,20 +7,23 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from deployment import DEPLOY, PROGRAMS, SECRET
+from deployment import DEPLOY, HERE, OLD, PROGRAMS, SECRET, aggregator, as_here, check_rotation
 from local_cluster import READY_S, ROOT, WAIT_S, Process
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from pod_here import need_pods, pod_command, pod_with
 
 from omnireduce.config import load_config
 
@@ -251,6 +254,31 @@ def test_the_image_starts_an_aggregator_that_its_health_check_finds(image: Path)
         assert process.wait() == 0
         with Process(*probe, address, environ=environ) as answer:
             assert answer.wait() == 1
+
+
+def test_a_container_sees_a_new_secret(tmp_path: Path) -> None:
+    """With the mount of the line that starts one: a folder, for a mounted file would stay the old one."""
+    need_pods()
+    [(source, target)] = re.findall(r'-v "\$PWD/(\S+):(/\S+):ro"', FILE.read_text())
+    [(name, file)] = re.findall(r"-e (OMNIREDUCE_SECURITY_SECRET_FILE)=(\S+)", FILE.read_text())
+    made = tmp_path / source / Path(file).relative_to(target)
+    assert f"> {source}/{made.name}) && chown 10001 {source}/{made.name} " in FILE.read_text()
+    scratch = tmp_path / "pod"
+    for folder in (made.parent, scratch):
+        folder.mkdir()
+    made.touch(0o600)
+    made.write_text(OLD)
+    os.chown(made, 10001, 0)
+    environ = {
+        name: file,
+        "OMNIREDUCE_LOG_FORMAT": "json",
+        "OMNIREDUCE_METRICS_LISTEN": HERE["OMNIREDUCE_METRICS_LISTEN"],
+    }
+    pod = pod_with(tmp_path / source, target, 10001, 10001, environ)
+    command = as_here([*json.loads(of("service", "ENTRYPOINT")[0]), "--listen", "127.0.0.1:0"])
+    with aggregator(pod_command(scratch, pod, {}, command), {}, {}) as (process, addresses):
+        hang_up = partial(os.kill, process.pid, signal.SIGHUP)
+        check_rotation(process, addresses, made, tmp_path / "own", hang_up)
 
 
 def test_the_sshd_of_a_pod_lets_in_only_its_job() -> None:

@@ -237,6 +237,39 @@ def test_an_aggregator_runs_in_its_pod(tmp_path: Path, mounted: dict[str, dict[s
         assert len(addresses) == 2
 
 
+def with_teams(pod: Object) -> Object:
+    """The pod with a Secret of teams, mounted as that of the aggregator's own secret is."""
+    pod["volumes"].append({"name": "teams", "secret": {"secretName": "teams", "defaultMode": 0o440}})
+    pod["containers"][0]["volumeMounts"].append({"name": "teams", "mountPath": "/run/secrets/teams", "readOnly": True})
+    return pod
+
+
+@pytest.mark.parametrize(("mount", "status"), [("ro", 0), ("rw", 1)])
+def test_teams_are_a_mounted_secret(
+    tmp_path: Path, mounted: dict[str, dict[str, str]], mount: str, status: int
+) -> None:
+    """All may write to the folder as far as its mode goes: it counts that the mount lets nobody."""
+    need_pods()
+    code = """
+from omnireduce.config_security import Security
+from omnireduce.secret import Secret
+from omnireduce.teams import load_teams
+teams = load_teams(Security(teams_folder="/run/secrets/teams"), Secret(b"of the monitor"), {})
+print(len(teams), teams.of("vision").terms.max_jobs)
+"""
+    teams = {"vision": SECRET, "vision.toml": "max_jobs = 3\n", "speech": f"other than {SECRET}"}
+    command = pod_command(
+        tmp_path, with_teams(pods()["aggregator"]), mounted | {"teams": teams}, [sys.executable, "-c", code]
+    )
+    command[-1] = command[-1].replace("remount,ro root/run/secrets/teams", f"remount,{mount} root/run/secrets/teams")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=READY_S, check=False)
+    assert done.returncode == status, done.stderr
+    if status:
+        assert "/run/secrets/teams: mode 3777 lets others than its owner add teams" in done.stderr
+    else:
+        assert done.stdout == "2 3\n"
+
+
 def test_a_pod_of_the_test_refuses_what_a_pod_refuses(tmp_path: Path, mounted: dict[str, dict[str, str]]) -> None:
     need_pods()
     pod = pods()["aggregator"]

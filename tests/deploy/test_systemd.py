@@ -15,11 +15,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deployment import BIN, DEPLOY, aggregator, as_here, memory_bytes, page, systemd_socket
+from deployment import (
+    BIN,
+    DEPLOY,
+    HERE,
+    JOB_BYTES,
+    KIB,
+    MIB,
+    OLD,
+    RANK_BYTES,
+    TLS_BYTES,
+    aggregator,
+    as_here,
+    check_rotation,
+    memory_bytes,
+    page,
+    systemd_socket,
+)
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, configured, eventually, run_job, start_job
+from pod_here import need_pods, pod_command, pod_with
 
 from omnireduce.config import load_config
+from omnireduce.config_schema import Aggregator
 from omnireduce.errors import OmniReduceError
+from omnireduce.transport.stream import READ_BYTES, SMALL_LIMIT
 
 UNIT = DEPLOY / "systemd" / "omnireduce-aggregator.service"
 SETTINGS = DEPLOY / "systemd" / "aggregator.toml"
@@ -51,43 +70,74 @@ def test_the_unit_is_one_to_systemd(tmp_path: Path) -> None:
     assert "Failed to parse kill mode" in done.stderr  # the check sees a mistake
 
 
+def reload(process: Process) -> None:
+    """What `systemctl reload` runs."""
+    program, *arguments = shlex.split(setting("ExecReload"))
+    arguments[arguments.index("$MAINPID")] = str(process.pid)
+    assert subprocess.run([program, *arguments], timeout=WAIT_S, check=False).returncode == 0
+
+
 def test_the_service_runs_as_the_unit_says(tmp_path: Path) -> None:
-    """Type=notify: ready when it says so, and it ends by itself on SIGTERM. systemd hands on the secret as a file."""
-    assert setting("LoadCredential") == "secret:/etc/omnireduce/secret"
-    credentials = tmp_path / "credentials"
-    credentials.mkdir()
-    (credentials / "secret").write_text("handed on by systemd\n")
-    (credentials / "secret").chmod(0o400)
+    """Type=notify: ready when it says so, and it ends by itself on SIGTERM. A reload takes a new secret."""
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text(OLD)
     program, *options = shlex.split(setting("ExecStart"))
-    assert options[:2] == ["--config", "/etc/omnireduce/aggregator.toml"]
-    options[1] = str(SETTINGS)
-    command = as_here([program, *(each.replace("${CREDENTIALS_DIRECTORY}", str(credentials)) for each in options)])
+    assert options == ["--config", "/etc/omnireduce/aggregator.toml"]
+    command = as_here([program, "--config", str(SETTINGS)])
     with systemd_socket() as (path, systemd):
-        environ = {
-            "NOTIFY_SOCKET": path,
-            "OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0",
-            "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0",
-        }
+        environ = {"NOTIFY_SOCKET": path, "OMNIREDUCE_SECURITY_SECRET_FILE": str(secret), **HERE}
         with aggregator(command, environ, {}) as (process, addresses):
             assert systemd.recv(4096).startswith(b"READY=1\n")
             assert len(addresses) == load_config(SETTINGS, environ={}).aggregator.shards
-            assert page(process, "/readyz") == "ready\n"
             assert process.log.startswith("{")
-            config = configured(addresses, f"security.secret_file={credentials / 'secret'}")
-            assert run_job(config, 2, lambda comm: comm.allreduce(np.ones(10))[0]) == [2.0, 2.0]
-            program, *arguments = shlex.split(setting("ExecReload"))
-            arguments[arguments.index("$MAINPID")] = str(process.pid)
-            assert subprocess.run([program, *arguments], timeout=WAIT_S, check=False).returncode == 0
-            assert eventually(lambda: '"event": "reloaded"' in process.log)
-            assert page(process, "/readyz") == "ready\n"
+            check_rotation(process, addresses, secret, tmp_path / "own", lambda: reload(process))
         assert systemd.recv(4096).startswith(b"STOPPING=1\n")
 
 
-def test_without_its_secret_the_service_says_what_is_missing() -> None:
+def test_the_services_own_user_reads_each_new_secret(tmp_path: Path) -> None:
+    """The unit's command as it is, as a user of no rights: the secret is root's, and the user is in its group."""
+    need_pods()
+    user, group = 64_123, 64_124  # as DynamicUser= would pick one; the group of SupplementaryGroups=
+    folder, scratch = tmp_path / "etc", tmp_path / "pod"
+    folder.mkdir(0o755)
+    scratch.mkdir()
+    shutil.copy(SETTINGS, folder)
+    secret = Path(folder, Path(load_config(SETTINGS, environ={}).security.secret_file).name)
+    secret.write_text(OLD)
+    os.chown(secret, 0, group)
+    secret.chmod(0o440)
+    service = pod_with(folder, "/etc/omnireduce", user, group, HERE)
+    command = pod_command(scratch, service, {}, as_here(shlex.split(setting("ExecStart"))))
+    with aggregator(command, {}, {}) as (process, addresses):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert [line.split()[1:] for line in status.splitlines() if line.startswith(("Uid:", "Groups:"))] == [
+            [str(user)] * 4,
+            [str(group)],
+        ]
+        check_rotation(process, addresses, secret, tmp_path / "own", lambda: reload(process))
+
+
+def test_the_unit_gives_the_service_the_group_that_reads_the_secret() -> None:
+    """A credential would be a copy that no reload changes."""
+    assert settings_of("LoadCredential") == []
+    group, text = setting("SupplementaryGroups"), UNIT.read_text()
+    file = load_config(SETTINGS, environ={}).security.secret_file
+    assert f"#   groupadd --system {group} " in text
+    assert f"#   chgrp {group} {file} && chmod 440 {file}\n" in text
+    assert group != UNIT.stem  # DynamicUser= makes a user and a group of that name
+
+
+def test_without_its_secret_the_service_says_what_is_missing(tmp_path: Path) -> None:
     """It listens beyond loopback, as the unit has it."""
-    with Process(*as_here(["omnireduce-aggregator", "--config", str(SETTINGS)])) as process:
-        assert process.wait(READY_S) == 2
-        assert "without a secret all of them may join: give security.secret_file" in process.log
+    for file, said in (
+        (str(tmp_path / "none"), f"security.secret_file: {tmp_path}/none cannot be read: No such file"),
+        ("", "without a secret all of them may join: give security.secret_file"),
+    ):
+        environ = {"OMNIREDUCE_SECURITY_SECRET_FILE": file}
+        with Process(*as_here(["omnireduce-aggregator", "--config", str(SETTINGS)]), environ=environ) as process:
+            assert process.wait(READY_S) == 2
+            assert said in process.log
 
 
 def test_limits_and_times_fit_the_configuration() -> None:
@@ -99,6 +149,17 @@ def test_limits_and_times_fit_the_configuration() -> None:
     assert int(setting("LimitNOFILE")) * 3 // 4 > settings.max_ranks
     memory = int(setting("MemoryMax").removesuffix("G")) << 30
     assert memory_bytes(settings) <= memory < 2 * memory_bytes(settings)
+
+
+def test_memory_is_counted_as_the_document_says() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    [row] = [line for line in text.splitlines() if line.startswith("| slot memory ")]
+    assert f"Work space adds {JOB_BYTES // MIB} MiB and for each rank {RANK_BYTES // KIB} KiB" in row
+    connection = f"a connection {READ_BYTES // KIB} KiB, with TLS {TLS_BYTES // KIB} KiB more"
+    assert f"{connection}, a peer that does not read {SMALL_LIMIT // MIB} MiB" in row
+    one, job, rank = (memory_bytes(Aggregator(max_jobs=n, max_ranks=m)) for n, m in ((1, 1), (2, 1), (1, 2)))
+    assert job - one == JOB_BYTES
+    assert rank - one == RANK_BYTES + READ_BYTES + TLS_BYTES + SMALL_LIMIT
 
 
 CONFINED = {
