@@ -162,20 +162,22 @@ def test_pip_takes_only_what_is_locked() -> None:
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
-def build(folder: Path, *arguments: str, digest: str = "", base: str = "") -> tuple[int, str, list[list[str]]]:
+def build(
+    folder: Path, *arguments: str, digest: str = "", base: str = "", push: str = ""
+) -> tuple[int, str, list[list[str]]]:
     """Run build.sh on a copy of its folder, with a program that notes what docker would be told: the status, what it
-    says, and each call. `digest` is what docker would say that the base has."""
+    says, and each call. `digest` is what docker would say that the base has; `push`: what the program does beside."""
     shutil.copytree(BUILD.parent, folder / "deploy" / "container", dirs_exist_ok=True)
     tool = folder / "docker"
     tool.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >> {folder}/calls\necho >> {folder}/calls\n'
-                    f'[ "$1 $2" != "image inspect" ] || echo "{digest}"\n')  # fmt: skip
+                    f'[ "$1 $2" != "image inspect" ] || echo "{digest}"\n{push}\n')  # fmt: skip
     tool.chmod(0o755)
     environ = {"PATH": f"{folder}:{os.environ['PATH']}"} | ({"BASE": base} if base else {})
     (folder / "calls").write_text("")
     command = [folder / "deploy" / "container" / "build.sh", *arguments]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False)
     calls = [line.split("\t")[:-1] for line in (folder / "calls").read_text().splitlines()]
-    return done.returncode, done.stderr, calls
+    return done.returncode, done.stdout + done.stderr, calls
 
 
 def test_the_base_is_resolved_once_and_recorded(tmp_path: Path) -> None:
@@ -194,6 +196,28 @@ def test_the_base_is_resolved_once_and_recorded(tmp_path: Path) -> None:
     status, said, calls = build(tmp_path, "--update", "mine:3", digest=f"python@{other}", base="python:3.11-slim")
     assert (status, calls[0], calls[2][4]) == (0, ["pull", "python:3.11-slim"], f"BASE=python@{other}")
     assert build(tmp_path, "mine:4", base="python:3.11-slim")[0] == 2  # another base than the record's
+
+
+PUSH = {  # what the two say: docker in its last line, podman in a file
+    "docker": '[ "$1" != push ] || [ "$2" = --help ] || printf "layer: Pushed\\n1: digest: %s size: 528\\n" DIGEST',
+    "podman": '[ "$1" != push ] || { echo "  --digestfile string"; [ "$2" != --digestfile ] || echo DIGEST > "$3"; }',
+}
+
+
+@pytest.mark.parametrize("tool", [*PUSH, "other"])
+def test_what_is_pushed_is_told_by_digest(tmp_path: Path, tool: str) -> None:
+    """That of the registry: the files of kubernetes/ name images so."""
+    step = PUSH.get(tool, "").replace("DIGEST", DIGEST)
+    status, said, calls = build(tmp_path, "--push", "here.example/mine:1", digest=f"python@{DIGEST}", push=step)
+    pushed = [call[-1] for call in calls if call[0] == "push" and call[1:] != ["--help"]]
+    if tool == "other":
+        assert status == 2
+        assert "here.example/mine:1 is pushed, but " in said
+        return
+    assert status == 0, said
+    assert pushed == ["here.example/mine:1", "here.example/mine-mpi:1"]
+    names = ["here.example/mine", "here.example/mine-mpi"]
+    assert [line for line in said.splitlines() if "@" in line] == [f"{name}@{DIGEST}" for name in names]
 
 
 @pytest.mark.parametrize("digest", ["", "python:3.11-slim", "python@sha256:0123", f"python@{DIGEST}0", f"@{DIGEST}"])
