@@ -25,13 +25,12 @@ from aggregator.access import count_changes, make_access
 from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
 from aggregator.notify import notify, watchdog_s
 from aggregator.pages import make_pages, why_open
-from aggregator.reload import not_reloaded
+from aggregator.reload import reloaded
 from aggregator.shard import Listeners, open_listeners, run_shard
 from aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config, parse_address
-from omnireduce.errors import ConfigError
 from omnireduce.kernels.warm import warm_up_aggregator
-from omnireduce.logs import tagged
+from omnireduce.logs import tagged, tell_left_out
 from omnireduce.runtime.trace import check_trace
 from omnireduce.secret import Secret
 
@@ -105,16 +104,17 @@ class Daemon:
         return False
 
     def _reload(self) -> None:
-        try:
-            access, pages = make_access(self._config, self._own), make_pages(self._config.metrics)
-        except ConfigError as error:
-            not_reloaded(error)
+        before = self._access
+        if not reloaded(self._read_again):
             return
-        counts = count_changes(self._access, access, self._own)
-        self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
+        counts = count_changes(before, self._access, self._own)
         self._family.hang_up()
         text = "read files again: %d teams, %d secrets (%d new, %d gone); shards and monitor follow"
         log.info(text, *counts.values(), extra=tagged("reloaded", **counts))
+
+    def _read_again(self) -> None:
+        access, pages = make_access(self._config, self._own), make_pages(self._config.metrics)
+        self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
 
     def _ignore_signals(self) -> None:
         """All is over: one that comes now must not change the exit status."""
@@ -158,6 +158,7 @@ class Daemon:
             if not all(self._replace(child) for child in dead):
                 return False
             self._look()
+            tell_left_out()
 
     def _look(self) -> None:
         """End shards that hang: they are then replaced as if they had died. Tell systemd while all take turns."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from socketserver import ThreadingMixIn
 from typing import Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -30,11 +31,12 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from aggregator.metrics import Answers, ShardCollector
 from aggregator.pages import ALL, CHALLENGE, Pages, make_pages
 from aggregator.reload import reload_on_hangup
-from aggregator.watchdog import Pulse
+from aggregator.watchdog import LOOK_S, Pulse
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
-from omnireduce.logs import start_logs, tagged
+from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.runtime.observe import MONITOR, ask_all
+from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, allow_all_descriptors
 from omnireduce.secret import Secret
 from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
@@ -155,6 +157,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()  # a socket that is shut down may not be closed meanwhile
         self._silent: dict[socket.socket, Any] = {}  # the addresses of those without a thread: they said nothing yet
         self._selector = selectors.DefaultSelector()
+        self._again_at: float | None = None  # when to listen again, after there was no room for one more
 
     def serve(self, stop_pipe: int) -> None:
         """Until `stop_pipe` is closed."""
@@ -162,21 +165,37 @@ class _Server(ThreadingMixIn, WSGIServer):
             selector.register(self.socket, selectors.EVENT_READ, self._welcome)
             selector.register(stop_pipe, selectors.EVENT_READ)
             while True:
-                with self._lock:
-                    first = next(iter(self._deadlines.values()), None)
-                for key, _ in selector.select(None if first is None else max(0.0, first - time.monotonic())):
+                for key, _ in selector.select(self._patience()):
                     if key.data is None:
                         self._hang_up(float("inf"))
                         return
                     key.data()
                 self._hang_up(time.monotonic())
+                self._resume(time.monotonic())
+                tell_left_out()
+
+    def _patience(self) -> float:
+        with self._lock:
+            deadlines = list(islice(self._deadlines.values(), 1))
+        deadlines += [] if self._again_at is None else [self._again_at]
+        return max(0.0, min([LOOK_S, *(at - time.monotonic() for at in deadlines)]))
+
+    def _resume(self, now: float) -> None:
+        """Listen again, if it is time."""
+        if self._again_at is not None and now >= self._again_at:
+            self._again_at = None
+            self._selector.register(self.socket, selectors.EVENT_READ, self._welcome)
 
     def _welcome(self) -> None:
         """Take those who connect. A thread they get when they say something."""
         for _ in range(AT_ONCE):
             try:
                 request, address = self.get_request()
-            except OSError:  # nobody is left
+            except OSError as error:  # nobody is left, most often
+                if error.errno in NO_ROOM:  # who waits would keep the socket readable
+                    log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
+                    self._again_at = time.monotonic() + PAUSE_S
+                    self._selector.unregister(self.socket)
                 return
             self._silent[request] = address
             with self._lock:
@@ -274,6 +293,7 @@ def run_monitor(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     start_logs(config.log)
+    allow_all_descriptors()
     monitor = Monitor(config, secret, names, addresses, pulses, access)
 
     def reload() -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger("omnireduce.aggregator")
 
 
 def reload_on_hangup(reload: Callable[[], None]) -> None:
-    """Call `reload` at each SIGHUP from now on, in a thread of its own. What raises ConfigError changes nothing."""
+    """Call `reload` at each SIGHUP from now on, in a thread of its own. When it raises, what held goes on to hold."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     threading.Thread(target=_wait, args=(reload,), daemon=True, name="reload").start()
 
@@ -26,16 +26,18 @@ def reload_on_hangup(reload: Callable[[], None]) -> None:
 def _wait(reload: Callable[[], None]) -> None:
     while True:
         signal.sigwait({signal.SIGHUP})
-        try:
-            reload()
-        except ConfigError as error:
-            not_reloaded(error)
-        except Exception:  # a bug; the files may be better the next time
-            log.exception("internal error while files were read again; please report it", extra=tagged("reload_failed"))
-        else:
+        if reloaded(reload):
             log.info("what files say now holds for new connections", extra=tagged("reloaded"))
 
 
-def not_reloaded(error: ConfigError) -> None:
-    """Say so in the log."""
-    log.error("what was read before goes on to hold: %s", error, extra=tagged("reload_failed"))
+def reloaded(reload: Callable[[], None]) -> bool:
+    """Call `reload`; return whether it raised nothing. What it raised is in the log then."""
+    try:
+        reload()
+    except ConfigError as error:
+        log.error("what was read before goes on to hold: %s", error, extra=tagged("reload_failed"))
+    except Exception:  # a bug; the files may be better the next time
+        log.exception("internal error while files were read again; please report it", extra=tagged("reload_failed"))
+    else:
+        return True
+    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import socket
 import ssl
@@ -21,6 +20,7 @@ from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.listening import Door
 from omnireduce.runtime.observe import MONITOR
+from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.server import ShardServer
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.secret import Secret
@@ -126,8 +126,7 @@ def run_shard(
         signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
     start_logs(config.log, shard=listeners.name)
     _run_as_batch()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every job is a descriptor
+    allow_all_descriptors()  # every rank of every job is one
     settings = config.aggregator
     server = ShardServer(
         listeners.name,
@@ -151,3 +150,4 @@ def run_shard(
     reload_on_hangup(reload)
     server.stop_when_readable(stop_pipe)
     server.serve(turned, look_s(settings.watchdog_s))
+    pulse.rest()

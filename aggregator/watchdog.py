@@ -18,9 +18,14 @@ class Pulse:
         """A turn is over, or a new life begins."""
         self._at[0] = time.monotonic()
 
+    def rest(self) -> None:
+        """The shard has ended as it should: nobody waits for a turn."""
+        self._at[0] = 0.0
+
     @property
     def last(self) -> float:
-        """The time of the last turn, by the monotonic clock, which is one for all processes; 0 before the first."""
+        """The time of the last turn, by the monotonic clock, which is one for all processes; 0 before the first
+        and after the end."""
         return float(self._at[0])
 
 

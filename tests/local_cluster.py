@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -300,6 +301,17 @@ def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool
             return False
         pause.wait(0.005)
     return True
+
+
+@contextlib.contextmanager
+def descriptors_below(most: int) -> Iterator[None]:
+    """No new descriptor has this number or a higher one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def children(pid: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import selectors
 import socket
@@ -11,13 +10,11 @@ from typing import NamedTuple
 
 from omnireduce.logs import tagged
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.reserve import NO_DESCRIPTORS, Reserve
+from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, Reserve
 from omnireduce.transport.base import Link
 from omnireduce.wire import Refused, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
-NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)
-PAUSE_S = 1.0  # in which nobody is accepted, when the system has no room for one more
 
 FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
 ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one door in one turn, the second while jobs run

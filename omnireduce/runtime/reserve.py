@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)  # for one more connection
+PAUSE_S = 1.0  # in which nobody is accepted then
 
 
 def shortage(error: OSError | MemoryError) -> str:
@@ -17,6 +20,12 @@ def shortage(error: OSError | MemoryError) -> str:
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
         return error.strerror or str(error)
     return "no memory left"
+
+
+def allow_all_descriptors() -> None:
+    """Raise this process's limit as far as it may."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Reserve:

@@ -15,10 +15,10 @@ def turn_for_ever() -> None:
         pass
 
 
-def run_or_spin(listeners: Any, config: Any, access: Any, pulse: Pulse, stop_pipe: int) -> None:
+def run_or_spin(listeners: Any, config: Any, access: Any, monitor: Any, pulse: Pulse, stop_pipe: int) -> None:
     if pulse.last == 0 and listeners.address == first[0]:
         turn_for_ever()
-    run_shard(listeners, config, access, pulse, stop_pipe)
+    run_shard(listeners, config, access, monitor, pulse, stop_pipe)
 
 
 first: list[str] = []

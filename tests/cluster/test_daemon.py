@@ -72,6 +72,22 @@ def test_a_signal_while_kernels_are_compiled(number: str) -> None:
     assert "compiling" not in log
 
 
+def test_the_supervisor_tells_what_its_log_left_out_though_nothing_happens() -> None:
+    patch = """
+looks = []
+def look(self):
+    looks.append(0)
+    for _ in range(50 if len(looks) == 1 else 0):
+        daemon.log.warning("many", extra=daemon.tagged("many"))
+    if len(looks) == 4:
+        os.write(2, b"the end\\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+daemon.Daemon._look = look"""
+    status, _, log = run_with(patch)
+    assert status == 0
+    assert "event=left_out" in log[: log.index("the end")]
+
+
 def test_a_first_start_says_what_takes_so_long() -> None:
     patch = """
 said, daemon.MOMENT_S = daemon.threading.Event(), 0.01

@@ -18,6 +18,7 @@ from local_cluster import WAIT_S, Daemon, configured, eventually, run_job, uniqu
 from raw_peer import RawPeer, await_pending
 from test_metrics import LISTEN, base, get, scrape
 
+from aggregator.daemon import Daemon as Supervisor
 from aggregator.family import Deaths, Family
 from aggregator.reload import reload_on_hangup
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
@@ -199,6 +200,20 @@ def test_many_signals_are_no_harm(keys: Keys) -> None:
         reload(daemon)
         assert joins(daemon, worker) == ""
         assert daemon.log.count("event=shard_died") == 1
+
+
+def test_an_error_while_files_are_read_again_ends_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor(configured(["127.0.0.1:1"]))
+    before = supervisor._access
+
+    def fail(*arguments: object) -> None:
+        raise OSError("the folder hangs")
+
+    monkeypatch.setattr("aggregator.daemon.make_access", fail)
+    supervisor._reload()
+    assert supervisor._access is before
+    supervisor._signals.close()
+    supervisor._signals_in.close()
 
 
 def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
 import socket
 import threading
@@ -10,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from local_cluster import WAIT_S, configured, eventually
+from local_cluster import WAIT_S, configured, descriptors_below, eventually
 from test_metrics import get
 
-from aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, open_http
+from aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
 from aggregator.watchdog import Pulse
 from omnireduce.config import parse_address
+from omnireduce.logs import A_SECOND, LimitedHandler, tagged
 from omnireduce.runtime.observe import MONITOR
 from omnireduce.transport.shm import listen_shm
 from omnireduce.transport.tcp import listen_tcp
@@ -64,6 +67,9 @@ def test_the_page_of_health_names_a_shard_that_takes_no_turn() -> None:
         assert eventually(lambda: pages.get("healthz") == (503, "127.0.0.1:1: no turn for 0 s\n"))
         pulse.beat()
         assert pages.get("healthz") == ALIVE
+        assert eventually(lambda: pages.get("healthz")[0] == 503)
+        pulse.rest()
+        assert pages.get("healthz") == ALIVE
 
 
 def test_a_request_that_breaks_a_page_is_one_event_of_the_log(
@@ -77,6 +83,35 @@ def test_a_request_that_breaks_a_page_is_one_event_of_the_log(
         assert pages.get("healthz") == ALIVE
     assert [record.event for record in caplog.records if record.levelname != "DEBUG"] == ["page_failed"]  # type: ignore[attr-defined]
     assert capfd.readouterr().err == ""
+
+
+def test_without_descriptors_the_server_looks_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(60.0) as pages:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.socket()) for _ in range(2)]
+            with descriptors_below(0):
+                for client in clients:
+                    client.connect(parse_address(pages.address))
+                assert eventually(lambda: pages.server._again_at is not None)
+                assert pages.server.socket not in pages.server._selector.get_map()
+            clients[1].settimeout(WAIT_S)
+            clients[1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert clients[1].recv(4096).startswith(b"HTTP/1.0 200 OK")
+        assert pages.get("healthz") == ALIVE
+    assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == 1
+
+
+def test_what_the_log_left_out_is_told_though_nobody_asks() -> None:
+    said, root = io.StringIO(), logging.getLogger()
+    handler = LimitedHandler(said)
+    root.addHandler(handler)
+    try:
+        with serving(60.0):
+            for _ in range(3 * A_SECOND):
+                log.warning("refused", extra=tagged("metrics_refused"))
+            assert eventually(lambda: "lines were too many for the log" in said.getvalue())
+    finally:
+        root.removeHandler(handler)
 
 
 def test_a_client_that_sends_a_byte_now_and_then_has_one_deadline_for_all() -> None:

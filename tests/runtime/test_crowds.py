@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 from collections.abc import Iterator, Sequence
 
 import pytest
 from cluster_checks import FAILURE_S
+from local_cluster import descriptors_below
 
 from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.connections import LINGER_S
-from omnireduce.runtime.listening import PAUSE_S, Door
+from omnireduce.runtime.listening import Door
 from omnireduce.runtime.questions import STATUSES
+from omnireduce.runtime.reserve import PAUSE_S
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
@@ -161,17 +162,6 @@ def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> N
     [left] = crowd.server._connections
     assert left.hello == HELLO
     assert crowd.server._patience(600.0) > 50.0  # until its job has gathered for too long
-
-
-@contextlib.contextmanager
-def descriptors_below(most: int) -> Iterator[None]:
-    """No new descriptor has this number or a higher one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_shard_whose_last_descriptor_is_the_one_kept_back_turns_away() -> None:

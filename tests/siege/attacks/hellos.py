@@ -46,8 +46,8 @@ def huge_worlds(target: Target, draw: random.Random) -> Iterator[str]:
         with Peer(target) as first:
             first.hello(job, 0, 2, **SMALL)
             first.answer()
-            yield _say(target, job, 1, size, number % 2 == 0, **SURVIVED)
-        yield _say(target, target.gathering, 1, size, number % 2 == 0, **SURVIVED, smallest=draw.choice((0, 1)))
+            yield _say(target, job, 1, size, number % 2 == 0, **SURVIVED, smallest=1)
+        yield _say(target, target.gathering, 1, size, number % 2 == 0, **SURVIVED, smallest=1)
 
 
 def extreme_hellos(target: Target, draw: random.Random) -> Iterator[str]:
