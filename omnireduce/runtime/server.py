@@ -254,10 +254,10 @@ class ShardServer:
         self._answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
         return connection.job is None and not connection.leaving
 
-    def _tell_status(self, now: float) -> None:
+    def _tell_status(self) -> None:
         for connection, request in self._questions.take():
             try:
-                gathering = self._membership.gathering(now)
+                gathering = self._membership.gathering(self._clock())
                 count, team = len(self._connections), connection.gate.team.name
                 page = self._report.page(request, self._jobs.values(), gathering, count, team)
                 self._connections.say(connection, page)
@@ -371,7 +371,7 @@ class ShardServer:
 
     def _housekeeping(self, now: float) -> None:
         self._answer(self._membership.expire(now))
-        self._tell_status(now)
+        self._tell_status()
         for connection in self._strangers.over(now):
             self._refuse(connection, f"no Hello within {self._strangers.limit_s:g} s", temporary=True)
         for connection in self._leavers.over(now):

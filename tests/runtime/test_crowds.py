@@ -43,11 +43,15 @@ class Crowd:
     """A server, without listeners unless it gets some, at a time of the test's choice, and those connected to it."""
 
     def __init__(self, budget: Budget = BUDGET, doors: Sequence[Door] = ()) -> None:
-        self.now = 100.0
+        self.now, self.step = 100.0, 0.0  # how much later each reading of the clock is than the last
         self.server = ShardServer(
-            "a:1", doors, LIMITS, drain_s=0.0, hello_timeout_s=10.0, budget=budget, clock=lambda: self.now
+            "a:1", doors, LIMITS, drain_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock
         )
         self.peers: list[socket.socket] = []
+
+    def clock(self) -> float:
+        self.now += self.step
+        return self.now
 
     def connect(self) -> socket.socket:
         ours, peer = socket.socketpair()
@@ -106,6 +110,17 @@ def test_a_few_status_requests_are_answered_in_a_turn_in_their_order(crowd: Crow
         counts.append(sum(len(heard(peer)) for peer in peers))
     assert counts == [STATUSES, STATUSES, 1]
     assert crowd.server._patience(60.0) > 1.0
+
+
+def test_a_job_that_came_in_this_turn_has_an_age(crowd: Crowd) -> None:
+    worker, asker = crowd.connect(), crowd.connect()
+    say(worker, HELLO)
+    say(asker, REQUEST)
+    crowd.step = 2**-20
+    crowd.turn()
+    [status] = heard(asker)
+    assert isinstance(status, Status)
+    assert [each.age_s > 0 for each in status.jobs] == [True]
 
 
 @pytest.mark.parametrize("second", [REQUEST, HELLO])
