@@ -280,7 +280,10 @@ def test_a_certificate_changes_while_jobs_run(tmp_path: Path, another: Certifica
 def on_a_terminal() -> Iterator[tuple[Daemon, int]]:
     """A daemon whose terminal this is; closing the descriptor closes the terminal."""
     ours, theirs = os.openpty()
-    script = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0); "
+    script = (
+        "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0); "
+    )
+    script += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # nohup may have started the tests
     script += "os.execv(sys.argv[2], sys.argv[2:])"
     with Daemon(1, prefix=[sys.executable, "-c", script, str(theirs)], pass_fds=[theirs]) as daemon:
         os.close(theirs)

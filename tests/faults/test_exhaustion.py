@@ -13,7 +13,7 @@ from cluster_checks import assert_serves
 from local_cluster import Daemon, configured, eventually, run_job, start_job, unique_job
 from raw_peer import RawPeer
 
-from omnireduce import AbortedError, Communicator, RefusedError
+from omnireduce import Communicator, RefusedError
 from omnireduce.wire import ControlMessage, Pending, Refused
 
 from .crew import Member
@@ -58,7 +58,7 @@ def test_jobs_beyond_the_descriptors_of_a_daemon(kind: str) -> None:
             if len(refused) == 5:
                 break
         assert len(refused) == 5
-        assert all("descriptors" in text for text in refused), refused
+        assert all("raise ulimit -n" in text for text in refused), refused
         assert all(comm.allreduce(np.ones(1000))[-1] == 1 for comm in admitted)
         answer: ControlMessage = Pending([], 0)
         while isinstance(answer, Pending):  # ranks that wait for others take the last descriptors
@@ -67,7 +67,7 @@ def test_jobs_beyond_the_descriptors_of_a_daemon(kind: str) -> None:
             answer = peer.control()
             peers.append(peer)
         assert answer == Refused("too many connections; raise ulimit -n of the aggregator, or wait", temporary=True)
-        assert daemon.log.count("cannot accept") == 1
+        assert "cannot accept" in daemon.log
         for comm in admitted:
             comm.shutdown()
         for peer in peers:
@@ -102,25 +102,23 @@ def test_a_job_whose_slots_do_not_fit_into_memory() -> None:
         assert "internal error" not in daemon.log
 
 
-def test_a_collective_whose_work_space_does_not_fit_into_memory() -> None:
-    """It ends the job with the reason, on all ranks; the others go on, and the next job works."""
-    large = ("protocol.slot_bytes=67108864", "protocol.slots=2")
+def test_collectives_of_a_job_that_has_begun_want_no_more_memory() -> None:
+    """All that they need is there from the start: a daemon that gets no more memory serves them, and its neighbours."""
+    large = ("protocol.slot_bytes=16777216", "protocol.slots=2")
     with Daemon(1) as daemon, neighbours(daemon):
         [shard] = daemon.shard_pids
         config = configured(daemon.addresses, *large, *LIMITS)
 
-        def run(comm: Communicator) -> None:
+        def run(comm: Communicator) -> list[float]:
             if comm.rank == 0:
                 memory_limit(shard, 1 << 20)
             comm.barrier()
-            comm.allreduce(np.ones(1000, np.float16), block_size=8)
+            kinds = ((kind, size) for kind in (np.float16, np.float32) for size in (8, 2048))
+            return [
+                float(comm.allreduce(np.ones(1 << 22, kind), block_size=size).sum(dtype=float)) for kind, size in kinds
+            ]
 
-        for error in start_job(config, 2, run).outcomes():
-            assert isinstance(error, AbortedError)
-            assert error.culprit == f"aggregator {daemon.addresses[0]}"
-            assert error.reason.startswith("out of memory: Unable to allocate")
-        assert "out of memory while serving job" in daemon.log
+        assert start_job(config, 2, run).outcomes() == [[2.0 * (1 << 22)] * 4] * 2
         resource.prlimit(shard, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert_serves(daemon, *large)
         assert daemon.shard_pids == [shard]
         assert "internal error" not in daemon.log
