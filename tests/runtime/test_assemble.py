@@ -48,7 +48,7 @@ except TransportError as error:
 with open("/proc/self/maps") as maps:
     mapped = maps.read().count("/memfd:omnireduce")
 sockets = sum("socket" in each for each in open_files(os.getpid()))
-print(json.dumps({"error": str(kept), "mapped": mapped, "sockets": sockets}))
+print(json.dumps({"error": str(kept), "mapped": mapped, "sockets": sockets}), flush=True)
 sys.stdin.readline()
 """
 
