@@ -40,6 +40,7 @@ TIMED_OUT: Mapping[str, tuple[str, ...]] = {"not complete after": ("freeze", "sh
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "is already in job": ("duplicate", "foreign survivor", ANY),
     "differs from": ("world size", "misconfigured", "foreign survivor"),
+    "an elastic job of": ("world size",),  # of fewer ranks than the least it says
     "is elastic: give every worker": ("foreign survivor",),  # who comes first, where there is no secret
     "protocol version": ("misconfigured",),
     "expected": ("misconfigured", "garbage"),
