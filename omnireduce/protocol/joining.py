@@ -13,7 +13,8 @@ what failed cannot pass. Every other worker fails with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,7 +83,23 @@ class Failed(NamedTuple):
     error: OmniReduceError
 
 
-JoiningEffect = Connect | Tell | HangUp | Notice | Joined | Failed
+Deed = Connect | Tell | HangUp | Notice | Joined
+JoiningEffect = Deed | Failed
+
+
+def perform(effects: Iterator[JoiningEffect], do: Callable[[Deed], Iterator[JoiningEffect] | None]) -> None:
+    """Carry out effects in order, then the effects of what came of each, which `do` returns.
+
+    Raises the error of Failed.
+    """
+    queue = deque([effects])
+    while queue:
+        for effect in queue.popleft():
+            if isinstance(effect, Failed):
+                raise effect.error
+            outcome = do(effect)
+            if outcome is not None:
+                queue.append(outcome)
 
 
 @dataclass(slots=True)
@@ -324,16 +341,15 @@ class Joining:
 
     def _overdue(self, now: float) -> OmniReduceError:
         """Whom this attempt waited for in vain."""
-        proving = [i for i, visit in enumerate(self._visits) if visit.candidate is not None]
-        if proving:
-            address, since = self._addresses[proving[0]], self._visits[proving[0]].since
+        proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
+        if proving is None and len(self._visits) < self._shards:
+            return unreachable(self._addresses[len(self._visits)], self._transport, self._reason)
+        if proving is not None and (waited_s := now - proving[1].since) >= QUIET_S:
             return RefusedError(
-                f"no proof of the secret came from aggregator {address} within {now - since:.2g} s; "
+                f"no proof of the secret came from aggregator {self._addresses[proving[0]]} within {waited_s:.2g} s; "
                 "is it stopped or overloaded?",
                 temporary=True,
             )
-        if len(self._visits) < self._shards:
-            return unreachable(self._addresses[len(self._visits)], self._transport, self._reason)
         limit = f"cluster.join_timeout_s = {self._limit_s:g}"
         if self._by < self._join_by:
             limit = f"{self._by - self._seated_at:.2g} s, which a worker has from the first aggregator to the others"

@@ -131,12 +131,15 @@ class Reduction:
         return self._admit(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
 
     def _admit(self, rank: int, low: int) -> int:
-        """Fill the window of `rank` with its message's next indices, which must be `low` or higher."""
+        """Fill the window of `rank` with its message's next indices, which must be `low` or higher.
+
+        They leave room for those that follow: no collective completes before all indices have been seen.
+        """
         row, header = self._open[rank]
         first = header.block_count - self._ahead[rank]
         own = self._indices[rank, : min(self._ahead[rank], self._budget.window)]
         shared = message_indices(self._slots[row], header)[first : first + own.size]
-        if not admit_indices(shared, low, header.frontier, own):
+        if not admit_indices(shared, low, header.frontier - (self._ahead[rank] - own.size), own):
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
         if self.stripes.shards > 1 and not all_owned(own, *self.stripes):
             raise ProtocolError(f"blocks of another shard than {self.stripes.shard} of {self.stripes.shards}")

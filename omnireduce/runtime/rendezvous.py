@@ -8,7 +8,6 @@ import secrets
 import selectors
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +18,7 @@ from omnireduce.errors import ClosedError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, JoiningEffect, Notice
+from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, Notice, perform
 from omnireduce.runtime.connecting import connect_once, why_lost
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import NONCE_BYTES, load_secret
@@ -161,32 +160,27 @@ class _Visitor:
             link.send_control(encode_control(Leave(cause)))
 
     def _perform(self, effects: Iterator[JoiningEffect]) -> None:
-        """Carry out effects in order; what comes of them is for the machine, too."""
-        outcomes = deque([effects])
-        while outcomes:
-            for effect in outcomes.popleft():
-                if isinstance(effect, Failed):
-                    raise effect.error
-                try:
-                    outcome = self._carry_out(effect)
-                except TransportError as error:
-                    outcome = self._machine.failed(error, time.monotonic())
-                if outcome is not None:
-                    outcomes.append(outcome)
+        perform(effects, self._do)
 
-    def _carry_out(self, effect: Connect | Tell | HangUp | Notice | Joined) -> Iterator[JoiningEffect] | None:
-        """Do it; return what the machine makes of the outcome."""
-        if isinstance(effect, Connect):
-            return self._connect(effect)
-        if isinstance(effect, Tell):
-            self._tell(effect)
-        elif isinstance(effect, HangUp):
+    def _do(self, deed: Deed) -> Iterator[JoiningEffect] | None:
+        """Carry it out; return what the machine makes of the outcome."""
+        try:
+            return self._carry_out(deed)
+        except TransportError as error:
+            return self._machine.failed(error, time.monotonic())
+
+    def _carry_out(self, deed: Deed) -> Iterator[JoiningEffect] | None:
+        if isinstance(deed, Connect):
+            return self._connect(deed)
+        if isinstance(deed, Tell):
+            self._tell(deed)
+        elif isinstance(deed, HangUp):
             self._hang_up()
-        elif isinstance(effect, Notice):
-            about = {} if effect.shard < 0 else {"aggregator": self._config.cluster.aggregators[effect.shard]}
-            self._log.warning("%s", effect.text, extra=tagged(effect.event, **about))
+        elif isinstance(deed, Notice):
+            about = {} if deed.shard < 0 else {"aggregator": self._config.cluster.aggregators[deed.shard]}
+            self._log.warning("%s", deed.text, extra=tagged(deed.event, **about))
         else:
-            self._joined = effect
+            self._joined = deed
         return None
 
     def _connect(self, wanted: Connect) -> Iterator[JoiningEffect]:

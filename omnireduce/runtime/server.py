@@ -125,7 +125,7 @@ class ShardServer:
         for job in self._jobs.values():
             if job.machine.deadline is not None and job.machine.deadline <= now:
                 self._turns.due(job)
-        self._turns.serve(self._serve_job, self._serve_other)
+        self._turns.serve(self._serve_job, self._serve_other, shared=bool(self._jobs))
         self._housekeeping(now)
 
     def _serve_job(self, job: Job, ready: dict[Connection, int], jobs: int) -> int:
@@ -186,7 +186,7 @@ class ShardServer:
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
         deadlines += [self._strangers.deadline, self._leavers.deadline, self._listening.again_at]
-        deadlines += [self._questions.deadline, now if self._turns else None]
+        deadlines += [self._questions.deadline, self._turns.deadline]
         return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
 
     # newcomers

@@ -209,6 +209,17 @@ def test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped() -> N
     assert list(joining.timer(6.1)) == [Connect(0, LIMIT_S)]
 
 
+def test_an_aggregator_that_had_no_time_to_prove_itself_is_not_blamed_for_that() -> None:
+    """The first aggregator gave the place in the last moment."""
+    joining = begun(replace(SURVIVOR, survived=0, ticket=b""), SECRET)
+    list(joining.connected(0, NONCE, 0.0))
+    told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    told(joining, 0, Welcome(3, seat=SEAT), now=LIMIT_S - 0.001)
+    list(joining.connected(1, NONCE, LIMIT_S - 0.001))
+    _, failed = joining.timer(LIMIT_S)
+    assert "still waiting for an answer of aggregator a:1 after cluster.join_timeout_s" in str(failed.error)
+
+
 @pytest.mark.parametrize(
     ("hello", "error", "goes_on"),
     [

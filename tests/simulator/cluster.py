@@ -16,7 +16,7 @@ from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.sim import SimLink, sim_pair
 
 from .faults import FROM_THE_START, handicap, strike
-from .plan import SLOWER, Fault, JobPlan, Plan
+from .plan import RARE, SLOWER, Fault, JobPlan, Plan
 from .shard import Shard
 from .stranger import ForeignSurvivor, Stranger
 from .verdicts import Verdicts, held_by_process, no_internal_errors
@@ -199,8 +199,8 @@ class Cluster:
         """Called by a worker at its end; a rank that failed may try again."""
         self.verdicts.judge_slots(worker)
         self.verdicts.judge_kept(worker)
-        if not worker.joined:
-            self.blame(worker.job.name, worker.culprit)  # its peers may have been admitted
+        if worker.driver is None:
+            self.blame(worker.job.name, worker.culprit)  # it gave up joining, and its peers may have been admitted
         job = next(i for i, each in enumerate(self.plan.jobs) if each.name == worker.job.name)
         if self.ranks[job][worker.rank] is worker:
             left = self._rounds if worker.done else self._attempts
@@ -230,11 +230,15 @@ class Cluster:
         """These workers cannot complete their work any more."""
         self.verdicts.expect_failure(workers, fault)
 
+    def expect_going_on(self, workers: Sequence[Worker], fault: Fault) -> None:
+        """These workers of an elastic job go on without those who are gone."""
+        self.verdicts.expect_going_on(workers, fault)
+
     # chance
 
     def _delay(self, name: str) -> Callable[[], float]:
         rng, network = self.world.random(f"delay/{name}"), self.plan.network
-        return lambda: rng.expovariate(1 / network.delay_s) * (10 if rng.random() < network.spike else 1)
+        return lambda: rng.expovariate(1 / network.delay_s) * (RARE if rng.random() < network.spike else 1)
 
     def _ahead_s(self, host: str) -> float:
         """How far the clock of `host` is ahead of the true time."""

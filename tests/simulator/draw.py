@@ -93,7 +93,7 @@ def _draw_fault(rng: random.Random, kind: str, jobs: tuple[JobPlan, ...], protoc
     collectives = max(1, len(jobs[job].collectives))
     numbers: dict[str, tuple[float, ...]] = {
         "host death": (0.0, 4.0),
-        "link loss": (0.0, 4.0),
+        "link loss": (0.0, 4.0, 16.0),  # the last one for longer than a worker may take to join
         "shard crash": (0.0, 0.5, 5.0, 12.0),
         "drain": (0.0, 0.5, 10.0),
         "worker stall": (0.1, 1.5, 6.0),

@@ -32,6 +32,7 @@ OF_A_SHARD = (
     "foreign survivor",
 )
 OF_RUNNING = ("tampering", "lying shard", "freeze", "early leave")  # of a rank that has joined
+OF_ONE = ("crash", "host death", "link loss")  # an elastic job goes on without this rank
 SOONER_OR_LATER = 30.0  # seconds until a rule is broken that few messages can break, and that is heard of
 OTHER_SECRET = Secret(b"another secret than that of the shards")
 NONSENSE: tuple[dict[str, Any], ...] = (  # in a hello: refused whoever says it
@@ -136,6 +137,8 @@ def _end_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
 def _expect_end_of_job(cluster: Cluster, fault: Fault, worker: Worker, notice_s: float) -> None:
     if worker.running:
         cluster.expect_end(worker.peers, notice_s, fault)
+        if fault.kind in OF_ONE and worker.job.smallest == 1:  # else those who are done already may be missing
+            cluster.expect_going_on(worker.peers, fault)
 
 
 def _send_garbage(cluster: Cluster, fault: Fault, worker: Worker) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from .workload import Collective
 
+RARE = 10  # times as long takes a rare message
 SLOWER = 20  # times as long until a slow process is scheduled
 KINDS = {  # of fault
     "crash": "a worker is killed; its host closes the connections",
@@ -44,7 +45,7 @@ class NetworkPlan:
     """Seconds and bytes. A process takes its turn `latency_s` after it was woken, on average; slow ones need longer."""
 
     delay_s: float
-    spike: float  # the share of messages that take ten times as long
+    spike: float  # the share of messages that take RARE times as long
     latency_s: float
     slow: float  # the share of slow processes
     pipe_bytes: int

@@ -11,6 +11,8 @@ BY_ITSELF = frozenset(  # ends no job
     {"worker stall", "shard stall", "slow reader", "slow shard", "stranger", "foreign survivor", "second launch"}
 )
 TIME = "time"  # stalls, jumps and slow readers that together take longer than something may take
+DOWN = "down"  # nobody listens for longer than a worker may take to join
+SILENCE = "silence"  # nobody notices that a connection is lost for nearly as long as a collective may take
 CROWD = "crowd"  # not all jobs are allowed at once
 ANY = "any"  # whatever ends a job
 
@@ -36,7 +38,7 @@ ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
     ),
     r"protocol error": ("garbage", "tampering", "lying shard"),
 }
-TIMED_OUT: Mapping[str, tuple[str, ...]] = {"not complete after": ("freeze", "shard freeze", TIME)}
+TIMED_OUT: Mapping[str, tuple[str, ...]] = {"not complete after": ("freeze", "shard freeze", SILENCE, TIME)}
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "is already in job": ("duplicate", "foreign survivor", ANY),
     "differs from": ("world size", "misconfigured", "foreign survivor"),
@@ -58,7 +60,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
 }
 UNREACHABLE: Mapping[str, tuple[str, ...]] = {
     "before this worker was admitted": ("shard crash", "drain", "link loss", "garbage", TIME),
-    "cannot reach": ("shard crash", "drain"),
+    "cannot reach": (DOWN, "shard freeze", "slow shard", TIME),
 }
 
 

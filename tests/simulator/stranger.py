@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from omnireduce.config import Aggregator
 from omnireduce.transport.base import Credited, Received
+from omnireduce.transport.sim import SimLink
 from omnireduce.wire import PROTOCOL_VERSION, Goodbye, Hello, encode_control
 
 from .world import Process
@@ -20,7 +21,23 @@ TICKETS = (b"", b"guessed" + bytes(25), b"too short")
 GUESSES = 1, 2, 1 << 61  # formations
 
 
-class Stranger(Process):
+class _Visitor(Process):
+    """Has one connection to a shard, if the shard listens."""
+
+    link: SimLink | None
+
+    @property
+    def there(self) -> bool:
+        """The shard still keeps the connection."""
+        return self.link is not None and not self.link.over
+
+    def turn(self) -> None:
+        if self.link is not None:
+            self.link.poll()
+            self.link.flush()
+
+
+class Stranger(_Visitor):
     """Comes at once and never goes by itself: the shard has to hang up."""
 
     def __init__(self, cluster: Cluster, shard: int, manner: int) -> None:
@@ -47,18 +64,8 @@ class Stranger(Process):
             link.send_control(encode_control(hello))
         self.log(f"comes, manner {manner}")
 
-    @property
-    def there(self) -> bool:
-        """The shard still keeps the connection."""
-        return self.link is not None and not self.link.over
 
-    def turn(self) -> None:
-        if self.link is not None:
-            self.link.poll()
-            self.link.flush()
-
-
-class ForeignSurvivor(Process):
+class ForeignSurvivor(_Visitor):
     """Says to the first shard that it was in a job, of which it knows all but the ticket; goes after some time."""
 
     def __init__(self, cluster: Cluster, job: JobPlan, number: int) -> None:
@@ -76,13 +83,9 @@ class ForeignSurvivor(Process):
         self.link.send_control(encode_control(hello))
         self.wake_at(self.leave_by)
 
-    @property
-    def there(self) -> bool:
-        return self.link is not None and not self.link.over
-
     def turn(self) -> None:
+        super().turn()
         if self.link is not None:
-            self.link.poll()
             if self.now() >= self.leave_by:
                 self.link.close()
             else:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, TransportError
+from omnireduce.runtime.connections import LINGER_S
 
 from . import reasons
-from .plan import SLOWER, Fault
+from .plan import RARE, SLOWER, Fault
 from .workload import Collective, Work, expected, wrong_elements
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 STALLS = ("worker stall", "shard stall", "freeze", "shard freeze")
 JUMPS = ("clock jump", "shard clock jump")
+OUTAGES = ("shard crash", "drain")
 SLOW = ("slow reader", "slow shard")
 PATIENCE_S = 9.0  # shorter than any time limit: what takes less, ends nothing
 SLOW_S = 30.0  # how much longer things take with slow readers
@@ -73,6 +75,7 @@ class Verdicts:
         self._results: dict[tuple[Collective, int], bytes] = {}
         self._must_end: list[tuple[Worker, int, float, Fault]] = []  # which of its generations, by when
         self._must_fail: list[tuple[Worker, Fault]] = []
+        self._must_go_on: list[tuple[Worker, Fault]] = []
 
     def add(self, text: str) -> None:
         self.found.append(f"at {self._cluster.world.now():.3f} s, event {self._cluster.world.events}: {text}")
@@ -80,7 +83,7 @@ class Verdicts:
     def judge_result(self, worker: Worker, work: Work, number: int) -> None:
         """Never wrong: the oracle's values, and the same bits on all ranks."""
         ranks = worker.place[1]
-        if work.what != worker.job.collectives[number] and ranks > 1:
+        if work.what != worker.job.collectives[number] and not self._all_submitted(worker, work.what, number):
             self.add(f"wrong: {worker.name} finished a collective that no other rank submitted")
             return
         what, result = f"{worker.name} collective {number} ({work.what})", work.result()
@@ -93,6 +96,12 @@ class Verdicts:
         damage = work.damage()
         if damage:
             self.add(f"wrong: {what}: {damage}")
+
+    def _all_submitted(self, worker: Worker, what: Collective, number: int) -> bool:
+        """Whether all ranks of the worker's job submitted `what`: a mismatch of all of them is none."""
+        launch = worker.job.name, worker.job.launch
+        mates = [each for each in self._cluster.workers if (each.job.name, each.job.launch) == launch]
+        return sum(what in each.program[number : number + 1] for each in mates) >= worker.place[1]
 
     def judge_slots(self, worker: Worker) -> None:
         """All slots back: after a clean end the worker, and both ends of its links, have them all."""
@@ -142,8 +151,17 @@ class Verdicts:
                 self.add(f"reason: {worker.name} ended with {type(worker.error).__name__}: {worker.error}")
             if worker.found:
                 self.add(f"inside {worker.name}: {worker.found}")
-            if worker.nonsense and (worker.joined or "still waiting for rank" in str(worker.error)):
-                self.add(f"not refused: {worker.name}, which said {worker.nonsense}: {worker.error}")
+            self._judge_admission(worker)
+        self._judge_expectations()
+
+    def _judge_admission(self, worker: Worker) -> None:
+        """Who may not join does not, and hears why."""
+        if worker.nonsense and (worker.joined or "still waiting for rank" in str(worker.error)):
+            self.add(f"not refused: {worker.name}, which said {worker.nonsense}: {worker.error}")
+        if worker.joined and worker.secret is not self._cluster.secret:
+            self.add(f"not refused: {worker.name}, which has another secret, or none")
+
+    def _judge_expectations(self) -> None:
         for worker, generation, by, fault in self._must_end:
             ended_at = worker.ends[generation] if len(worker.ends) > generation else None
             if ended_at is None or ended_at > by:
@@ -151,8 +169,12 @@ class Verdicts:
         for worker, fault in self._must_fail:
             if not worker.alive and not worker.killed and worker.error is None:
                 self.add(f"unnoticed: {worker.name} did all its work after {fault}")
+        for worker, fault in self._must_go_on:
+            if worker.error is not None and not worker.killed and self._cluster.struck == [fault.kind]:
+                self.add(f"given up: {worker.name} ended after {fault}: {worker.error}")
         self._must_end.clear()
         self._must_fail.clear()
+        self._must_go_on.clear()
 
     def _explained(self, worker: Worker) -> bool:
         culprits = self._cluster.culprits(worker.job.name)
@@ -160,13 +182,16 @@ class Verdicts:
             return worker.done and (worker.clean or bool(culprits) or self._disturbed)
         if isinstance(worker.error, AbortedError) and worker.was_stalled and worker.error.reason == "connection closed":
             return True  # the shard did not wait until it could tell a stopped process why
-        if not reasons.plausible(worker.error, self._causes):
+        causes = self._causes
+        if worker.job.smallest and causes.intersection(OUTAGES):
+            causes.add(reasons.DOWN)  # an elastic worker may begin its last attempt at any time
+        if not reasons.plausible(worker.error, causes):
             return False
         if isinstance(worker.error, CollectiveTimeoutError) and NOTICED_LATE in worker.error.reason:
             named = [each for each in self._cluster.workers if each.culprit in worker.error.culprit]
             return any(each.was_stalled for each in named)  # and nobody else: it says this of itself
         if isinstance(worker.error, CollectiveTimeoutError) and (
-            reasons.TIME in self._causes or MOVES_ON in worker.error.reason
+            reasons.TIME in causes or MOVES_ON in worker.error.reason
         ):
             return True  # time went to several, or to one that went on just before the limit
         if isinstance(worker.error, AbortedError):
@@ -188,12 +213,18 @@ class Verdicts:
             found.add(reasons.CROWD)
         if not self._cluster.in_epilogue and self._lost_s(JUMPS + STALLS[:2]) > PATIENCE_S:
             found.add(reasons.TIME)
+        if found.intersection(OUTAGES) and self._lost_s(OUTAGES) > PATIENCE_S:
+            found.add(reasons.DOWN)
+        if "link loss" in found and self._lost_s(("link loss",)) > PATIENCE_S:
+            found.add(reasons.SILENCE)
         return found
 
     @property
     def _disturbed(self) -> bool:
-        """Goodbyes may take longer than a worker waits for them."""
-        return bool(self._cluster.causes.intersection(JUMPS + STALLS + SLOW))
+        """Goodbyes may take longer than a worker waits for them, or a shard until it hangs up."""
+        network = self._cluster.plan.network
+        rare_s = RARE * network.delay_s if network.spike else 0.0
+        return rare_s > LINGER_S / 10 or bool(self._cluster.causes.intersection(JUMPS + STALLS + SLOW))
 
     def _lost_s(self, kinds: Sequence[str]) -> float:
         """For how many seconds faults of `kinds` keep processes from their work."""
@@ -210,6 +241,11 @@ class Verdicts:
         """These workers must end with an error, if nothing but `fault` makes any end."""
         if self._cluster.causes - reasons.BY_ITSELF == {fault.kind}:
             self._must_fail += [(worker, fault) for worker in workers if not worker.job.smallest]
+
+    def expect_going_on(self, workers: Sequence[Worker], fault: Fault) -> None:
+        """These workers form their job anew and do all their work, if nothing but `fault` happens."""
+        if not self._cluster.plan.crowded:
+            self._must_go_on += [(worker, fault) for worker in workers if worker.reforms_left]
 
     def stuck(self) -> None:
         """Never stuck: everybody came to an end."""

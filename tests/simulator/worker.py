@@ -5,7 +5,6 @@ The program of a communicator without its threads: what blocks there is a state 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.effects import End, Tell, error_of
 from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, JoiningEffect
+from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, perform
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
@@ -178,21 +177,20 @@ class Worker(Process):
             self.wake_at(self._joining.deadline + 1e-6)
 
     def _perform(self, effects: Iterator[JoiningEffect]) -> None:
-        outcomes = deque([effects])
-        while outcomes:
-            for effect in outcomes.popleft():
-                if isinstance(effect, Failed):
-                    raise effect.error
-                if isinstance(effect, Connect):
-                    outcomes.append(self._connect(effect.shard))
-                elif isinstance(effect, Tell):
-                    told = effect.message
-                    told = replace(told, **self.nonsense) if isinstance(told, Hello) else told
-                    self.links[effect.peer].send_control(encode_control(told))
-                elif isinstance(effect, HangUp):
-                    self._hang_up()
-                elif isinstance(effect, Joined):
-                    self._place_given = effect
+        perform(effects, self._do)
+
+    def _do(self, deed: Deed) -> Iterator[JoiningEffect] | None:
+        if isinstance(deed, Connect):
+            return self._connect(deed.shard)
+        if isinstance(deed, Tell):
+            told = deed.message
+            told = replace(told, **self.nonsense) if isinstance(told, Hello) else told
+            self.links[deed.peer].send_control(encode_control(told))
+        elif isinstance(deed, HangUp):
+            self._hang_up()
+        elif isinstance(deed, Joined):
+            self._place_given = deed
+        return None
 
     def _connect(self, shard: int) -> Iterator[JoiningEffect]:
         link = self.cluster.connect(self, self.shard_order[shard])
@@ -338,8 +336,8 @@ class Worker(Process):
         self.__dict__.pop("_machine", None)
 
     def leave_early(self) -> None:
-        """Shut down although work is left or under way."""
-        self.program = self.program[: self._submitted]
+        """Shut down although work is left or under way, and for good."""
+        self.program, self.reforms_left = self.program[: self._submitted], 0
         if self.driver is not None:
             self.driver.perform(self._machine.leave())
         self.wake()

@@ -94,8 +94,8 @@ MUTATIONS = (
         "a proof that is late is final",
         _JOINING,
         "a survivor gives up because an aggregator stood still, though it has time left",
-        '                "is it stopped or overloaded?",\n                temporary=True,\n',
-        '                "is it stopped or overloaded?",\n                temporary=False,\n',
+        '"is it stopped or overloaded?",\n                temporary=True,\n',
+        '"is it stopped or overloaded?",\n                temporary=False,\n',
         within=6000,
     ),
     Mutation(

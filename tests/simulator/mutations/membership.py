@@ -152,14 +152,6 @@ MUTATIONS = (
         within=2000,
     ),
     Mutation(
-        "formations meet",
-        _GATHERING,
-        "who gave up one attempt spoils the next",
-        "        return cls(hello.job, hello.launch, hello.formation)\n",
-        "        return cls(hello.job, hello.launch, 0)\n",
-        within=2000,
-    ),
-    Mutation(
         "survivors are believed",
         _MEMBERSHIP,
         "a stranger ends a job that is well",
@@ -173,7 +165,7 @@ MUTATIONS = (
         "a rank that is stopped holds the others up for ever",
         "        is_member = has_ticket and hello.survived == self._running[generation].formation\n",
         "        is_member = False\n",
-        within=4000,
+        fault="link loss",
     ),
     Mutation(
         "survivors wait for all",
@@ -181,7 +173,7 @@ MUTATIONS = (
         "a job does not go on without a rank that died",
         "        ready = (self.has_survivors and enough) or (self.is_full and not self.held)\n",
         "        ready = self.is_full and not self.held\n",
-        within=2000,
+        fault="crash",
     ),
     Mutation(
         "newcomers end a job",

@@ -1,0 +1,57 @@
+"""A message whose indices are checked in windows may be wrong in a later one: nothing completes before that is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.errors import ProtocolError
+from omnireduce.layout import Stripes
+from omnireduce.protocol.reduction import Budget, Reduction
+from omnireduce.wire import read_header, seal
+
+BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()
+
+
+def fed(indices: list[int], window: int) -> Reduction:
+    """A reduction of int64 to which rank 0 has brought these blocks, all of ones, and rank 1 every block."""
+    arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
+    found = Reduction(RANKS, arena, results, SLOT_BYTES, Budget(window=window))
+    descriptor = Descriptor("allreduce", "", "int64", (BLOCKS * BLOCK,), block_size=BLOCK)
+    found.begin(descriptor, ALL)
+    for rank, own in enumerate((indices, list(range(BLOCKS)))):
+        arena[rank, 64 : 64 + 8 * BLOCK * len(own)].view(np.int64)[:] = 1
+        nbytes = seal(arena[rank], 0, BLOCKS, np.array(own), descriptor.block_bytes)
+        found.open(rank, rank, read_header(arena[rank], nbytes))
+    return found
+
+
+def merging(indices: list[int], window: int) -> Iterator[Reduction]:
+    """The reduction after each step, as long as there is something to do."""
+    reduction = fed(indices, window)
+    while reduction.merge(0, 1 << 20) or reduction.hungry:
+        yield reduction
+        for rank in sorted(reduction.hungry):
+            reduction.feed(rank)
+    yield reduction
+
+
+@pytest.mark.parametrize("window", [1, 2, 4096])
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [1, 3], [3], []])
+def test_all_windows_of_an_honest_message_are_used(indices: list[int], window: int) -> None:
+    *_, reduction = merging(indices, window)
+    assert reduction.complete
+    result = reduction._results[0, 64 : 64 + BLOCKS * 8 * BLOCK].view(np.int64).reshape(BLOCKS, BLOCK)
+    assert result[:, 0].tolist() == [1 + (block in indices) for block in range(BLOCKS)]
+
+
+@pytest.mark.parametrize("window", [1, 2, 4096])
+@pytest.mark.parametrize("indices", [[3, 2], [0, 3, 1], [0, 3, 3], [1, 2, 3, 0]])
+def test_no_collective_completes_before_the_last_index_was_seen(indices: list[int], window: int) -> None:
+    written: list[int] = []
+    with pytest.raises(ProtocolError, match="do not ascend"):
+        written.extend(int(block) for each in merging(indices, window) for block in each._out_indices[: each.written])
+    assert 3 not in written
