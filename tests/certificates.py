@@ -12,21 +12,20 @@ import pytest
 
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="no openssl program here to make certificates")
-NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+SMALL_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+LARGE_KEY = ("-newkey", "rsa:4096", "-nodes")  # it takes long to sign with
 
 
 class Certificates:
     """Files in a temporary folder: NAME.pem and NAME.key for each of ca, aggregator, worker and stranger."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: tuple[str, ...] = SMALL_KEY) -> None:
         self._keep = tempfile.TemporaryDirectory(prefix="omnireduce-certificates-")
         self.folder = Path(self._keep.name)
         for authority in ("ca", "stranger"):
-            self._openssl("req", "-x509", *NEW_KEY, "-subj", f"/CN={authority}", *self._out(authority))
+            self._openssl("req", "-x509", *key, "-subj", f"/CN={authority}", *self._out(authority))
         for holder in ("aggregator", "worker"):
-            self._openssl(
-                "req", "-new", *NEW_KEY, "-subj", f"/CN={holder}", "-keyout", f"{holder}.key", "-out", "request"
-            )
+            self._openssl("req", "-new", *key, "-subj", f"/CN={holder}", "-keyout", f"{holder}.key", "-out", "request")
             (self.folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
             signed_by = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
             self._openssl("x509", "-req", "-in", "request", *signed_by, "-out", f"{holder}.pem", "-days", "2")
@@ -53,5 +52,5 @@ class Certificates:
 
 
 @functools.cache
-def certificates() -> Certificates:
+def certificates(key: tuple[str, ...] = SMALL_KEY) -> Certificates:
     return Certificates()

@@ -128,9 +128,9 @@ class ShardServer:
         self._turns.serve(self._serve_job, self._serve_other, shared=bool(self._jobs))
         self._housekeeping(now)
 
-    def _serve_job(self, job: Job, ready: dict[Connection, int], jobs: int) -> int:
-        """Let one of so many jobs read and go on until it has nothing to do or has used its turn; return the work."""
-        work, most = 0, self._budget.share(jobs)
+    def _serve_job(self, job: Job, ready: dict[Connection, int], busy: int) -> int:
+        """Let one of `busy` jobs read and go on until it has nothing to do or has used its turn; return the work."""
+        work, most = 0, self._budget.share(busy, len(self._jobs))
         while ready and work < most:
             connection = next(iter(ready))
             work += self._serve(connection, ready.pop(connection))

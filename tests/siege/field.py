@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from certificates import certificates
+from certificates import LARGE_KEY, SMALL_KEY, certificates
 from faults.crew import Member
 from faults.site import held
 from faults.worker import FINISH
@@ -61,8 +61,9 @@ class Field:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-siege-")))
             shared = self._secret(folder) if options.secret else ()
-            theirs = certificates().holder("aggregator") if options.tls else ()
-            ours = (certificates().trust(),) if options.tls else ()
+            self._certificates = certificates(LARGE_KEY if kind.large_key else SMALL_KEY) if options.tls else None
+            theirs = self._certificates.holder("aggregator") if self._certificates else ()
+            ours = (self._certificates.trust(),) if self._certificates else ()
             settings = ("metrics.listen=127.0.0.1:0", *shared, *theirs, *kind.settings)
             self.daemon = stack.enter_context(Daemon(1, *settings, prefix=options.prefix, preexec_fn=_bounded))
             self._config = configured(self.daemon.addresses, *shared, *ours)
@@ -85,9 +86,8 @@ class Field:
         assert eventually(lambda: "http://" in self.daemon.log), self.daemon.log
         page = self.daemon.log.partition("http://")[2].split("/")[0].split()[0].strip('"')
         secret = (folder / "secret").read_bytes() if options.secret else None
-        return Target(
-            self.daemon.addresses[0], page, secret, str(certificates().folder / "ca.pem") if options.tls else None
-        )
+        ca = str(self._certificates.folder / "ca.pem") if self._certificates else None
+        return Target(self.daemon.addresses[0], page, secret, ca)
 
     def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[Member]:
         elastic = ("elastic.enabled=true", "elastic.settle_s=1") if self._kind.elastic else ()

@@ -21,7 +21,7 @@ class Kind:
     `shows` is a word that it yields when it could strike at all, "" any: without it nothing was attacked. `forbids` is
     one that it may never yield. `who` makes it where there is a secret: a stranger, a member who knows it, or both.
     `own_bytes` are the slots that its own jobs may have. `elastic`: the honest job is. `tls`: only where the daemon has
-    a certificate. `settings` are the daemon's.
+    a certificate; `large_key`: one that takes long to sign with. `settings` are the daemon's.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Kind:
     own_bytes: int = 0
     elastic: bool = False
     tls: bool = False
+    large_key: bool = False
     forbids: str = ""
     settings: tuple[str, ...] = ()
 
@@ -56,6 +57,9 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("tiny blocks", legal.tiny_blocks, "result", MEMBER, own_bytes=legal.LARGE_JOB_BYTES),
     Kind("narrow rows", legal.narrow_rows, "result", MEMBER, own_bytes=legal.LARGE_JOB_BYTES),
+    Kind("half floats", legal.half_floats, "result", MEMBER, own_bytes=legal.LARGE_JOB_BYTES),
+    Kind("greedy jobs", legal.greedy_jobs, "result", MEMBER, own_bytes=legal.GREEDY_BYTES),
+    Kind("large results", legal.large_results, "result", MEMBER, own_bytes=legal.TCP_BYTES),
     Kind("large joins", legal.large_joins, "Welcome", MEMBER),
     Kind("new formats", legal.new_formats, "result", MEMBER, rate=400.0, own_bytes=8 * MIB),
     Kind("restarts", frames.restarts, "Welcome", MEMBER),
@@ -70,6 +74,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("deaf members", floods.deaf, "Welcome", MEMBER, own_bytes=10 * MIB),
     Kind("page requests", pages.flood, "answer", STRANGER),
     Kind("silent page requests", pages.silent, "silent", STRANGER, rate=200.0),
+    Kind("whole handshakes", sealed.whole_handshakes, "open", STRANGER, rate=400.0, tls=True, large_key=True),
     Kind("half handshakes", sealed.half_handshakes, "half", STRANGER, tls=True),
     Kind("TLS garbage", sealed.garbage, "answer", STRANGER, tls=True),
     Kind("corrupt records", sealed.corrupt_records, "closed", STRANGER + MEMBER, tls=True),

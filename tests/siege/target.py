@@ -6,9 +6,11 @@ import contextlib
 import functools
 import mmap
 import os
+import select
 import socket
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raw_peer import CONTROL, CREDIT, DATA, RawPeer
@@ -19,6 +21,7 @@ from omnireduce.transport.stream import FRAME
 from omnireduce.wire import ControlMessage, Refused, Welcome, decode_control
 
 PATIENCE_S = 2.0  # how long an attacker waits for an answer
+LONG_PATIENCE_S = 20.0  # for the results of large collectives
 SMALL = {"slots": 2, "slot_bytes": 65536}  # the smallest slots that a job may have
 
 
@@ -74,6 +77,14 @@ class Peer(RawPeer):
         data, self._rest = self._rest[:count], self._rest[count:]
         return data
 
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    @property
+    def has_input(self) -> bool:
+        """Whether bytes have been read that are not used yet."""
+        return bool(self._rest) or (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0)
+
     def event(self) -> tuple[int, int, ControlMessage | None]:
         """The next frame: its kind, its slot, and the message that it is, if it is one."""
         kind, slot, length = FRAME.unpack(self.read(FRAME.size))
@@ -115,6 +126,15 @@ class Peer(RawPeer):
         super().close()
         while self.descriptors:
             os.close(self.descriptors.pop())
+
+
+def with_input(peers: Sequence[Peer]) -> list[Peer]:
+    """Those of which something has come. Raises TimeoutError when nothing does."""
+    found = [peer for peer in peers if peer.has_input]
+    found = found or select.select(peers, (), (), LONG_PATIENCE_S)[0]
+    if not found:
+        raise TimeoutError("silence")
+    return found
 
 
 class Crowd:

@@ -22,7 +22,7 @@ from .draw import draw_plan, fault_at
 from .plan import Plan
 
 COMMAND = "python -m tests.simulator"
-MOST_S = 60.0  # of real time for one run, which takes a fraction of a second
+MOST_S = 60.0  # of processor time for one run, which takes a fraction of a second
 FIRST_EVENTS = 10  # until then a fault may find no victim, although the run has hardly begun
 MOST_EVENTS = 5000  # more than a run without faults has
 SHOWN = 4  # of what one run found
@@ -74,13 +74,13 @@ def _limited(seconds: float) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _OverdueError
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def run_cluster(cluster: Cluster) -> list[str]:
@@ -90,7 +90,7 @@ def run_cluster(cluster: Cluster) -> list[str]:
             return cluster.run()
     except _OverdueError:
         where = traceback.format_exc(limit=-3)
-        return [f"stuck: one event of virtual time takes longer than {MOST_S:g} s of real time: {where}"]
+        return [f"stuck: one event of virtual time takes longer than {MOST_S:g} s of processor time: {where}"]
 
 
 def run_task(task: Task, before_run: Callable[[], None] = lambda: None) -> Outcome:

@@ -28,6 +28,7 @@ SLOW = ("slow reader", "slow shard")
 PATIENCE_S = 9.0  # shorter than any time limit: what takes less, ends nothing
 SLOW_S = 30.0  # how much longer things take with slow readers
 MOVES_ON = "though it moves on"
+BUSY = "the aggregator, which is busy"
 NOTICED_LATE = "it noticed that"  # and says by how much
 STOOD_STILL_S = 1.0  # beyond a time limit, as every freeze does; also what came before has arrived by then
 NOTICE_S = 5.0  # how long the news of a death may take to reach every rank, beyond what the fault itself takes
@@ -124,7 +125,10 @@ class Verdicts:
         All does move on where many messages, each of them slow, take longer than the limit. That may end a job, too.
         One that stood still itself cannot judge others: it does not know when what it reads now came.
         """
-        if isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:
+        if isinstance(worker.error, CollectiveTimeoutError) and BUSY in worker.error.culprit:
+            if "slow shard" in self._cluster.causes:  # whose turns are rare, and may do very little
+                self._cluster.causes.add(reasons.TIME)
+        elif isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:
             if self._longest_s(worker) > PATIENCE_S:
                 self._cluster.causes.add(reasons.TIME)
                 self._cluster.blame(worker.job.name, worker.culprit)

@@ -36,6 +36,13 @@ def _client_hello(target: Target) -> bytes:
     return outgoing.read()
 
 
+def whole_handshakes(target: Target, draw: random.Random) -> Iterator[str]:
+    """Handshakes for each of which the daemon has to sign, and nothing behind them."""
+    while True:
+        with Peer(target, proves=False):
+            yield "open"
+
+
 def half_handshakes(target: Target, draw: random.Random) -> Iterator[str]:
     """Handshakes that stop in the first flight or after it, and stay."""
     with Crowd(300) as crowd:
