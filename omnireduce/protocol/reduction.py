@@ -35,13 +35,15 @@ class Budget(NamedTuple):
     has no bytes counts as many as take as long.
 
     `work`: of one turn, where there is no other job. A turn may pass it by one step, and these bound a step. `window`:
-    indices of one message; `piece_bytes`: all ranks' parts of one block. `blocks`: of one result.
+    indices of one message; `piece_bytes`: all ranks' parts of one block. `blocks`: of one result. `output`: bytes
+    that leave in one turn where there are other jobs.
     """
 
     work: int = 16 << 20
     window: int = 4096
     piece_bytes: int = 1 << 20
     blocks: int = 1 << 16
+    output: int = 1 << 20
 
     def share(self, busy: int, jobs: int) -> int:
         """The work of one turn of a job when `busy` of `jobs` have something to do: together a part of what one alone

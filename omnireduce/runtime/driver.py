@@ -9,7 +9,7 @@ from typing import Protocol
 
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Warn
-from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 from omnireduce.wire import ControlMessage, decode_control, encode_control
 
 Clock = Callable[[], float]
@@ -51,6 +51,7 @@ class Driver:
         self.machine, self.links = machine, links
         self._clock = clock
         self._on_finish, self._on_end, self._on_warn = on_finish, on_end, on_warn
+        self.flush_bytes = EVERYTHING  # of one link at once
 
     def feed(self, peer: int) -> None:
         """Give the machine everything that has arrived from `peer`; of a part of a message, that it has come."""
@@ -74,9 +75,9 @@ class Driver:
         self.flush()
 
     def flush(self) -> None:
-        """Hand all output to the system."""
+        """Hand all output to the system, or as much as `flush_bytes` allow."""
         for link in self.links:
-            link.flush()
+            link.flush(self.flush_bytes)
 
     def advance(self) -> None:
         """Push, then keep the machine's deadline."""

@@ -34,7 +34,7 @@ from omnireduce.runtime.report import Report
 from omnireduce.runtime.traced import ShardTraces
 from omnireduce.runtime.turns import POLL_WORK, Turns
 from omnireduce.status import StatusRequest
-from omnireduce.transport.base import Control, Event, Link, Lost
+from omnireduce.transport.base import EVERYTHING, Control, Event, Link, Lost
 from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, shown
 
 log = logging.getLogger("omnireduce.aggregator")
@@ -137,6 +137,7 @@ class ShardServer:
         if job.generation in self._jobs:
             driver, machine = job.driver, job.machine
             machine.quantum = most
+            driver.flush_bytes = EVERYTHING if len(self._jobs) == 1 else 1 + self._budget.output // len(job.links)
             try:
                 driver.push() if ready else driver.advance()  # nobody is late whose messages are still unread
             except Exception as error:  # as in `_serve`
@@ -170,7 +171,7 @@ class ShardServer:
 
     def _connection_ready(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
-            connection.link.flush()
+            connection.link.flush(EVERYTHING if connection.job is None else connection.job.driver.flush_bytes)
             self._connections.update_interest(connection)
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:

@@ -16,7 +16,7 @@ from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.engine import Engine
 from omnireduce.runtime.handle import Handle
 from omnireduce.runtime.trace import Origin, Recorder, What, now
-from omnireduce.transport.base import Credited, Event, Link, Received
+from omnireduce.transport.base import EVERYTHING, Credited, Event, Link, Received
 from omnireduce.wire import Hello
 
 T = TypeVar("T")
@@ -82,13 +82,13 @@ class TracedLink(Link):
         self._link.send_control(body)
         self._recorder.add(What.SEND, start, now(), self._number)
 
-    def flush(self) -> None:
+    def flush(self, most: int = EVERYTHING) -> None:
         if self._gathered or self._link.wants_write:
             start = self._offer()
-            self._link.flush()
+            self._link.flush(most)
             self._recorder.add(What.SEND, start, now(), self._number)
         else:
-            self._link.flush()
+            self._link.flush(most)
 
     @contextmanager
     def _leaving(self, what: What, detail: int) -> Iterator[None]:

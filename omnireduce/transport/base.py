@@ -28,6 +28,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 
 NO_SLOTS = np.zeros((0, 0), np.uint8)
+EVERYTHING = 1 << 62  # bytes
 
 
 class Received(NamedTuple):
@@ -140,8 +141,8 @@ class Link(ABC):
         """Return what has happened since the last call, as far as the budget goes, without blocking."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """Hand as much of the waiting output to the system as it takes."""
+    def flush(self, most: int = EVERYTHING) -> None:
+        """Hand as much of the waiting output to the system as it takes, but about `most` bytes."""
 
     def peek(self) -> bool:
         """Whether `poll` has something to report, as far as that can be told without asking the system."""

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 
-from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 
 FRAME_BYTES = 8
 UNLIMITED = sys.maxsize
@@ -59,7 +59,7 @@ class InprocLink(Link):
             events.append(event)
         return events
 
-    def flush(self) -> None:
+    def flush(self, most: int = EVERYTHING) -> None:
         """Nothing waits here."""
 
     def fileno(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from omnireduce.dtypes import Array
-from omnireduce.transport.base import Control, Event, Lost, Received
+from omnireduce.transport.base import EVERYTHING, Control, Event, Lost, Received
 from omnireduce.transport.inproc import FRAME_BYTES, InprocLink, wire_bytes
 
 POISON = 0xEE  # what a receive slot holds once its credit is returned, so that a late reader shows
@@ -85,11 +85,12 @@ class SimLink(InprocLink):
     def _has_room(self, nbytes: int) -> bool:
         return self._in_pipe == 0 or self._in_pipe + nbytes <= self._pipe_bytes
 
-    def flush(self) -> None:
+    def flush(self, most: int = EVERYTHING) -> None:
         if self._lost or self._severed:
             self._output.clear()
-        while self._output and self._has_room(wire_bytes(self._output[0])):
+        while most > 0 and self._output and self._has_room(wire_bytes(self._output[0])):
             event = self._output.popleft()
+            most -= wire_bytes(event)
             self._in_pipe += wire_bytes(event)
             self._travel(event)
 

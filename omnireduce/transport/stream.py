@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from omnireduce.dtypes import Array
-from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 from omnireduce.transport.blame import from_a_handler
 
 FRAME = struct.Struct("<BxHI")
@@ -108,7 +108,7 @@ class StreamLink(Link):
             self._output.append(memoryview(bytes(self._small)))
             self._small.clear()
 
-    def flush(self) -> None:
+    def flush(self, most: int = EVERYTHING) -> None:
         if self._output_dead:
             self._small.clear()
             self._output.clear()
@@ -117,11 +117,14 @@ class StreamLink(Link):
                 self._queue_small()
             views = [self._output[i] for i in range(min(len(self._output), GATHER))]
             try:
-                sent = self._write(views)
+                sent = self._write(views if most == EVERYTHING else beginning(views, most))
             except OSError as error:
                 self._output_failed(error)
                 return
             self._consume(sent)
+            most -= sent
+            if most <= 0 and self._output:  # so that `wants_write` tells of the rest
+                return
 
     def _output_failed(self, error: OSError) -> None:
         """The system takes no more, now or ever. Raises what is a signal handler's.
@@ -261,3 +264,14 @@ class StreamLink(Link):
         self._body = target[:length]
         self._body_arrived(have, events)
         return have
+
+
+def beginning(views: Sequence[memoryview], most: int) -> list[memoryview]:
+    """The first `most` bytes of `views` together."""
+    found = []
+    for view in views:
+        found.append(view[:most])
+        most -= len(found[-1])
+        if most <= 0:
+            break
+    return found

@@ -21,7 +21,7 @@ from contextlib import suppress
 from omnireduce.config import Metrics, Security
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
-from omnireduce.transport.base import Event, Lost
+from omnireduce.transport.base import EVERYTHING, Event, Lost
 from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.stream import EVENTS_PER_POLL
 from omnireduce.transport.tcp import TcpLink
@@ -66,9 +66,9 @@ class TlsLink(TcpLink):
             return False
         return bool(self._sealed or self._outgoing.pending or (self.established and self._output))
 
-    def flush(self) -> None:
+    def flush(self, most: int = EVERYTHING) -> None:
         if self.established:
-            super().flush()
+            super().flush(most)
         try:
             self._send_sealed()
         except OSError as error:

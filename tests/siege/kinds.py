@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .attacks import Attack, floods, frames, hellos, legal, pages, sealed
 
 MIB = 1 << 20
+GIGABIT = 125e6  # bytes a second: what an attacker elsewhere can send and be sent
 FEW_JOBS = (
     f"aggregator.max_jobs={hellos.MAX_JOBS}",
     f"aggregator.max_bytes={64 * MIB}",
@@ -59,7 +60,14 @@ KINDS: tuple[Kind, ...] = (
     Kind("narrow rows", legal.narrow_rows, "result", MEMBER, own_bytes=legal.LARGE_JOB_BYTES),
     Kind("half floats", legal.half_floats, "result", MEMBER, own_bytes=legal.LARGE_JOB_BYTES),
     Kind("greedy jobs", legal.greedy_jobs, "result", MEMBER, own_bytes=legal.GREEDY_BYTES),
-    Kind("large results", legal.large_results, "result", MEMBER, own_bytes=legal.TCP_BYTES),
+    Kind(
+        "large results",
+        legal.large_results,
+        "result",
+        MEMBER,
+        rate=GIGABIT / legal.TCP_STROKE_BYTES,
+        own_bytes=legal.TCP_BYTES,
+    ),
     Kind("large joins", legal.large_joins, "Welcome", MEMBER),
     Kind("new formats", legal.new_formats, "result", MEMBER, rate=400.0, own_bytes=8 * MIB),
     Kind("restarts", frames.restarts, "Welcome", MEMBER),

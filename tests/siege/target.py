@@ -52,7 +52,7 @@ class Peer(RawPeer):
         super().__init__(target.address, local=local)
         self.sock.settimeout(PATIENCE_S)
         self.descriptors: list[int] = []
-        self._rest = b""
+        self._rest = bytearray()
         try:
             if target.ca is not None and not local:
                 host = parse_address(target.address)[0]
@@ -74,7 +74,8 @@ class Peer(RawPeer):
             if not more:
                 raise ConnectionResetError("closed")
             self._rest += more
-        data, self._rest = self._rest[:count], self._rest[count:]
+        data = bytes(self._rest[:count])
+        del self._rest[:count]
         return data
 
     def fileno(self) -> int:

@@ -195,12 +195,14 @@ class Cluster:
         """Called by a worker of an elastic job that leaves one generation for the next."""
         self.verdicts.judge_kept(worker)
 
+    def gave_up(self, worker: Worker) -> None:
+        """Called by a worker whose attempt to join has failed: its peers may have been admitted."""
+        self.blame(worker.job.name, worker.culprit)
+
     def gone(self, worker: Worker) -> None:
         """Called by a worker at its end; a rank that failed may try again."""
         self.verdicts.judge_slots(worker)
         self.verdicts.judge_kept(worker)
-        if worker.driver is None:
-            self.blame(worker.job.name, worker.culprit)  # it gave up joining, and its peers may have been admitted
         job = next(i for i, each in enumerate(self.plan.jobs) if each.name == worker.job.name)
         if self.ranks[job][worker.rank] is worker:
             left = self._rounds if worker.done else self._attempts

@@ -100,6 +100,7 @@ class Shard(Process):
             window=choose([1, 3, 4096]),
             piece_bytes=choose([500, 4000, 1 << 20]),
             blocks=choose([2, 9, 1 << 16]),
+            output=choose([1, 5000, 1 << 20]),
         )
 
     @property

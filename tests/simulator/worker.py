@@ -52,6 +52,9 @@ class Cluster(Protocol):
     def reforms(self, worker: Worker) -> None:
         """The worker leaves a generation of its job to form the next one."""
 
+    def gave_up(self, worker: Worker) -> None:
+        """An attempt of the worker to join has failed."""
+
     def gone(self, worker: Worker) -> None:
         """The worker has come to its end."""
 
@@ -188,6 +191,7 @@ class Worker(Process):
             self.links[deed.peer].send_control(encode_control(told))
         elif isinstance(deed, HangUp):
             self._hang_up()
+            self.cluster.gave_up(self)
         elif isinstance(deed, Joined):
             self._place_given = deed
         return None

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
-from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 from omnireduce.transport.tcp import TcpLink
 
 MESSAGE, CREDIT = 0, 1
@@ -124,9 +124,9 @@ class VerbsLink(Link):
         self._control.send_control(body, after=self._announced & WRITES_MASK)
         self._watch()
 
-    def flush(self) -> None:
+    def flush(self, most: int = EVERYTHING) -> None:
         if self._control.wants_write:
-            self._control.flush()
+            self._control.flush(most)
             self._watch()
 
     def _watch(self) -> None:
