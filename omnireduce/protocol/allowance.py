@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnireduce.config_security import Terms
-from omnireduce.protocol.hello_checks import slot_bytes
+from omnireduce.protocol.hello_checks import demand, slot_bytes
 from omnireduce.wire import Hello
 
 
@@ -18,8 +18,7 @@ def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Se
     count = sum(each.team == hello.team for each in jobs)
     if count >= terms.max_jobs:
         return f"{count} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
-    own = [each for each in held if each.team == hello.team]
-    ranks, taken = sum(each.world_size for each in own), sum(map(slot_bytes, own))
+    ranks, taken = demand(each for each in held if each.team == hello.team)
     if ranks + hello.world_size > terms.max_ranks:
         wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
         return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"

@@ -60,6 +60,12 @@ def slot_bytes(hello: Hello) -> int:
     return (hello.world_size + 1) * hello.slots * hello.slot_bytes
 
 
+def demand(jobs: Iterable[Hello]) -> tuple[int, int]:
+    """The ranks and the bytes of slots of these jobs together."""
+    each = [(job.world_size, slot_bytes(job)) for job in jobs]
+    return sum(ranks for ranks, _ in each), sum(taken for _, taken in each)
+
+
 def malformed(hello: Hello) -> str:
     if not re.match(JOB_PATTERN, hello.job):
         return f"job {hello.job[:SHOWN]!r}; expected {JOB_ALLOWED}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from omnireduce.protocol.hello_checks import slot_bytes
+from omnireduce.protocol.hello_checks import demand, slot_bytes
 from omnireduce.wire import Hello
 
 
@@ -39,7 +39,7 @@ class Limits:
         """Which limit one more job like this breaks beside `jobs` others; `others` have, or want, memory."""
         if jobs >= self.max_jobs:
             return f"{self.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
-        ranks, held = sum(each.world_size for each in others), sum(map(slot_bytes, others))
+        ranks, held = demand(others)
         if ranks + hello.world_size > self.max_ranks:
             wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
             return f"{wanted} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"

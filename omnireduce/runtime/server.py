@@ -171,7 +171,8 @@ class ShardServer:
 
     def _connection_ready(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
-            connection.link.flush(EVERYTHING if connection.job is None else connection.job.driver.flush_bytes)
+            job = connection.job
+            connection.link.flush(EVERYTHING if job is None else job.driver.flush_bytes)
             self._connections.update_interest(connection)
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:

@@ -259,6 +259,29 @@ def test_nothing_blocks_and_nothing_is_lost_while_the_peer_does_not_read(pair: P
         assert not sender.wants_write
 
 
+@pytest.mark.parametrize("most", [1, 7, 1000, SLOT_BYTES + 1])
+def test_a_flush_of_so_many_bytes_leaves_a_rest_that_is_told_of(pair: Pair, most: int) -> None:
+    sender, receiver = pair.ends
+    for slot in range(SLOTS):
+        fill(sender, slot, SLOT_BYTES, slot)
+        sender.send(slot, SLOT_BYTES)
+    sender.flush(most)
+    if pair.name in ("tcp", "tls"):
+        assert sender.wants_write
+    events: list[Event] = []
+
+    def read_all() -> bool:
+        if sender.wants_write:
+            sender.flush(most + len(events) * SLOT_BYTES)
+        events.extend(receiver.poll())
+        return len(events) == SLOTS
+
+    pair.repeat(read_all)
+    assert events == [Received(slot, SLOT_BYTES) for slot in range(SLOTS)]
+    assert all(bytes(receiver.receive_slots[k]) == fill(sender, k, SLOT_BYTES, k) for k in range(SLOTS))
+    assert not sender.wants_write
+
+
 def test_one_poll_takes_a_bounded_amount_and_leaves_the_rest_where_it_is_told_of(pair: Pair) -> None:
     """Small messages, as many as the pipe holds, and more behind them."""
     sent = 0

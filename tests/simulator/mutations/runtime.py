@@ -42,7 +42,7 @@ MUTATIONS = (
         "output is not flushed",
         _DRIVER,
         "results wait for the next thing that happens",
-        "        for link in self.links:\n            link.flush()\n",
+        "        for link in self.links:\n            link.flush(self.flush_bytes)\n",
         "",
     ),
     Mutation(
@@ -99,7 +99,8 @@ MUTATIONS = (
         "full pipes stay full",
         _SERVER,
         "output that did not fit is not sent later",
-        "            connection.link.flush()\n            self._connections.update",
+        "            connection.link.flush(EVERYTHING if job is None else job.driver.flush_bytes)\n"
+        "            self._connections.update",
         "            self._connections.update",
     ),
     Mutation(
