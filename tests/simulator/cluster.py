@@ -140,12 +140,16 @@ class Cluster:
         """Let a worker start at virtual time `at`."""
         worker = self._worker(self.plan.jobs[job], rank)
         late_s = handicap(self, job, worker) if first else 0.0
-        self._to_come += 1
-        self.world.at(at + late_s, lambda: self._arrive(job, worker))
+        self.expect(at + late_s, partial(self._start, job, worker))
 
-    def _arrive(self, job: int, worker: Worker) -> None:
+    def expect(self, at: float, come: Callable[[], None]) -> None:
+        """Let somebody come at virtual time `at`; the run does not end before."""
+        self._to_come += 1
+        self.world.at(at, partial(self._arrive, come))
+
+    def _arrive(self, come: Callable[[], None]) -> None:
         self._to_come -= 1
-        self._start(job, worker)
+        come()
 
     def _start(self, job: int, worker: Worker) -> None:
         self.ranks[job][worker.rank] = worker

@@ -209,9 +209,9 @@ def _hamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     elif fault.kind == "other secret":
         worker.secret = OTHER_SECRET if worker.secret is None or fault.number else None
     elif fault.kind == "second launch":
-        cluster.world.at(job.start_s + fault.number, partial(cluster.launch_again, fault.job))
+        cluster.expect(job.start_s + fault.number, partial(cluster.launch_again, fault.job))
     elif fault.kind == "duplicate":
-        cluster.world.at(job.start_s + fault.number, partial(cluster.intrude, fault.job, worker.rank))
+        cluster.expect(job.start_s + fault.number, partial(cluster.intrude, fault.job, worker.rank))
     elif fault.kind == "mismatch" and worker.program and job.ranks > 1:
         _mismatch(worker, int(fault.number))
         cluster.blame(job.name, "ranks ")
