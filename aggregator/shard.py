@@ -86,7 +86,7 @@ def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContex
         host, port = sock.getpeername()[:2]
         context, dead_peer_s = tls(), config.transport.dead_peer_s
         if context is not None:
-            return accept_tls(sock, f"{host}:{port}", dead_peer_s, context)
+            return accept_tls(sock, f"{host}:{port}", dead_peer_s, context, aside=True)
         return TcpLink(sock, f"{host}:{port}", dead_peer_s)
 
     def shm_link(sock: socket.socket) -> ShmLink:

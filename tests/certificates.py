@@ -53,4 +53,4 @@ class Certificates:
 
 @functools.cache
 def certificates(key: tuple[str, ...] = SMALL_KEY) -> Certificates:
-    return Certificates()
+    return Certificates(key)

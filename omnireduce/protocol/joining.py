@@ -344,7 +344,7 @@ class Joining:
         proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
         if proving is None and len(self._visits) < self._shards:
             return unreachable(self._addresses[len(self._visits)], self._transport, self._reason)
-        if proving is not None and (waited_s := now - proving[1].since) >= QUIET_S:
+        if proving is not None and (waited_s := now - proving[1].since) >= min(QUIET_S, (now - self._begun) / 2):
             return RefusedError(
                 f"no proof of the secret came from aggregator {self._addresses[proving[0]]} within {waited_s:.2g} s; "
                 "is it stopped or overloaded?",

@@ -24,7 +24,7 @@ NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
 INDEX_WORK = 16  # of one index
 HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
-BESIDE_OTHERS = 4  # the part of a turn's work that is left where there are other jobs
+BESIDE_OTHERS = 4  # a turn beside other jobs does one part in so many of the work
 LEAST_WORK = 1 << 20  # of one turn: below that its own cost shows
 PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are reduced in one step
@@ -34,9 +34,9 @@ class Budget(NamedTuple):
     """What an aggregator does for one job before others have their turn. Work is counted in bytes that are read; what
     has no bytes counts as many as take as long.
 
-    `work`: of one turn, where there is no other job. A turn may pass it by one step, and these bound a step. `window`:
+    `work`: of one turn, where no other job is busy. A turn may pass it by one step, and these bound a step. `window`:
     indices of one message; `piece_bytes`: all ranks' parts of one block. `blocks`: of one result. `output`: bytes
-    that leave in one turn where there are other jobs.
+    that leave in one turn, about, beside other jobs.
     """
 
     work: int = 16 << 20
@@ -45,10 +45,10 @@ class Budget(NamedTuple):
     blocks: int = 1 << 16
     output: int = 1 << 20
 
-    def share(self, busy: int, jobs: int) -> int:
-        """The work of one turn of a job when `busy` of `jobs` have something to do: together a part of what one alone
-        may do, as any other may have something to do soon, while none has too little."""
-        work = self.work if jobs == 1 else self.work // BESIDE_OTHERS
+    def share(self, busy: int, *, shared: bool) -> int:
+        """The work of one turn of a job while `busy` jobs are in line. It is less where the shard is `shared`, so that
+        others may have something to do at any time; none has too little."""
+        work = self.work // BESIDE_OTHERS if shared else self.work
         return max(work // busy, min(self.work, LEAST_WORK))
 
 

@@ -23,7 +23,8 @@ class Connection:
     job: Job | None = None
     rank: int = -1
     leaving: bool = False
-    interest: int = selectors.EVENT_READ
+    number: int = 0  # those that came later have a higher one
+    interest: int = selectors.EVENT_READ  # what the selector looks for; 0: it does not look
 
     def about(self, what: str) -> dict[str, object]:
         """The log's event `what` with all that is known of who it is about."""

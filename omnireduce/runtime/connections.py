@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import selectors
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ class Connections:
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
         self._selector, self._clock = selector, clock
         self._all: set[Connection] = set()
+        self._numbers = itertools.count()
         self.strangers, self.leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
 
     def __len__(self) -> int:
@@ -33,13 +35,14 @@ class Connections:
 
     def add(self, connection: Connection) -> None:
         """A stranger has come."""
+        connection.number = next(self._numbers)
         self._all.add(connection)
         self.strangers.add(connection, self._clock())
         self._selector.register(connection.link, selectors.EVENT_READ, connection)
 
     def go_on_by(self, connection: Connection, link: Link) -> None:
         """From now on the connection is this link."""
-        self._selector.unregister(connection.link)
+        self.pause(connection)
         connection.link, connection.interest = link, selectors.EVENT_READ
         self._selector.register(link, selectors.EVENT_READ, connection)
 
@@ -50,10 +53,22 @@ class Connections:
 
     def update_interest(self, connection: Connection) -> None:
         """Wait until the connection can be written to, if it has to be, and only then."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.link.wants_write else 0)
-        if connection.interest != wanted and connection in self._all:
+        wanted = _wanted(connection)
+        if connection.interest not in (0, wanted) and connection in self._all:
             connection.interest = wanted
             self._selector.modify(connection.link, wanted, connection)
+
+    def pause(self, connection: Connection) -> None:
+        """Do not look at the connection any more: what has come would end each wait at once."""
+        if connection.interest and connection in self._all:
+            connection.interest = 0
+            self._selector.unregister(connection.link)
+
+    def resume(self, connection: Connection) -> None:
+        """Look at the connection again."""
+        if not connection.interest and connection in self._all:
+            connection.interest = _wanted(connection)
+            self._selector.register(connection.link, connection.interest, connection)
 
     def let_leave(self, connection: Connection) -> None:
         """Give the connection a moment to read our last words."""
@@ -64,8 +79,12 @@ class Connections:
 
     def drop(self, connection: Connection) -> None:
         """Close it. Who had to read our last words has had the time."""
+        self.pause(connection)
         self._all.discard(connection)
         self.strangers.discard(connection)
         self.leavers.discard(connection)
-        self._selector.unregister(connection.link)
         connection.link.drop()
+
+
+def _wanted(connection: Connection) -> int:
+    return selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.link.wants_write else 0)

@@ -24,6 +24,7 @@ from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.access import ANYBODY, Access
+from omnireduce.runtime.aside import Aside
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.connections import Connections
 from omnireduce.runtime.driver import Clock
@@ -32,7 +33,7 @@ from omnireduce.runtime.listening import BESIDE_JOBS, Door, Listening
 from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
 from omnireduce.runtime.traced import ShardTraces
-from omnireduce.runtime.turns import POLL_WORK, Turns
+from omnireduce.runtime.turns import POLL_WORK, Turns, output_share
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import EVERYTHING, Control, Event, Link, Lost
 from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, shown
@@ -77,6 +78,7 @@ class ShardServer:
         self._connections = Connections(self._selector, clock, hello_timeout_s)
         self._strangers, self._leavers = self._connections.strangers, self._connections.leavers
         self._questions, self._turns = Questions(clock), Turns(clock)
+        self._aside = Aside(self._selector, self._connections, self._turns)
         self._jobs: dict[int, Job] = {}
         self._of_job: dict[int, list[Connection]] = {}
         self._drain_deadline: float | None = None
@@ -90,6 +92,7 @@ class ShardServer:
             turned()
         for connection in self._connections:
             self._drop(connection)
+        self._aside.close()
         self._selector.close()
         self._listening.close()
 
@@ -125,19 +128,19 @@ class ShardServer:
         for job in self._jobs.values():
             if job.machine.deadline is not None and job.machine.deadline <= now:
                 self._turns.due(job)
-        self._turns.serve(self._serve_job, self._serve_other, shared=bool(self._jobs))
+        self._turns.serve(self._serve_job, self._serve_other)
         self._housekeeping(now)
 
-    def _serve_job(self, job: Job, ready: dict[Connection, int], busy: int) -> int:
+    def _serve_job(self, job: Job, ready: dict[Connection, int], busy: int, shared: bool) -> int:
         """Let one of `busy` jobs read and go on until it has nothing to do or has used its turn; return the work."""
-        work, most = 0, self._budget.share(busy, len(self._jobs))
+        work, most = 0, self._budget.share(busy, shared=shared)
+        job.driver.flush_bytes = output_share(self._budget, len(job.links), busy, shared=shared)
         while ready and work < most:
             connection = next(iter(ready))
             work += self._serve(connection, ready.pop(connection))
         if job.generation in self._jobs:
             driver, machine = job.driver, job.machine
             machine.quantum = most
-            driver.flush_bytes = EVERYTHING if len(self._jobs) == 1 else 1 + self._budget.output // len(job.links)
             try:
                 driver.push() if ready else driver.advance()  # nobody is late whose messages are still unread
             except Exception as error:  # as in `_serve`
@@ -171,11 +174,12 @@ class ShardServer:
 
     def _connection_ready(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
-            job = connection.job
+            job = None if connection.leaving else connection.job
             connection.link.flush(EVERYTHING if job is None else job.driver.flush_bytes)
             self._connections.update_interest(connection)
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:
+            self._aside.do(connection)
             events = self._newcomer(connection, events)
             self._connections.update_interest(connection)
         if connection.leaving and connection.link.over:
@@ -188,7 +192,7 @@ class ShardServer:
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
         deadlines += [self._strangers.deadline, self._leavers.deadline, self._listening.again_at]
-        deadlines += [self._questions.deadline, self._turns.deadline]
+        deadlines += [self._questions.deadline, now if self._turns else None]
         return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
 
     # newcomers

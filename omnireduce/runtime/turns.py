@@ -1,38 +1,44 @@
-"""Who has something to do on a shard: all in turn, in the order in which they came, and nobody for long."""
+"""Who has something to do on a shard: all in turn, and nobody for long. Jobs go in the order in which they had
+something to do, those outside jobs in the order in which they came."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import nsmallest
+from operator import attrgetter
 
+from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
+from omnireduce.transport.base import EVERYTHING
 
 POLL_WORK = 1 << 16  # of one look at a connection, beside the bytes that it brings (see Budget)
 JOBS_WORK = 64 << 20  # after which a turn serves no further job
 OTHERS_WORK = 4 << 20  # the same of connections that are in no job
-OTHERS_S = 0.002  # and so much time: a TLS handshake takes long, whatever it reads
-REST = 3  # where jobs run, those outside rest so many times as long as they went beyond that
+OTHERS_S = 0.002  # and so much time
+LATELY_S = 0.05  # jobs that had something to do within this time share the shard
+LEAST_OUTPUT = 1 << 16  # bytes to one rank in one turn
+
+_age = attrgetter("number")
+ServeJob = Callable[[Job, dict[Connection, int], int, bool], int]
 
 
 class Turns:
     """Two lines: of jobs, each with those of its connections that are ready, and of connections that are in none.
 
-    What is ready is said as a selector says it, by a mask. Who is in a line already keeps his place.
+    What is ready is said as a selector says it, by a mask.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._jobs: dict[Job, dict[Connection, int]] = {}
         self._others: dict[Connection, int] = {}
-        self._others_at = 0.0  # when they may be served again
+        self._last, self._last_at = 0, clock() - LATELY_S  # the generation of the job that was served last, and when
+        self._shared_until = clock()
 
-    @property
-    def deadline(self) -> float | None:
-        """When somebody can be served; None: nobody is in line."""
-        if self._jobs:
-            return 0.0
-        return self._others_at if self._others else None
+    def __len__(self) -> int:
+        return len(self._jobs) + len(self._others)
 
     def ready(self, connection: Connection, mask: int) -> None:
         """Something can be done for the connection."""
@@ -46,30 +52,29 @@ class Turns:
         """The job can go on without news from a connection."""
         self._jobs.setdefault(job, {})
 
-    def serve(
-        self,
-        serve_job: Callable[[Job, dict[Connection, int], int], int],
-        serve_other: Callable[[Connection, int], int],
-        *,
-        shared: bool,
-    ) -> None:
+    def serve(self, serve_job: ServeJob, serve_other: Callable[[Connection, int], int]) -> None:
         """Serve those who are in the lines now, in order, until that was enough work for one turn. A function gets what
-        is ready and returns the work that it was; one for a job also gets how many jobs are in line. `shared`: jobs
-        run, and want most of the time."""
-        work, jobs = 0, len(self._jobs)
+        is ready and returns the work that it was; one for a job also gets how many jobs are in line, and whether
+        several share the shard."""
+        work, jobs, now = 0, len(self._jobs), self._clock()
         for _ in range(jobs):
             if work < JOBS_WORK:
                 job = next(iter(self._jobs))
-                work += serve_job(job, self._jobs.pop(job), jobs)
-        began = self._clock()
-        if not shared or began >= self._others_at:
-            self._serve_others(serve_other, began)
-            overtime_s = self._clock() - began - OTHERS_S
-            self._others_at = self._clock() + REST * max(0.0, overtime_s)
+                work += serve_job(job, self._jobs.pop(job), jobs, self._is_shared(job, now))
+        work, until = 0, self._clock() + OTHERS_S
+        first = nsmallest(OTHERS_WORK // POLL_WORK, self._others, key=_age)  # who comes in crowds stops no single one
+        for number, connection in enumerate(first):
+            if number == 0 or (work < OTHERS_WORK and self._clock() < until):
+                work += serve_other(connection, self._others.pop(connection))
 
-    def _serve_others(self, serve: Callable[[Connection, int], int], began: float) -> None:
-        work = 0
-        for number in range(len(self._others)):
-            if number == 0 or (work < OTHERS_WORK and self._clock() < began + OTHERS_S):
-                connection = next(iter(self._others))
-                work += serve(connection, self._others.pop(connection))
+    def _is_shared(self, job: Job, now: float) -> bool:
+        """Whether another job than this one had something to do lately."""
+        if job.generation != self._last and now < self._last_at + LATELY_S:
+            self._shared_until = now + LATELY_S
+        self._last, self._last_at = job.generation, now
+        return now < self._shared_until
+
+
+def output_share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> int:
+    """The bytes that may leave to one of the `ranks` of a job in one turn, while `busy` jobs are in line."""
+    return max(budget.output // (ranks * busy), min(budget.output, LEAST_OUTPUT)) if shared else EVERYTHING

@@ -19,7 +19,7 @@ leaves stays where the descriptor tells of it, so whoever waits for that misses 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -152,6 +152,11 @@ class Link(ABC):
     def wants_write(self) -> bool:
         """Output is waiting until the descriptor becomes writable, or readable where it never becomes writable."""
         return False
+
+    @property
+    def task(self) -> Callable[[], None] | None:
+        """Work that keeps this link, until it is done. It takes long, and any thread may do it; then `poll` goes on."""
+        return None
 
     @property
     def clogged(self) -> bool:

@@ -113,6 +113,9 @@ class StreamLink(Link):
             self._small.clear()
             self._output.clear()
         while self._small or self._output:
+            if most <= 0:  # `wants_write` tells of the rest
+                self._queue_small()
+                return
             if len(self._output) < GATHER:  # else they go on gathering: a peer decides how often we get here
                 self._queue_small()
             views = [self._output[i] for i in range(min(len(self._output), GATHER))]
@@ -123,8 +126,6 @@ class StreamLink(Link):
                 return
             self._consume(sent)
             most -= sent
-            if most <= 0 and self._output:  # so that `wants_write` tells of the rest
-                return
 
     def _output_failed(self, error: OSError) -> None:
         """The system takes no more, now or ever. Raises what is a signal handler's.

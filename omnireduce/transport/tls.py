@@ -10,12 +10,13 @@ one is demanded.
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from omnireduce.config import Metrics, Security
@@ -30,9 +31,11 @@ RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, lengt
 RECORD_TYPES = range(20, 24)
 RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
 WIRE_BYTES = 131072  # looked at at once
+HANDSHAKE_WIRE_BYTES = 20480  # the same of a stranger: one record
 RECORDS_PER_POLL = 64  # 1 MiB of whole ones
 HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
 EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
+HUNG_UP = (7, 8)  # TCP_CLOSE, TCP_CLOSE_WAIT: states of a connection, from <netinet/tcp.h>
 SEAL_BYTES = 131072  # encrypted at once
 ANSWER_BYTES = 65536  # of what OpenSSL says by itself that may wait for the peer; an honest one asks for little
 
@@ -40,16 +43,26 @@ ANSWER_BYTES = 65536  # of what OpenSSL says by itself that may wait for the pee
 class TlsLink(TcpLink):
     """A link over TCP and TLS. The handshake goes on in `poll`.
 
-    `host`: whose certificate a worker wants to see; an aggregator's end has none.
+    `host`: whose certificate a worker wants to see; an aggregator's end has none. `aside`: each step of the handshake
+    is a `task`, as signing takes long: until it is done, this thread leaves OpenSSL alone.
     """
 
     def __init__(
-        self, sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.SSLContext, host: str = ""
+        self,
+        sock: socket.socket,
+        peer: str,
+        dead_peer_s: float,
+        context: ssl.SSLContext,
+        host: str = "",
+        *,
+        aside: bool = False,
     ) -> None:
         super().__init__(sock, peer, dead_peer_s)
+        self._aside = aside
+        self._step: _Step | None = None  # of the handshake; nobody has heard yet what came of it
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
-        self._wire = memoryview(bytearray(WIRE_BYTES))
+        self._wire = memoryview(bytearray(HANDSHAKE_WIRE_BYTES))
         self._kept = 0  # bytes at its start: of a record that is not whole
         self._sealed = memoryview(b"")  # records on their way out
         self.established = False
@@ -62,11 +75,18 @@ class TlsLink(TcpLink):
 
     @property
     def wants_write(self) -> bool:
-        if self._output_dead or self._lost is not None:
+        if self._output_dead or self._lost is not None or self.task is not None:
             return False
         return bool(self._sealed or self._outgoing.pending or (self.established and self._output))
 
+    @property
+    def task(self) -> Callable[[], None] | None:
+        step = self._step
+        return None if step is None or step.done else step.do
+
     def flush(self, most: int = EVERYTHING) -> None:
+        if self.task is not None:
+            return
         if self.established:
             super().flush(most)
         try:
@@ -102,6 +122,11 @@ class TlsLink(TcpLink):
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
+        if self.task is not None:
+            return events
+        if self._step is not None:
+            step, self._step = self._step, None
+            self._stepped(step.error, events)
         self._end_if_unread(events)
         budget = RECORDS_PER_POLL
         while budget and self._lost is None:
@@ -135,7 +160,7 @@ class TlsLink(TcpLink):
                 self._take_data(events)
             else:
                 self._take_handshake(events)
-                budget *= not self.established
+                budget *= self._step is None and not self.established
             budget *= len(events) < EVENTS_PER_POLL
         return at, budget
 
@@ -164,19 +189,32 @@ class TlsLink(TcpLink):
         self._wire[: self._kept] = self._wire[at : at + self._kept]
 
     def _take_handshake(self, events: list[Event]) -> None:
+        """Go one step further, or let a task do it."""
         self._empty += 1
+        if self._aside:
+            self._step = _Step(self._tls, self._sock)
+            return
         try:
             self._tls.do_handshake()
         except OSError as error:
             if from_a_handler(error):
                 raise
-            if not isinstance(error, ssl.SSLWantReadError):
-                self._end(events, f"no TLS: {error.strerror or error}", violation=True)
-            elif self._empty > HANDSHAKE_RECORDS:
-                self._end(events, f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)
+            self._stepped(error, events)
         else:
+            self._stepped(None, events)
+
+    def _stepped(self, error: Exception | None, events: list[Event]) -> None:
+        """A step of the handshake has come to its end."""
+        if error is None:
             self.established, self._empty = True, 0
+            self._wire = memoryview(bytearray(self._wire) + bytes(WIRE_BYTES - HANDSHAKE_WIRE_BYTES))
             self.flush()
+        elif isinstance(error, ConnectionResetError):
+            self._end(events, "connection closed")
+        elif not isinstance(error, ssl.SSLWantReadError):
+            self._end(events, f"no TLS: {getattr(error, 'strerror', '') or error}", violation=True)
+        elif self._empty > HANDSHAKE_RECORDS:
+            self._end(events, f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)
 
     def _take_data(self, events: list[Event]) -> None:
         """Decrypt one record, straight to where its bytes belong."""
@@ -213,6 +251,9 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
     try:
         link = TlsLink(sock, f"{host}:{port}", dead_peer_s, context, host)
         wrong = _shake_hands(link, deadline)
+    except TimeoutError:
+        sock.close()
+        raise
     except OSError as error:
         if from_a_handler(error):
             sock.close()
@@ -228,22 +269,42 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
 
 
 def _shake_hands(link: TlsLink, deadline: float) -> str:
-    """Return when the handshake is over: nothing, or why it failed."""
+    """Return when the handshake is over: nothing, or why it failed. Raises TimeoutError."""
     ready = select.poll()
     while not link.established:
         link.flush()
         ready.register(link, select.POLLIN | (select.POLLOUT if link.wants_write else 0))
         if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            return "it did not answer in time"
+            raise TimeoutError(errno.ETIMEDOUT, "nobody answered its TLS handshake in time")
         for event in link.poll():  # nothing else comes before the handshake is over
             assert isinstance(event, Lost)
             return event.reason
     return ""
 
 
-def accept_tls(sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.SSLContext) -> TlsLink:
+def accept_tls(
+    sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.SSLContext, *, aside: bool = False
+) -> TlsLink:
     """The link of a connection that was accepted; the handshake is still to come. Raises OSError."""
-    return TlsLink(sock, peer, dead_peer_s, context)
+    return TlsLink(sock, peer, dead_peer_s, context, aside=aside)
+
+
+class _Step:
+    """One step of a handshake, which any thread may do. Nobody signs for a peer that has gone meanwhile."""
+
+    def __init__(self, tls: ssl.SSLObject, sock: socket.socket) -> None:
+        self._tls, self._sock = tls, sock
+        self.error: Exception | None = None
+        self.done = False
+
+    def do(self) -> None:
+        try:
+            if self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in HUNG_UP:
+                raise ConnectionResetError
+            self._tls.do_handshake()
+        except Exception as error:
+            self.error = error
+        self.done = True
 
 
 def aggregator_context(files: Security | Metrics, section: str = "security") -> ssl.SSLContext | None:

@@ -60,10 +60,13 @@ class Alarm:
 
 def one_job(comm: Communicator, alarm: Alarm, chance: random.Random) -> dict[str, object]:
     """Go on until an alarm has ended the job; how many results were wrong, and what the handler's error has done."""
-    wrong = 0
+    wrong, said = 0, ""
     for number in range(COLLECTIVES):
         x = np.full(SIZE, number + 1, np.float32)
-        handle = comm._allreduce("allreduce", x, None, "sum", "", None)
+        try:
+            handle = comm._allreduce("allreduce", x, None, "sum", "", None)
+        except AbortedError as error:  # the alarm came when the collective before was complete
+            return {"wrong": wrong, "raised": said, "reason": error.reason, "culprit": error.culprit}
         said = ""
         try:
             alarm.armed = True

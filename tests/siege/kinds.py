@@ -83,7 +83,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("page requests", pages.flood, "answer", STRANGER),
     Kind("silent page requests", pages.silent, "silent", STRANGER, rate=200.0),
     Kind("whole handshakes", sealed.whole_handshakes, "open", STRANGER, rate=400.0, tls=True, large_key=True),
-    Kind("half handshakes", sealed.half_handshakes, "half", STRANGER, tls=True),
+    Kind("half handshakes", sealed.half_handshakes, "half", STRANGER, tls=True, large_key=True),
     Kind("TLS garbage", sealed.garbage, "answer", STRANGER, tls=True),
     Kind("corrupt records", sealed.corrupt_records, "closed", STRANGER + MEMBER, tls=True),
     Kind("key updates", sealed.key_updates, "updated", STRANGER, rate=50.0, tls=True),

@@ -41,7 +41,7 @@ BUGS = {
             "omnireduce.wire",
             "a stranger stops the jobs of all others",
             _DECODE,
-            _DECODE + '        __import__("select").select([], [], [], 0.5)\n',
+            _DECODE + '        __import__("select").select([], [], [], 0.2)\n',
         ),
         Mutation(
             "sums are maxima",

@@ -13,6 +13,7 @@ BY_ITSELF = frozenset(  # ends no job
 TIME = "time"  # stalls, jumps and slow readers that together take longer than something may take
 DOWN = "down"  # nobody listens for longer than a worker may take to join
 SILENCE = "silence"  # nobody notices that a connection is lost for nearly as long as a collective may take
+UNREACHED = "cannot reach"
 CROWD = "crowd"  # not all jobs are allowed at once
 ANY = "any"  # whatever ends a job
 
@@ -53,14 +54,14 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "still waiting for": _ABSENT,
     "no Hello within": ("freeze", TIME),
     "the same security.secret_file": ("other secret",),
-    "no proof of the secret came": ("shard stall", "shard freeze", "slow shard", TIME),
+    "no proof of the secret came": ("shard stall", "shard freeze", "slow shard", DOWN, TIME),
     "have no place": (ANY,),
     "has no place for more": (ANY, "foreign survivor"),
     "was still waiting for": _ABSENT,
 }
 UNREACHABLE: Mapping[str, tuple[str, ...]] = {
     "before this worker was admitted": ("shard crash", "drain", "link loss", "garbage", TIME),
-    "cannot reach": (DOWN, "shard freeze", "slow shard", TIME),
+    UNREACHED: (DOWN, "shard freeze", "slow shard", TIME),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,7 +102,8 @@ class Verdicts:
         """Whether all ranks of the worker's job submitted `what`: a mismatch of all of them is none."""
         launch = worker.job.name, worker.job.launch
         mates = [each for each in self._cluster.workers if (each.job.name, each.job.launch) == launch]
-        return sum(what in each.program[number : number + 1] for each in mates) >= worker.place[1]
+        same = {each.rank for each in mates if what in each.program[number : number + 1]}
+        return len(same) >= worker.place[1]
 
     def judge_slots(self, worker: Worker) -> None:
         """All slots back: after a clean end the worker, and both ends of its links, have them all."""
@@ -191,13 +192,10 @@ class Verdicts:
             causes.add(reasons.DOWN)  # an elastic worker may begin its last attempt at any time
         if not reasons.plausible(worker.error, causes):
             return False
-        if isinstance(worker.error, CollectiveTimeoutError) and NOTICED_LATE in worker.error.reason:
-            named = [each for each in self._cluster.workers if each.culprit in worker.error.culprit]
-            return any(each.was_stalled for each in named)  # and nobody else: it says this of itself
-        if isinstance(worker.error, CollectiveTimeoutError) and (
-            reasons.TIME in causes or MOVES_ON in worker.error.reason
-        ):
-            return True  # time went to several, or to one that went on just before the limit
+        if reasons.UNREACHED in str(worker.error) and not causes.intersection(OUTAGES):
+            return False  # somebody listens all the time
+        if isinstance(worker.error, CollectiveTimeoutError):
+            return self._explained_delay(worker.error, causes, culprits)
         if isinstance(worker.error, AbortedError):
             if " as number " in worker.error.reason:  # a false number looks like a skipped collective: two are named
                 named = set(re.findall(r"\d+", worker.error.culprit))
@@ -208,6 +206,15 @@ class Verdicts:
         if isinstance(worker.error, TransportError):
             return any(culprit in str(worker.error) for culprit in culprits)
         return True
+
+    def _explained_delay(self, error: CollectiveTimeoutError, causes: Set[str], culprits: Set[str]) -> bool:
+        """Whether it names whom a collective waited for."""
+        if NOTICED_LATE in error.reason:
+            named = [each for each in self._cluster.workers if each.culprit in error.culprit]
+            return any(each.was_stalled for each in named)  # and nobody else: it says this of itself
+        if reasons.TIME in causes or MOVES_ON in error.reason:
+            return True  # time went to several, or to one that went on just before the limit
+        return any(culprit in error.culprit for culprit in culprits)
 
     @property
     def _causes(self) -> set[str]:

@@ -6,6 +6,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from certificates import certificates, needs_openssl
@@ -35,14 +36,14 @@ NO_DATA = Lost(f"{EMPTY_RECORDS + 1} TLS records in a row without data", violati
 class Guest:
     """An aggregator's end, and who connects to it: a plain socket, and what makes records for it."""
 
-    def __init__(self, *overrides: str) -> None:
+    def __init__(self, *overrides: str, aside: bool = False) -> None:
         security = load_config(overrides=[*certificates().holder("aggregator"), *overrides], environ={}).security
         context = aggregator_context(security)
         assert context is not None
         with listen_tcp("127.0.0.1", 0) as listener:
             self.sock = socket.create_connection(listener.getsockname())
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.link = accept_tls(accept(listener), "guest", 60, context)
+            self.link = accept_tls(accept(listener), "guest", 60, context, aside=aside)
         self.link.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
         self.client = TlsClient()
 
@@ -70,6 +71,51 @@ class Guest:
         """What a single poll finds when this has come."""
         self.sock.sendall(data)
         return self.polled()
+
+
+def test_a_handshake_goes_on_when_its_task_is_done() -> None:
+    with closing(Guest(aside=True)) as guest:
+        guest.sock.sendall(guest.client.hear(b""))
+        steps = 0
+        while not guest.link.established:
+            assert guest.polled() == []
+            while (task := guest.link.task) is not None:
+                assert guest.link.poll() == []  # nobody else touches it meanwhile
+                guest.link.flush()
+                assert not guest.link.wants_write
+                task()
+                steps += 1
+                assert guest.link.poll() == []
+            if steps == 1:
+                guest.sock.sendall(guest.client.hear(guest.sock.recv(65536)))
+        assert steps > 1
+
+
+def test_nobody_signs_for_a_peer_that_has_gone() -> None:
+    with closing(Guest(aside=True)) as guest:
+        guest.sock.sendall(guest.client.hear(b""))
+        assert guest.polled() == []
+        task = guest.link.task
+        assert task is not None
+        guest.sock.close()
+        wait_for([guest.link], 10)
+        task()
+        assert guest.link._outgoing.pending == 0
+        [lost] = guest.link.poll()
+        assert lost == Lost("connection closed")
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_garbage_ends_a_handshake(aside: bool) -> None:
+    with closing(Guest(aside=aside)) as guest:
+        guest.sock.sendall(b"\x16\x03\x01\x00\x10" + bytes(16))
+        events = guest.polled()
+        if guest.link.task is not None:
+            guest.link.task()
+            events += guest.link.poll()
+        [lost] = events
+        assert isinstance(lost, Lost)
+        assert lost.violation
 
 
 @pytest.fixture

@@ -1,0 +1,60 @@
+"""A second thread of a shard, for what would keep the first one busy for long: TLS handshakes."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from omnireduce.runtime.connection import Connection
+from omnireduce.runtime.connections import Connections
+from omnireduce.runtime.turns import Turns
+from omnireduce.transport.base import Link
+
+
+class Aside:
+    """Does the tasks of links, one after another, in the order in which they came. Meanwhile nobody looks at the
+    connection; then it has its turn.
+
+    There is a thread from the first task on.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, connections: Connections, turns: Turns) -> None:
+        self._selector, self._connections, self._turns = selector, connections, turns
+        self._executor: ThreadPoolExecutor | None = None
+        self._done: deque[Connection] = deque()
+        self._wake = -1
+
+    def do(self, connection: Connection) -> None:
+        """Do the task of the connection's link, if there is one."""
+        link = connection.link
+        if link.task is None:
+            return
+        self._connections.pause(connection)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "aside")
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._selector.register(self._wake, selectors.EVENT_READ, self._hear)
+        self._executor.submit(self._run, connection, link, link.task)
+
+    def _run(self, connection: Connection, link: Link, task: Callable[[], None]) -> None:
+        if not link.over:  # the peer may have gone, or have waited for too long
+            task()
+        self._done.append(connection)
+        os.eventfd_write(self._wake, 1)
+
+    def _hear(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._done:
+            connection = self._done.popleft()
+            self._connections.resume(connection)
+            self._turns.ready(connection, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Wait for the task that is under way, and forget the others."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+            os.close(self._wake)

@@ -1,0 +1,131 @@
+"""Beside other jobs a job does less in one turn, and less of its output leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from contextlib import closing
+
+import numpy as np
+import pytest
+from local_cluster import WAIT_S
+from samples import Array
+from test_crowds import HELLO, Crowd, say
+from test_turns import BLOCK, SoleRank
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.protocol.reduction import Budget
+from omnireduce.runtime.turns import LATELY_S, output_share
+from omnireduce.transport.base import EVERYTHING
+from omnireduce.transport.stream import DATA, FRAME
+from omnireduce.transport.tcp import TcpLink, listen_tcp
+from omnireduce.wire import Hello, Welcome, decode_control, seal
+
+
+class TcpRank:
+    """The one rank of a job, by TCP. `taken`: how many bytes it has read."""
+
+    def __init__(self, crowd: Crowd, job: str, slot_bytes: int) -> None:
+        with listen_tcp("127.0.0.1", 0) as listener:
+            listener.setblocking(True)
+            self.sock = socket.create_connection(listener.getsockname())
+            accepted, _ = listener.accept()
+        crowd.peers.append(self.sock)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        crowd.server.adopt(TcpLink(accepted, job, 10.0))
+        say(
+            self.sock, Hello(HELLO.version, job, 0, 1, 0, 1, 2, slot_bytes, "host", 7, 64, tcp_message_bytes=slot_bytes)
+        )
+        crowd.turn()
+        self.sock.settimeout(WAIT_S)
+        assert isinstance(decode_control(self.sock.recv(4096)[FRAME.size :]), Welcome)
+        self.sock.setblocking(False)
+        self.slot_bytes, self.taken, self.turns = slot_bytes, 0, 0
+        self._data, self._unsent = b"", b""
+
+    def submit(self, values: Array) -> None:
+        descriptor = Descriptor("allreduce", "", values.dtype.name, (values.size,), op="max", block_size=BLOCK)
+        memory, blocks = np.zeros(self.slot_bytes, np.uint8), values.size // BLOCK
+        memory[64 : 64 + values.nbytes] = values.view(np.uint8)
+        nbytes = seal(memory, 0, blocks, np.arange(blocks), BLOCK * values.itemsize, descriptor.encoded)
+        self._unsent = FRAME.pack(DATA, 0, nbytes) + memory[:nbytes].tobytes()
+
+    def go_on(self) -> None:
+        """Send what can be sent, and read all that has come."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        with contextlib.suppress(BlockingIOError):
+            while more := self.sock.recv(1 << 20):
+                self._data += more
+        self.taken = len(self._data)
+
+    def result(self, elements: int) -> Array | None:
+        """The blocks of the result, which is one message, when all of it has come."""
+        at = 0
+        while at + FRAME.size <= len(self._data):
+            kind, _, length = FRAME.unpack_from(self._data, at)
+            at += FRAME.size
+            if kind == DATA and at + length <= len(self._data):
+                return np.frombuffer(self._data, np.float32, elements, at + 64)
+            at += length
+        return None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "busy", "shared", "work", "output"),
+    [
+        (2, 1, False, 16 << 20, EVERYTHING),
+        (2, 1, True, 4 << 20, 1 << 19),
+        (2, 2, True, 2 << 20, 1 << 18),
+        (2, 4, True, 1 << 20, 1 << 17),
+        (2, 64, True, 1 << 20, 1 << 16),  # the least
+        (1000, 1, True, 4 << 20, 1 << 16),
+    ],
+)
+def test_what_one_job_may_do_in_a_turn(ranks: int, busy: int, shared: bool, work: int, output: int) -> None:
+    budget = Budget()
+    assert budget.share(busy, shared=shared) == work
+    assert output_share(budget, ranks, busy, shared=shared) == output
+    small = Budget(work=100, output=50)
+    assert small.share(busy, shared=shared) <= 100
+    assert not shared or 1 <= output_share(small, ranks, busy, shared=True) <= 50
+
+
+def test_beside_another_busy_job_a_result_leaves_in_parts() -> None:
+    """By TCP; and all of it leaves, also when the other job is busy no more."""
+    output, values = 1 << 16, np.arange(1, 200_001, dtype=np.float32)
+    with closing(Crowd(Budget(output=output))) as crowd:
+        other, rank = SoleRank(crowd, "other"), TcpRank(crowd, "large", 1 << 20)
+        other.submit(np.ones(BLOCK, np.float32))
+        crowd.turn()
+        rank.submit(values)
+        while rank.taken < values.nbytes // 2:
+            assert taken_in_a_turn(crowd, rank) <= 2 * output + 4096
+        crowd.now += LATELY_S
+        while (result := rank.result(values.size)) is None:
+            taken_in_a_turn(crowd, rank)
+        assert (result == values).all()
+
+
+def test_alone_or_beside_idle_jobs_a_result_leaves_at_once() -> None:
+    values = np.arange(1, 200_001, dtype=np.float32)
+    with closing(Crowd(Budget(output=1 << 16))) as crowd:
+        SoleRank(crowd, "idle")
+        crowd.turn()
+        crowd.now += LATELY_S
+        rank = TcpRank(crowd, "large", 1 << 20)
+        rank.submit(values)
+        while rank.taken == 0:
+            most = taken_in_a_turn(crowd, rank)
+        assert most > 4 << 16
+
+
+def taken_in_a_turn(crowd: Crowd, rank: TcpRank) -> int:
+    """How much the rank could read after one turn."""
+    before = rank.taken
+    crowd.turn()
+    rank.go_on()
+    rank.turns += 1
+    assert rank.turns < 1000
+    return rank.taken - before
