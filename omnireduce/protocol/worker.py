@@ -168,6 +168,7 @@ class WorkerMachine:
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
         self._under_way: deque[Collective] = deque()
         self._oldest_since = 0.0
+        self._late_s = 0.0  # how long after its time limit this was noticed; 0: in time
         self._longest: Waiting | None = None  # wait during the oldest collective
         self._next = 0
         self._waiting_for = ""
@@ -199,7 +200,10 @@ class WorkerMachine:
     @property
     def deadline(self) -> float | None:
         """When `timer` must be called, if nothing happens before."""
-        return self._oldest_since + self._timeout_s if self._under_way and self.ended is None else None
+        if not self._under_way or self.ended is not None:
+            return None
+        grace_s = self._late_s + LATE * self._timeout_s if self._late_s else 0.0
+        return self._oldest_since + self._timeout_s + grace_s
 
     @property
     def said_goodbye(self) -> bool:
@@ -213,7 +217,7 @@ class WorkerMachine:
         collective = Collective(self._next, descriptor, operand, len(taking_part))
         self._next += 1
         if not self._under_way:
-            self._oldest_since, self._longest = now, None
+            self._oldest_since, self._late_s, self._longest = now, 0.0, None
         for stream in taking_part:
             stream.submit(collective)
             if not self._under_way:
@@ -249,7 +253,7 @@ class WorkerMachine:
         while self._under_way and self._under_way[0].shards_left == 0:
             collective = self._under_way.popleft()
             collective.operand.finish()
-            self._oldest_since, self._longest, self._waiting_for = now, None, ""
+            self._oldest_since, self._late_s, self._longest, self._waiting_for = now, 0.0, None, ""
             yield Finish(collective.number)
         if self._retired:
             yield from self._end_if_retired()
@@ -302,9 +306,14 @@ class WorkerMachine:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {reason}"))
 
     def timer(self, now: float) -> Iterator[Effect]:
-        """Time has passed; end the job if its oldest collective is overdue."""
+        """Time has passed; end the job if its oldest collective is overdue. Who was stopped listens for a moment first:
+        what came meanwhile may not have been read."""
         deadline = self.deadline
-        if self.ended is None and deadline is not None and now >= deadline:
+        if deadline is None or now < deadline:
+            return
+        if not self._late_s and now - deadline >= LATE * self._timeout_s:
+            self._late_s = now - deadline
+        else:
             yield from self._end(self._overdue(now))
 
     def leave(self, reason: str = "") -> Iterator[Effect]:
@@ -330,9 +339,8 @@ class WorkerMachine:
                 listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
             )
         long_wait = self._longest is not None and self._longest.seconds >= self._timeout_s / 2
-        late_s = now - self._oldest_since - self._timeout_s
-        if late_s >= LATE * self._timeout_s and not long_wait:  # what it reads now may be old: it cannot judge others
-            reason += f"; it noticed that {late_s:.1f} s late: was it stopped or overloaded?"
+        if self._late_s and not long_wait:  # what it reads now may be old: it cannot judge others
+            reason += f"; it noticed that {self._late_s:.1f} s late: was it stopped or overloaded?"
             return Cause(self._me, reason, timeout=True)
         if waits:
             return Cause(max(waits, key=lambda each: each.seconds).who, reason, timeout=True)

@@ -79,8 +79,7 @@ class ShardServer:
         self._strangers, self._leavers = self._connections.strangers, self._connections.leavers
         self._questions, self._turns = Questions(clock), Turns(clock)
         self._aside = Aside(self._selector, self._connections, self._turns)
-        self._jobs: dict[int, Job] = {}
-        self._of_job: dict[int, list[Connection]] = {}
+        self._jobs, self._of_job = dict[int, Job](), dict[int, list[Connection]]()
         self._drain_deadline: float | None = None
         self._listening = Listening(doors, self._selector, clock, lambda: len(self._connections))
 
@@ -134,7 +133,8 @@ class ShardServer:
     def _serve_job(self, job: Job, ready: dict[Connection, int], busy: int, shared: bool) -> int:
         """Let one of `busy` jobs read and go on until it has nothing to do or has used its turn; return the work."""
         work, most = 0, self._budget.share(busy, shared=shared)
-        job.driver.flush_bytes = output_share(self._budget, len(job.links), busy, shared=shared)
+        if job.generation in self._jobs:  # else it has no driver any more
+            job.driver.flush_bytes = output_share(self._budget, len(job.links), busy, shared=shared)
         while ready and work < most:
             connection = next(iter(ready))
             work += self._serve(connection, ready.pop(connection))
@@ -154,7 +154,7 @@ class ShardServer:
         return work
 
     def _serve_other(self, connection: Connection, mask: int) -> int:
-        """Serve a connection outside jobs; return the work done. If it has just come into one, that job is due."""
+        """Serve a connection outside jobs; return the work. If it has just come into one, that job is due."""
         work = self._serve(connection, mask)
         if connection.job is not None and not connection.leaving:
             self._turns.due(connection.job)

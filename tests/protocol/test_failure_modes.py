@@ -274,7 +274,27 @@ def test_a_rank_that_is_stopped_while_it_looks_for_input_does_not_blame_the_aggr
     cluster.allreduce(1, np.ones(50, np.float32), name="w")
     for _ in range(2):
         stopped.turn()
+    cluster.now = 6.5  # both noticed late, and have listened for a moment
+    for driver in cluster.worker_drivers:
+        driver.turn()
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
+
+
+def test_who_notices_late_listens_for_a_moment_before_it_judges() -> None:
+    """It was stopped; what the aggregator said meanwhile comes in parts."""
+    cluster = InprocCluster(1, timeout_s=5.0)
+    [worker] = cluster.worker_drivers
+    cluster.allreduce(0, np.ones(50, np.float32))
+    cluster.now = 6.0
+    worker.turn()
+    assert cluster.worker_ends == [None]
+    assert worker.machine.deadline == pytest.approx(6.25)
+    cluster.settle()
+    assert worker.machine.deadline is None  # complete
+    cluster.allreduce(0, np.ones(50, np.float32), name="next")
+    cluster.now = 11.0
+    worker.turn()
+    assert cluster.worker_ends != [None]  # just in time: the aggregator has been silent, as far as this rank knows
 
 
 def test_a_rank_that_sends_for_long_without_finding_a_block_is_waited_for() -> None:
