@@ -24,6 +24,8 @@ from omnireduce.transport.tls import (
     RECORDS_PER_POLL,
     accept_tls,
     aggregator_context,
+    connect_tls,
+    worker_context,
 )
 
 from .pairs import SLOT_BYTES, SLOTS, TlsPair, accept, wait_for
@@ -89,6 +91,14 @@ def test_a_handshake_goes_on_when_its_task_is_done() -> None:
             if steps == 1:
                 guest.sock.sendall(guest.client.hear(guest.sock.recv(65536)))
         assert steps > 1
+
+
+def test_a_handshake_that_nobody_answers_may_be_tried_again() -> None:
+    """It is a time-out of the system, as when nobody can be reached."""
+    context = worker_context(load_config(overrides=[certificates().trust()], environ={}).security)
+    assert context is not None
+    with listen_tcp("127.0.0.1", 0) as listener, pytest.raises(TimeoutError, match="nobody answered its TLS"):
+        connect_tls("127.0.0.1", listener.getsockname()[1], 0.1, 10.0, context)
 
 
 def test_nobody_signs_for_a_peer_that_has_gone() -> None:
