@@ -48,7 +48,12 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "protocol version": ("misconfigured",),
     "expected": ("misconfigured", "garbage"),
     "does not exist": ("misconfigured",),
-    "aggregator.max_": ("misconfigured", CROWD, "stranger"),
+    "aggregator.max_": (
+        "misconfigured",
+        CROWD,
+        "stranger",
+        "shard freeze",
+    ),  # attempts given up count until it reads on
     "malformed control message": ("garbage",),
     "the aggregator is shutting down": ("drain",),
     "still waiting for": _ABSENT,
