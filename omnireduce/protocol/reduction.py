@@ -48,6 +48,8 @@ class Budget(NamedTuple):
     def share(self, busy: int, *, shared: bool) -> int:
         """The work of one turn of a job while `busy` jobs are in line. It is less where the shard is `shared`, so that
         others may have something to do at any time; none has too little."""
+        if busy == 1 and not shared:
+            return self.work
         work = self.work // BESIDE_OTHERS if shared else self.work
         return max(work // busy, min(self.work, LEAST_WORK))
 

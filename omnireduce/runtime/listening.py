@@ -33,7 +33,7 @@ class Listening:
     """Keeps `doors` in `selector`.
 
     Where the system has no room for one more connection, the first that waits would keep a socket readable. By a
-    descriptor that is kept back it is told so (`turn_away`); where that fails, all are left alone until `again_at`.
+    descriptor that is kept back it is told so (`turn_away`); where that fails, all are left alone until `deadline`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Listening:
     ) -> None:
         self._doors, self._selector, self._clock, self._connected = doors, selector, clock, connected
         self._reserve = Reserve() if doors else None
-        self.again_at: float | None = None
+        self.deadline: float | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -54,14 +54,14 @@ class Listening:
 
     def resume(self, now: float) -> None:
         """Listen again, if it is time."""
-        if self.again_at is not None and now >= self.again_at:
-            self.again_at = None
+        if self.deadline is not None and now >= self.deadline:
+            self.deadline = None
             self._begin()
 
     def accept(self, door: Door, most: int) -> Iterator[Link]:
         """The links of those who wait at a door that was readable, at most so many."""
         for _ in range(min(most, ACCEPTED)):
-            if self.again_at is not None:  # since an earlier event of the same turn
+            if self.deadline is not None:  # since an earlier event of the same turn
                 return
             try:
                 sock, _ = door.listener.accept()
@@ -102,7 +102,7 @@ class Listening:
 
     def pause(self, until: float) -> None:
         """Leave all doors alone until then."""
-        if self.again_at is None:
+        if self.deadline is None:
             for door in self._doors:
                 self._selector.unregister(door.listener)
-        self.again_at = until
+        self.deadline = until

@@ -55,6 +55,8 @@ class Questions:
 
     def take(self) -> Iterator[tuple[Connection, StatusRequest]]:
         """Take out those that are to be answered in this turn, one by one: how long that takes is measured."""
+        if not self._waiting:
+            return
         started = self._clock()
         chosen = [connection for connection in self._waiting if connection.of_monitor]
         if started >= self._again_at:

@@ -188,11 +188,12 @@ class ShardServer:
             self._feed(connection, connection.job, events)
 
     def _patience(self, longest_s: float) -> float:
+        if self._turns.waited_for:
+            return 0.0
         now = self._clock()
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
-        deadlines += [self._strangers.deadline, self._leavers.deadline, self._listening.again_at]
-        deadlines += [self._questions.deadline, now if self._turns else None]
+        deadlines += [each.deadline for each in (self._strangers, self._leavers, self._questions, self._listening)]
         return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
 
     # newcomers
@@ -263,9 +264,8 @@ class ShardServer:
     def _tell_status(self) -> None:
         for connection, request in self._questions.take():
             try:
-                gathering = self._membership.gathering(self._clock())
-                count, team = len(self._connections), connection.gate.team.name
-                page = self._report.page(request, self._jobs.values(), gathering, count, team)
+                gathering, team = self._membership.gathering(self._clock()), connection.gate.team.name
+                page = self._report.page(request, self._jobs.values(), gathering, len(self._connections), team)
                 self._connections.say(connection, page)
             except Exception as error:  # a bug of ours
                 self._contain(error, None, connection)

@@ -37,8 +37,10 @@ class Turns:
         self._last, self._last_at = 0, clock() - LATELY_S  # the generation of the job that was served last, and when
         self._shared_until = clock()
 
-    def __len__(self) -> int:
-        return len(self._jobs) + len(self._others)
+    @property
+    def waited_for(self) -> bool:
+        """Somebody is in line."""
+        return bool(self._jobs or self._others)
 
     def ready(self, connection: Connection, mask: int) -> None:
         """Something can be done for the connection."""
@@ -61,6 +63,10 @@ class Turns:
             if work < JOBS_WORK:
                 job = next(iter(self._jobs))
                 work += serve_job(job, self._jobs.pop(job), jobs, self._is_shared(job, now))
+        if self._others:
+            self._serve_others(serve_other)
+
+    def _serve_others(self, serve_other: Callable[[Connection, int], int]) -> None:
         work, until = 0, self._clock() + OTHERS_S
         first = nsmallest(OTHERS_WORK // POLL_WORK, self._others, key=_age)  # who comes in crowds stops no single one
         for number, connection in enumerate(first):
@@ -77,4 +83,6 @@ class Turns:
 
 def output_share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> int:
     """The bytes that may leave to one of the `ranks` of a job in one turn, while `busy` jobs are in line."""
-    return max(budget.output // (ranks * busy), min(budget.output, LEAST_OUTPUT)) if shared else EVERYTHING
+    if not shared:
+        return EVERYTHING
+    return max(budget.output // (ranks * busy), min(budget.output, LEAST_OUTPUT))
