@@ -184,7 +184,7 @@ class Reduction:
 
         Returns the work done; 0 means that there was nothing to add.
         """
-        if self.watermark == NOT_STARTED or not any(self._unused):
+        if self.watermark == NOT_STARTED:
             return 0
         if self._columns < self._block_size:
             return self._merge_piece(slot)
