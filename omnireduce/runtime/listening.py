@@ -70,7 +70,7 @@ class Listening:
             except OSError as error:
                 log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
                 if error.errno in NO_ROOM and not self._answer(door):
-                    self.pause(self._clock() + PAUSE_S)
+                    self._pause()
                 continue
             try:
                 yield door.make_link(sock)
@@ -100,9 +100,7 @@ class Listening:
         if self._reserve is not None:
             self._reserve.close()
 
-    def pause(self, until: float) -> None:
-        """Leave all doors alone until then."""
-        if self.deadline is None:
-            for door in self._doors:
-                self._selector.unregister(door.listener)
-        self.deadline = until
+    def _pause(self) -> None:
+        self.deadline = self._clock() + PAUSE_S
+        for door in self._doors:
+            self._selector.unregister(door.listener)

@@ -90,8 +90,9 @@ class SimLink(InprocLink):
             self._output.clear()
         while most > 0 and self._output and self._has_room(wire_bytes(self._output[0])):
             event = self._output.popleft()
-            most -= wire_bytes(event)
-            self._in_pipe += wire_bytes(event)
+            nbytes = wire_bytes(event)
+            most -= nbytes
+            self._in_pipe += nbytes
             self._travel(event)
 
     def _travel(self, event: Event) -> None:

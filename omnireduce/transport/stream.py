@@ -109,6 +109,7 @@ class StreamLink(Link):
             self._small.clear()
 
     def flush(self, most: int = EVERYTHING) -> None:
+        is_bounded = most < EVERYTHING
         if self._output_dead:
             self._small.clear()
             self._output.clear()
@@ -120,12 +121,12 @@ class StreamLink(Link):
                 self._queue_small()
             views = [self._output[i] for i in range(min(len(self._output), GATHER))]
             try:
-                sent = self._write(views if most == EVERYTHING else beginning(views, most))
+                sent = self._write(beginning(views, most) if is_bounded else views)
             except OSError as error:
                 self._output_failed(error)
                 return
             self._consume(sent)
-            most -= sent
+            most -= sent if is_bounded else 0
 
     def _output_failed(self, error: OSError) -> None:
         """The system takes no more, now or ever. Raises what is a signal handler's.

@@ -48,12 +48,8 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "protocol version": ("misconfigured",),
     "expected": ("misconfigured", "garbage"),
     "does not exist": ("misconfigured",),
-    "aggregator.max_": (
-        "misconfigured",
-        CROWD,
-        "stranger",
-        "shard freeze",
-    ),  # attempts given up count until it reads on
+    # a shard that stands still counts attempts that were given up
+    "aggregator.max_": ("misconfigured", CROWD, "stranger", "shard freeze"),
     "malformed control message": ("garbage",),
     "the aggregator is shutting down": ("drain",),
     "still waiting for": _ABSENT,

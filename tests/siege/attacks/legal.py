@@ -116,7 +116,7 @@ def greedy_jobs(target: Target, draw: random.Random) -> Iterator[str]:
 
 
 def large_results(target: Target, draw: random.Random) -> Iterator[str]:
-    """Dense collectives by TCP whose messages and results are as large as they may be, and are read late."""
+    """Dense collectives by TCP whose messages and results fill slots of some MiB."""
     block = 4096
     elements = TCP_SLOT_BYTES // (4 * block + 8) * block - block
     descriptor = Descriptor("allreduce", "", "float32", (elements,), block_size=block)
