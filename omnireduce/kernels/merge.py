@@ -19,16 +19,17 @@ def plan_union(
     watermark: int,
     out_indices: Array,
     parts: Array,
-    written: int,
+    mark_sole: bool,
 ) -> int:
-    """Walk the ranks' ascending `indices` below `watermark` and list their union from entry `written` on.
+    """Walk the ranks' ascending `indices` below `watermark` and list their union.
 
     `indices`: int64 (ranks, capacity), `position`, `count`: int64 (ranks,), the unread part of each rank's message;
     `position` advances. `start`: int64 (ranks,), where the message's first block begins in the arena, in elements.
-    For each block in the union, its number goes to `out_indices` (capacity,) and to `parts` (capacity, ranks) where
-    each rank's block begins, or ABSENT. Stops when `out_indices` is full. Returns the number of entries.
+    For each block in the union, its number goes to `out_indices` (entries,) and to `parts` (entries or more, ranks)
+    where each rank's block begins, or ABSENT. With `mark_sole` a number is marked where one rank alone contributed.
+    Stops when `out_indices` is full. Returns the number of entries.
     """
-    ranks = indices.shape[0]
+    ranks, written = indices.shape[0], 0
     while written < out_indices.size:
         block = watermark
         for r in range(ranks):
@@ -36,28 +37,19 @@ def plan_union(
                 block = indices[r, position[r]]
         if block == watermark:
             break
+        present, last = 0, 0
         for r in range(ranks):
             if position[r] < count[r] and indices[r, position[r]] == block:
                 parts[written, r] = start[r] + position[r] * block_size
                 position[r] += 1
+                present += 1
+                last = r
             else:
                 parts[written, r] = ABSENT
-        out_indices[written] = block
+        sole = last + 1 if mark_sole and present == 1 else 0
+        out_indices[written] = block | sole << SOLE_SHIFT
         written += 1
     return written
-
-
-@kernel
-def mark_sole(parts: Array, first: int, out_indices: Array) -> None:
-    """Mark the entries from `first` on to which one rank alone contributed; `parts` as filled by `plan_union`."""
-    for k in range(first, parts.shape[0]):
-        present, mark = 0, 0
-        for r in range(parts.shape[1]):
-            if parts[k, r] >= 0:
-                present += 1
-                mark = r + 1
-        if present == 1:
-            out_indices[k] |= mark << SOLE_SHIFT
 
 
 @kernel

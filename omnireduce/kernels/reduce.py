@@ -73,13 +73,13 @@ def _product(total: Array, arena: Array, part: Array) -> None:
 
 
 @kernel
-def reduce_blocks(op: int, arena: Array, parts: Array, first: int, out: Array) -> None:
-    """Reduce entries `first`… of `parts` (int64, (entries, ranks), offsets into `arena` or negative) into `out`.
+def reduce_blocks(op: int, arena: Array, parts: Array, out: Array) -> None:
+    """Reduce the entries of `parts` (int64, (entries, ranks), offsets into `arena` or negative) into `out`.
 
     `arena`: (elements,) of the reduced type; `out`: (entries, block size).
     """
     ranks, size = parts.shape[1], out.shape[1]
-    for k in range(first, parts.shape[0]):
+    for k in range(parts.shape[0]):
         total, present, begin = out[k], 0, 0
         for r in range(ranks):
             at = parts[k, r]
@@ -146,14 +146,14 @@ def _encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None
 
 @kernel
 def reduce_half_blocks(
-    op: int, brain: bool, arena: Array, parts: Array, first: int, out: Array, scratch: Array, bits: Array
+    op: int, brain: bool, arena: Array, parts: Array, out: Array, scratch: Array, bits: Array
 ) -> None:
     """`reduce_blocks` for float16 (or bfloat16 when `brain`): summed in float32, rounded once.
 
     `arena`, `out`: uint16; `scratch`: float32 (2, block size), and `bits` the same memory as uint32.
     """
     ranks, size = parts.shape[1], out.shape[1]
-    for k in range(first, parts.shape[0]):
+    for k in range(parts.shape[0]):
         present = 0
         for r in range(ranks):
             at, row = parts[k, r], min(present, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.merge import leave_out, mark_sole, plan_union, split_marks
+from omnireduce.kernels.merge import leave_out, plan_union, split_marks
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
@@ -19,15 +19,14 @@ def warm_up_aggregator() -> None:
     parts = np.zeros((1, 1), np.int64)
     admit_indices(indices[0], 0, 1, one.copy())
     all_owned(one, 0, 1, 1)
-    plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, 0)
-    mark_sole(parts, 0, one.copy())
+    plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, True)
     row = np.zeros((1, 8), np.uint8)
     leave_out(one, 0, row, row.copy())
     scratch = np.zeros((2, 8), np.float32)
     for storage in STORAGES:
-        reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, 0, np.zeros((1, 8), storage))
+        reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, np.zeros((1, 8), storage))
     half = np.zeros(8, np.uint16)
-    reduce_half_blocks(OPS["sum"], True, half, parts, 0, half.reshape(1, 8), scratch, scratch.view(np.uint32))
+    reduce_half_blocks(OPS["sum"], True, half, parts, half.reshape(1, 8), scratch, scratch.view(np.uint32))
 
 
 def warm_up_worker() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,7 +43,6 @@ class _Rank:
     inbox: deque[tuple[int, Header]] = field(default_factory=deque)
     open_row: int = -1  # arena row of the message in use, -1 for none
     joined: bool = False  # has sent its first message of the current collective
-    left: bool = False
 
 
 class Wait(NamedTuple):
@@ -88,6 +87,7 @@ class AggregatorMachine:
         reduction: Callable[..., Reduction] = Reduction,
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
+        self._gone: set[int] = set()  # ranks that have left
         self._arena, self._results = arena, results
         self._slots, self._stripes, self._whole_bytes = len(results), stripes, whole_bytes
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
@@ -137,7 +137,7 @@ class AggregatorMachine:
 
     def has_left(self, rank: int) -> bool:
         """The rank said that it goes, cleanly."""
-        return self._ranks[rank].left
+        return rank in self._gone
 
     # events
 
@@ -172,12 +172,12 @@ class AggregatorMachine:
 
     def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `rank` is over."""
-        if not self._ranks[rank].left:
+        if rank not in self._gone:
             yield from self.abort(Cause(self._ranks[rank].name, reason), "lost", rank)
 
     def violated(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """`rank` broke the rules of its link, or said what cannot be read; the link may be over."""
-        if not self._ranks[rank].left:
+        if rank not in self._gone:
             yield from self._violation(rank, ProtocolError(reason))
 
     def timer(self, now: float) -> Iterator[Effect]:
@@ -209,19 +209,19 @@ class AggregatorMachine:
                 return
             self.spent += self._round_work
             try:
-                moved = self._take_messages(now)
+                taken = self._take_messages(now)
             except _BrokenRuleError as broken:
                 yield from self._violation(broken.rank, broken.error)
                 return
             if self._current is None:
                 return
-            if self._ranks_gone():
+            if self._gone:
                 yield from self.abort(self._ranks_gone_cause(), "left")
                 return
-            if moved and self.spent >= self.quantum:
+            if taken and self.spent >= self.quantum:
                 continue
-            moved |= self._merge(self._current)
-            yield from self._return_used(self._current)
+            moved = self._merge(self._current)
+            moved |= yield from self._return_used(self._current)
             if self._worth_sending(self._current, moved):
                 moved, self._quiet_since = True, now
                 yield self._emit(self._current)
@@ -302,11 +302,14 @@ class AggregatorMachine:
         self.spent += work
         return work > 0
 
-    def _return_used(self, current: Reduction) -> Iterator[Effect]:
+    def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
+        """Give back the slots that are used up; return whether there were any: behind them others may wait."""
+        returned = False
         for rank, state in enumerate(self._ranks):
             if state.open_row >= 0 and current.exhausted(rank):
                 yield Return(rank, state.open_row - rank * self._slots)
-                state.open_row = -1
+                state.open_row, returned = -1, True
+        return returned
 
     def _worth_sending(self, current: Reduction, moved: bool) -> bool:
         """Send full slots and the end at once; a half-full slot only while no input waits."""
@@ -346,25 +349,20 @@ class AggregatorMachine:
     # departures
 
     def _left(self, rank: int) -> Iterator[Effect]:
-        state = self._ranks[rank]
-        if state.left:
+        if rank in self._gone:
             yield from self._violation(rank, ProtocolError("left twice"))
             return
-        state.left = True
+        self._gone.add(rank)
         for slot in range(self._slots):
             self._release(rank, slot)
         yield Tell(rank, Goodbye())
-        if all(each.left for each in self._ranks) and self.ended is None:
+        if len(self._gone) == len(self._ranks) and self.ended is None:
             self.ended = End(None)
             yield self.ended
 
-    def _ranks_gone(self) -> list[str]:
-        return [state.name for state in self._ranks if state.left]
-
     def _ranks_gone_cause(self) -> Cause:
-        return Cause(
-            listed(self._ranks_gone()), f"had shut down when collective {self._number} ({self._descriptor}) began"
-        )
+        gone = listed([self._ranks[rank].name for rank in sorted(self._gone)])
+        return Cause(gone, f"had shut down when collective {self._number} ({self._descriptor}) began")
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, _MismatchError):

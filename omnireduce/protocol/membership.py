@@ -94,6 +94,8 @@ class Membership:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
+        if not (self._gathering or self._deserted or self._has_freed_room):
+            return None
         waiting = self._gathering.values()
         ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if each.is_news]

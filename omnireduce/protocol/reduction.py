@@ -11,11 +11,11 @@ import numpy as np
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, mark_sole, plan_union
+from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices, all_owned
 from omnireduce.layout import Stripes
-from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Header, block_rows, capacity, message_indices, seal
+from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Header, block_rows, capacity, seal
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes
@@ -24,8 +24,6 @@ NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
 INDEX_WORK = 16  # of one index
 HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
-BESIDE_OTHERS = 4  # a turn beside other jobs does one part in so many of the work
-LEAST_WORK = 1 << 20  # of one turn: below that its own cost shows
 PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are reduced in one step
 
@@ -45,14 +43,6 @@ class Budget(NamedTuple):
     blocks: int = 1 << 16
     output: int = 1 << 20
 
-    def share(self, busy: int, *, shared: bool) -> int:
-        """The work of one turn of a job while `busy` jobs are in line. It is less where the shard is `shared`, so that
-        others may have something to do at any time; none has too little."""
-        if busy == 1 and not shared:
-            return self.work
-        work = self.work // BESIDE_OTHERS if shared else self.work
-        return max(work // busy, min(self.work, LEAST_WORK))
-
 
 class Reduction:
     """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one.
@@ -65,6 +55,7 @@ class Reduction:
 
     def __init__(self, ranks: int, arena: Array, results: Array, message_bytes: int, budget: Budget) -> None:
         self._slots, self._results, self._message_bytes, self._budget = arena, results, message_bytes, budget
+        self._words = arena.view(np.int64)
         self._indices = np.empty((ranks, budget.window), np.int64)
         self._position, self._count, self._start = (np.zeros(ranks, np.int64) for _ in range(3))
         self._out_indices = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)
@@ -107,6 +98,9 @@ class Reduction:
         self._half, self._brain = element.is_half, element.name == "bfloat16"
         self._block_size, self._block_bytes = block_size, descriptor.block_bytes
         self._arena = self._slots.reshape(-1).view(self._storage)
+        rows, slot_bytes = self._slots.shape
+        starts = range(HEADER_BYTES, HEADER_BYTES + rows * slot_bytes, slot_bytes)
+        self._first_block = [start // self._storage.itemsize for start in starts]  # of each row
         self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in self._results]
         fitting = min(capacity(self._slots.shape[1], self._block_bytes), self._out_indices.size)
         self.capacity = min(fitting, max(1, self._message_bytes // self._block_bytes))  # of a result, in blocks
@@ -142,20 +136,19 @@ class Reduction:
         They leave room for those that follow: no collective completes before all indices have been seen.
         """
         row, header = self._open[rank]
-        first = header.block_count - self._ahead[rank]
-        own = self._indices[rank, : min(self._ahead[rank], self._budget.window)]
-        shared = message_indices(self._slots[row], header)[first : first + own.size]
-        if not admit_indices(shared, low, header.frontier - (self._ahead[rank] - own.size), own):
+        ahead = self._ahead.pop(rank)
+        first, count = header.block_count - ahead, min(ahead, self._budget.window)
+        later = ahead - count
+        if later:
+            self._ahead[rank] = later
+        own, at = self._indices[rank, :count], header.indices_start // 8 + first
+        if not admit_indices(self._words[row, at : at + count], low, header.frontier - later, own):
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
         if self.stripes.shards > 1 and not all_owned(own, *self.stripes):
             raise ProtocolError(f"blocks of another shard than {self.stripes.shard} of {self.stripes.shards}")
-        start = (row * self._slots.shape[1] + HEADER_BYTES) // self._storage.itemsize
-        self._start[rank] = start + first * self._block_size
-        self._position[rank], self._count[rank] = 0, own.size
-        self._ahead[rank] -= own.size
-        if not self._ahead[rank]:
-            del self._ahead[rank]
-        return own.size * INDEX_WORK
+        self._start[rank] = self._first_block[row] + first * self._block_size
+        self._position[rank], self._count[rank] = 0, count
+        return count * INDEX_WORK
 
     def exhausted(self, rank: int) -> bool:
         """All blocks of the rank's open message are used."""
@@ -216,18 +209,17 @@ class Reduction:
             known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
         out = self._out_indices[first : first + most]
         added: int = plan_union(
-            self._indices, self._position, self._count, self._start, self._block_size, known, out, self._parts, 0
+            *(self._indices, self._position, self._count, self._start, self._block_size, known, out, self._parts),
+            self._sole_is_result,
         )
-        if self._sole_is_result:
-            mark_sole(self._parts[:added], 0, out)
         return added
 
     def _reduce(self, parts: Array, out: Array) -> None:
         if self._half:
             scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
-            reduce_half_blocks(self._op, self._brain, self._arena, parts, 0, out, scratch, scratch.view(np.uint32))
+            reduce_half_blocks(self._op, self._brain, self._arena, parts, out, scratch, scratch.view(np.uint32))
         else:
-            reduce_blocks(self._op, self._arena, parts, 0, out)
+            reduce_blocks(self._op, self._arena, parts, out)
 
     def _used(self, added: int) -> None:
         """The blocks planned last are in the result: their ranks need them no more."""

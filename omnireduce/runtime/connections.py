@@ -13,6 +13,7 @@ from omnireduce.transport.base import Link
 from omnireduce.wire import ControlMessage, encode_control
 
 LINGER_S = 1.0  # how long a leaver's last output may take
+INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.EVENT_WRITE}  # by: wants to write
 
 
 class Connections:
@@ -53,7 +54,7 @@ class Connections:
 
     def update_interest(self, connection: Connection) -> None:
         """Wait until the connection can be written to, if it has to be, and only then."""
-        wanted = _wanted(connection)
+        wanted = INTEREST[connection.link.wants_write]
         if connection.interest not in (0, wanted) and connection in self._all:
             connection.interest = wanted
             self._selector.modify(connection.link, wanted, connection)
@@ -67,7 +68,7 @@ class Connections:
     def resume(self, connection: Connection) -> None:
         """Look at the connection again."""
         if not connection.interest and connection in self._all:
-            connection.interest = _wanted(connection)
+            connection.interest = INTEREST[connection.link.wants_write]
             self._selector.register(connection.link, connection.interest, connection)
 
     def let_leave(self, connection: Connection) -> None:
@@ -84,7 +85,3 @@ class Connections:
         self.strangers.discard(connection)
         self.leavers.discard(connection)
         connection.link.drop()
-
-
-def _wanted(connection: Connection) -> int:
-    return selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.link.wants_write else 0)

@@ -33,7 +33,7 @@ from omnireduce.runtime.listening import BESIDE_JOBS, Door, Listening
 from omnireduce.runtime.questions import Questions
 from omnireduce.runtime.report import Report
 from omnireduce.runtime.traced import ShardTraces
-from omnireduce.runtime.turns import POLL_WORK, Turns, output_share
+from omnireduce.runtime.turns import POLL_WORK, Share, Turns
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import EVERYTHING, Control, Event, Link, Lost
 from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, shown
@@ -68,7 +68,7 @@ class ShardServer:
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self.access, self._budget = clock, drain_s, access, budget
+        self._clock, self._drain_s, self.access, self._wake_at = clock, drain_s, access, clock()
         self._make_job = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces, budget=budget
         )
@@ -77,7 +77,7 @@ class ShardServer:
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections = Connections(self._selector, clock, hello_timeout_s)
         self._strangers, self._leavers = self._connections.strangers, self._connections.leavers
-        self._questions, self._turns = Questions(clock), Turns(clock)
+        self._questions, self._turns = Questions(clock), Turns(clock, budget)
         self._aside = Aside(self._selector, self._connections, self._turns)
         self._jobs, self._of_job = dict[int, Job](), dict[int, list[Connection]]()
         self._drain_deadline: float | None = None
@@ -124,23 +124,22 @@ class ShardServer:
             else:
                 self._turns.ready(key.data, mask)
         now = self._clock()
-        for job in self._jobs.values():
+        for job in self._jobs.values() if now >= self._wake_at else ():
             if job.machine.deadline is not None and job.machine.deadline <= now:
                 self._turns.due(job)
         self._turns.serve(self._serve_job, self._serve_other)
         self._housekeeping(now)
 
-    def _serve_job(self, job: Job, ready: dict[Connection, int], busy: int, shared: bool) -> int:
-        """Let one of `busy` jobs read and go on until it has nothing to do or has used its turn; return the work."""
-        work, most = 0, self._budget.share(busy, shared=shared)
+    def _serve_job(self, job: Job, ready: dict[Connection, int], share: Share) -> int:
+        """Let a job read and go on until it has nothing to do or has used its turn; return the work."""
+        work = 0
         if job.generation in self._jobs:  # else it has no driver any more
-            job.driver.flush_bytes = output_share(self._budget, len(job.links), busy, shared=shared)
-        while ready and work < most:
+            job.driver.flush_bytes, job.machine.quantum = share.output, share.work
+        while ready and work < share.work:
             connection = next(iter(ready))
             work += self._serve(connection, ready.pop(connection))
         if job.generation in self._jobs:
             driver, machine = job.driver, job.machine
-            machine.quantum = most
             try:
                 driver.push() if ready else driver.advance()  # nobody is late whose messages are still unread
             except Exception as error:  # as in `_serve`
@@ -187,14 +186,15 @@ class ShardServer:
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
 
-    def _patience(self, longest_s: float) -> float:
+    def _patience(self, longest_s: float) -> float:  # until `_wake_at`
+        now = self._wake_at = self._clock()
         if self._turns.waited_for:
             return 0.0
-        now = self._clock()
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
         deadlines += [each.deadline for each in (self._strangers, self._leavers, self._questions, self._listening)]
-        return max(0.0, min([longest_s] + [at - now for at in deadlines if at is not None]))
+        self._wake_at = min([now + longest_s, *(at for at in deadlines if at is not None)])
+        return max(0.0, self._wake_at - now)
 
     # newcomers
 

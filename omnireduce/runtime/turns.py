@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import nsmallest
 from operator import attrgetter
+from typing import NamedTuple
 
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.connection import Connection
@@ -18,10 +19,21 @@ JOBS_WORK = 64 << 20  # after which a turn serves no further job
 OTHERS_WORK = 4 << 20  # the same of connections that are in no job
 OTHERS_S = 0.002  # and so much time
 LATELY_S = 0.05  # jobs that had something to do within this time share the shard
+BESIDE_OTHERS = 4  # a turn beside other jobs does one part in so many of the work
+LEAST_WORK = 1 << 20  # of one turn: below that its own cost shows
 LEAST_OUTPUT = 1 << 16  # bytes to one rank in one turn
 
 _age = attrgetter("number")
-ServeJob = Callable[[Job, dict[Connection, int], int, bool], int]
+
+
+class Share(NamedTuple):
+    """What a job may do in one turn: `work`, as in Budget, and `output`, in bytes to each rank."""
+
+    work: int
+    output: int
+
+
+ServeJob = Callable[[Job, dict[Connection, int], Share], int]
 
 
 class Turns:
@@ -30,8 +42,8 @@ class Turns:
     What is ready is said as a selector says it, by a mask.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, budget: Budget) -> None:
+        self._clock, self._budget, self._alone = clock, budget, Share(budget.work, EVERYTHING)
         self._jobs: dict[Job, dict[Connection, int]] = {}
         self._others: dict[Connection, int] = {}
         self._last, self._last_at = 0, clock() - LATELY_S  # the generation of the job that was served last, and when
@@ -56,13 +68,12 @@ class Turns:
 
     def serve(self, serve_job: ServeJob, serve_other: Callable[[Connection, int], int]) -> None:
         """Serve those who are in the lines now, in order, until that was enough work for one turn. A function gets what
-        is ready and returns the work that it was; one for a job also gets how many jobs are in line, and whether
-        several share the shard."""
+        is ready and returns the work that it was; one for a job also gets its share."""
         work, jobs, now = 0, len(self._jobs), self._clock()
         for _ in range(jobs):
             if work < JOBS_WORK:
                 job = next(iter(self._jobs))
-                work += serve_job(job, self._jobs.pop(job), jobs, self._is_shared(job, now))
+                work += serve_job(job, self._jobs.pop(job), self._share(job, jobs, now))
         if self._others:
             self._serve_others(serve_other)
 
@@ -73,6 +84,12 @@ class Turns:
             if number == 0 or (work < OTHERS_WORK and self._clock() < until):
                 work += serve_other(connection, self._others.pop(connection))
 
+    def _share(self, job: Job, busy: int, now: float) -> Share:
+        shared = self._is_shared(job, now)
+        if busy == 1 and not shared:
+            return self._alone
+        return share(self._budget, len(job.links), busy, shared=shared)
+
     def _is_shared(self, job: Job, now: float) -> bool:
         """Whether another job than this one had something to do lately."""
         if job.generation != self._last and now < self._last_at + LATELY_S:
@@ -81,8 +98,11 @@ class Turns:
         return now < self._shared_until
 
 
-def output_share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> int:
-    """The bytes that may leave to one of the `ranks` of a job in one turn, while `busy` jobs are in line."""
+def share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> Share:
+    """That of a job of so many `ranks` while `busy` jobs are in line. It is less where the shard is `shared`, so that
+    others may have something to do at any time; none has too little."""
+    part = budget.work // BESIDE_OTHERS if shared else budget.work
+    work = max(part // busy, min(budget.work, LEAST_WORK))
     if not shared:
-        return EVERYTHING
-    return max(budget.output // (ranks * busy), min(budget.output, LEAST_OUTPUT))
+        return Share(work, EVERYTHING)
+    return Share(work, max(budget.output // (ranks * busy), min(budget.output, LEAST_OUTPUT)))

@@ -167,10 +167,12 @@ class StreamLink(Link):
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
-        self._end_if_unread(events)
+        if self._output:
+            self._end_if_unread(events)
         budget = BYTES_PER_POLL
         while self._lost is None and budget > 0 and len(events) < EVENTS_PER_POLL:
-            target = self._target[: FRAMES_BYTES if self._body is None else budget]
+            body, filled = self._body, self._filled
+            target = self._view[filled : filled + FRAMES_BYTES] if body is None else body[:budget]
             count = self._hear(target, events)
             budget -= count
             if count:
@@ -244,7 +246,8 @@ class StreamLink(Link):
                 self._end(events, f"not a frame of this protocol: kind {kind}, length {length}", violation=True)
         if at:
             rest = self._filled - at
-            self._buffer[:rest] = self._buffer[at : self._filled]
+            if rest:
+                self._buffer[:rest] = self._buffer[at : self._filled]
             self._filled = rest
 
     def _credit_or_data(self, kind: int, slot: int, length: int, body: int, events: list[Event]) -> int:

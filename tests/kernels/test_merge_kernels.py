@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_values
 from samples import DTYPES, Array, sparse_tensor
 
-from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, mark_sole, plan_union, split_marks
+from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, plan_union, split_marks
 from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
 from omnireduce.layout import Layout
 
@@ -34,10 +34,10 @@ class Union:
         self.out_indices, self.parts = np.full(capacity, -9), np.full((capacity, ranks), -9)
         self.written = 0
 
-    def plan(self, watermark: int) -> None:
-        self.written = plan_union(
+    def plan(self, watermark: int, *, mark_sole: bool = False) -> None:
+        self.written += plan_union(
             *(self.indices, self.position, self.count, self.start, self.block_size, watermark),
-            *(self.out_indices, self.parts, self.written),
+            *(self.out_indices[self.written :], self.parts[self.written :], mark_sole),
         )
 
 
@@ -180,26 +180,24 @@ def test_add_rows(dtype: str, seed: int, n: int, length: int) -> None:
 
 
 @given(
-    parts=st.lists(st.lists(st.sampled_from([ABSENT, 0, 4096]), min_size=3, max_size=3), min_size=1, max_size=9),
-    first=st.integers(0, 4),
+    lists=st.lists(st.lists(st.integers(0, 9), unique=True).map(sorted), min_size=3, max_size=3),
     rank=st.integers(0, 2),
 )
-def test_marks_tell_whose_block_alone_a_result_is(parts: list[list[int]], first: int, rank: int) -> None:
-    marked = np.arange(len(parts)) + FAR
-    first = min(first, len(parts))
-    mark_sole(np.array(parts), first, marked)
-    indices, unchanged = np.full(len(parts), -1), np.zeros(len(parts), np.bool_)
-    split_marks(marked, rank, indices, unchanged)
-    assert (indices == np.arange(len(parts)) + FAR).all()
-    alone = [[at for at in each if at != ABSENT] == [each[rank]] and each[rank] != ABSENT for each in parts]
-    assert unchanged.tolist() == [False] * first + alone[first:]
+def test_marks_tell_whose_block_alone_a_result_is(lists: list[list[int]], rank: int) -> None:
+    blocks = sorted(set().union(*lists))
+    union = Union([[block + FAR for block in each] for each in lists], len(blocks))
+    union.plan(FAR + 10, mark_sole=True)
+    indices, unchanged = np.full(len(blocks), -1), np.zeros(len(blocks), np.bool_)
+    split_marks(union.out_indices, rank, indices, unchanged)
+    assert indices.tolist() == [block + FAR for block in blocks]
+    alone = [[r for r in range(3) if block in lists[r]] == [rank] for block in blocks]
+    assert unchanged.tolist() == alone
 
 
 def test_a_mark_leaves_room_for_the_largest_block_number_and_world_size() -> None:
-    parts = np.full((1, 32_000), ABSENT)
-    parts[0, -1] = 0
-    marked = np.array([(1 << SOLE_SHIFT) - 1])
-    mark_sole(parts, 0, marked)
+    last = (1 << SOLE_SHIFT) - 1
+    union = Union([[]] * 31_999 + [[last]], 1)
+    union.plan(last + 1, mark_sole=True)
     indices, unchanged = np.zeros(1, np.int64), np.zeros(1, np.bool_)
-    split_marks(marked, 31_999, indices, unchanged)
-    assert (indices[0], unchanged[0]) == ((1 << SOLE_SHIFT) - 1, True)
+    split_marks(union.out_indices, 31_999, indices, unchanged)
+    assert (indices[0], unchanged[0]) == (last, True)

@@ -15,7 +15,7 @@ from test_turns import BLOCK, SoleRank
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import Budget
-from omnireduce.runtime.turns import LATELY_S, output_share
+from omnireduce.runtime.turns import LATELY_S, Share, share
 from omnireduce.transport.base import EVERYTHING
 from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
@@ -85,11 +85,10 @@ class TcpRank:
 )
 def test_what_one_job_may_do_in_a_turn(ranks: int, busy: int, shared: bool, work: int, output: int) -> None:
     budget = Budget()
-    assert budget.share(busy, shared=shared) == work
-    assert output_share(budget, ranks, busy, shared=shared) == output
-    small = Budget(work=100, output=50)
-    assert small.share(busy, shared=shared) <= 100
-    assert not shared or 1 <= output_share(small, ranks, busy, shared=True) <= 50
+    assert share(budget, ranks, busy, shared=shared) == Share(work, output)
+    small = share(Budget(work=100, output=50), ranks, busy, shared=shared)
+    assert small.work <= 100
+    assert small.output == EVERYTHING or 1 <= small.output <= 50
 
 
 def test_beside_another_busy_job_a_result_leaves_in_parts() -> None:

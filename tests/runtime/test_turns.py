@@ -16,11 +16,11 @@ from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.reduction import BLOCK_WORK, HALF_WORK, LEAST_WORK, Budget
+from omnireduce.protocol.reduction import BLOCK_WORK, HALF_WORK, Budget
 from omnireduce.runtime.listening import BESIDE_JOBS, Door
 from omnireduce.runtime.questions import MOST, SHARE
 from omnireduce.runtime.server import ShardServer
-from omnireduce.runtime.turns import OTHERS_S, OTHERS_WORK, POLL_WORK
+from omnireduce.runtime.turns import LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK
 from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME

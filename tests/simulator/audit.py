@@ -98,7 +98,7 @@ def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
         yield f"result slots: {machine._free} free, {unread} unread, {filling} being filled, of {machine._slots}"
     if machine._reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._ranks):
         yield f"{machine._reduction.work_bytes} bytes of work space for {len(machine._ranks)} ranks"
-    if all(rank.left for rank in machine._ranks):
+    if len(machine._gone) == len(machine._ranks):
         yield "all ranks have left, and it goes on"
 
 

@@ -103,6 +103,12 @@ class Shard(Process):
             output=choose([1, 5000, 1 << 20]),
         )
 
+    def steps(self, blocks: int, part_bytes: int) -> float:
+        """In how many steps, one after the other, its budget lets it reduce so many blocks, to each of which the ranks
+        contribute `part_bytes` together."""
+        pieces = part_bytes / self._budget.piece_bytes
+        return blocks * pieces if pieces > 1 else blocks / self._budget.blocks
+
     @property
     def listening(self) -> bool:
         return self.alive or self.supervised

@@ -141,10 +141,13 @@ class Verdicts:
                 self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
 
     def _longest_s(self, worker: Worker) -> float:
-        """How long the oldest collective of `worker` may take, if each message and each credit is waited for."""
+        """How long the oldest collective of `worker` may take, if each message, each step of a shard and each credit
+        is waited for."""
         what, protocol, network = worker.program[worker.completed], worker.protocol, self._cluster.plan.network
         descriptor = what.descriptor()
-        messages = descriptor.layout.blocks / max(1, protocol.message_bytes // descriptor.block_bytes)
+        blocks, part_bytes = descriptor.layout.blocks, worker.job.ranks * descriptor.block_bytes
+        messages = blocks / max(1, protocol.message_bytes // descriptor.block_bytes)
+        messages = max(messages, *(shard.steps(blocks, part_bytes) for shard in self._cluster.shards))
         turn_s = network.latency_s * (SLOWER if network.slow else 1)
         turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
         return 2 * messages * (turn_s + network.delay_s)

@@ -58,8 +58,8 @@ MUTATIONS = (
         "shard waits for those who left",
         _MACHINE,
         "the others hear of an early leave only by a time-out",
-        "            if self._ranks_gone():\n",
-        "            if self._ranks_gone() and self._warn_after_s < 0:\n",
+        "            if self._gone:\n",
+        "            if self._gone and self._warn_after_s < 0:\n",
         within=2000,
     ),
     Mutation(
@@ -118,7 +118,7 @@ MUTATIONS = (
         "shard ends no job",
         _MACHINE,
         "a job whose ranks all left is kept",
-        "        if all(each.left for each in self._ranks) and self.ended is None:\n",
+        "        if len(self._gone) == len(self._ranks) and self.ended is None:\n",
         "        if not self._ranks and self.ended is None:\n",
     ),
     Mutation(
@@ -283,8 +283,8 @@ MUTATIONS = (
         "all windows of a message are its first",
         _REDUCTION,
         "blocks of a long message are taken from the wrong place",
-        "        self._start[rank] = start + first * self._block_size\n",
-        "        self._start[rank] = start\n",
+        "        self._start[rank] = self._first_block[row] + first * self._block_size\n",
+        "        self._start[rank] = self._first_block[row]\n",
         within=2000,
     ),
     Mutation(

@@ -60,19 +60,11 @@ MUTATIONS = (
         "        for r in range(ranks):\n            at = parts[k, ranks - 1 - r]\n            if at < 0:\n",
     ),
     Mutation(
-        "results are reduced again",
-        _REDUCE,
-        "a result is computed again from slots that went back",
-        "    ranks, size = parts.shape[1], out.shape[1]\n"
-        "    for k in range(first, parts.shape[0]):\n        total, present",
-        "    ranks, size = parts.shape[1], out.shape[1]\n    for k in range(parts.shape[0]):\n        total, present",
-    ),
-    Mutation(
         "a lone contributor is the next rank",
         _MERGE,
         "a rank keeps a block to which another contributed",
-        "                mark = r + 1\n",
-        "                mark = r + 2\n",
+        "sole = last + 1 if",
+        "sole = last + 2 if",
     ),
     Mutation(
         "indices may repeat",
