@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import Reduction
-from omnireduce.status import Late, Traffic
+from omnireduce.status import MOST, Late, Traffic
 
 
 class Account:
@@ -32,12 +32,14 @@ class Account:
 
     def complete(self, descriptor: Descriptor, done: Reduction) -> None:
         """The last result has been sent."""
-        more = Traffic(collectives=1)
+        traffic = self.traffic
+        traffic.collectives += 1
         if descriptor.reduces:  # of the others, ranks send all or nothing by design
-            more.blocks = done.stripes.count(descriptor.layout.blocks)
-            more.rank_blocks = more.blocks * len(self._late_s)
-            more.own_blocks, more.union_blocks = done.received_blocks, done.sent_blocks
-        self.traffic.add(more)
+            blocks = done.stripes.count(descriptor.layout.blocks)
+            traffic.blocks = min(traffic.blocks + blocks, MOST)
+            traffic.rank_blocks = min(traffic.rank_blocks + blocks * len(self._late_s), MOST)
+            traffic.own_blocks += done.received_blocks
+            traffic.union_blocks += done.sent_blocks
 
     @property
     def late(self) -> list[Late]:

@@ -315,7 +315,7 @@ class AggregatorMachine:
         """Send full slots and the end at once; a half-full slot only while no input waits."""
         if self._filling < 0:
             return False
-        return current.full or current.complete or (not moved and 2 * current.written >= current.capacity)
+        return current.full or current.complete or (not moved and current.half_full)
 
     def _emit(self, current: Reduction) -> Send:
         slot, self._filling = self._filling, -1

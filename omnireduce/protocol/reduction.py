@@ -4,7 +4,7 @@ filled."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
 INDEX_WORK = 16  # of one index
 HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
 PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
+FORMATS = 16  # that are kept: programs mix few
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are reduced in one step
 
 
@@ -42,6 +43,23 @@ class Budget(NamedTuple):
     piece_bytes: int = 1 << 20
     blocks: int = 1 << 16
     output: int = 1 << 20
+
+
+class _Format(NamedTuple):
+    """The work space as blocks of one dtype and size see it. `columns`: elements of a block that are reduced in one
+    step. `capacity`: blocks of a result. `arena`: the receive slots, (elements,); `rows`: the results, (slots,
+    capacity of a slot, block size)."""
+
+    block_size: int
+    block_bytes: int
+    half: bool
+    brain: bool
+    arena: Array
+    rows: Array
+    capacity: int
+    columns: int
+    byte_work: int
+    block_work: int
 
 
 class Reduction:
@@ -66,7 +84,7 @@ class Reduction:
         self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
         self.hungry: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
-        self._format: tuple[str, int] | None = None  # dtype and block size of the last collective
+        self._formats: dict[tuple[str, int], _Format] = {}  # by dtype and block size, those of the last collectives
 
     @property
     def work_bytes(self) -> int:
@@ -76,12 +94,16 @@ class Reduction:
 
     def begin(self, descriptor: Descriptor, stripes: Stripes) -> None:
         """Start a collective whose blocks are all of `stripes`."""
-        if self._format != (descriptor.element.name, descriptor.layout.block_size):
-            self._take_format(descriptor)
+        key = descriptor.element.name, descriptor.layout.block_size
+        if key not in self._formats:
+            if len(self._formats) >= FORMATS:
+                del self._formats[next(iter(self._formats))]
+            self._formats[key] = self._new_format(descriptor)
+        self._format = self._formats[key]
         self.stripes = stripes
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
         # 16-bit floats go through float32 and back, which may change the bits of a NaN
-        self._sole_is_result = descriptor.op == "sum" and not self._half
+        self._sole_is_result = descriptor.op == "sum" and not self._format.half
         self._position[:] = 0
         self._count[:] = 0
         self._unused = [0] * len(self._unused)
@@ -91,35 +113,39 @@ class Reduction:
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.received_blocks = self.sent_blocks = 0  # of this collective, without `written`
 
-    def _take_format(self, descriptor: Descriptor) -> None:
-        element, block_size, ranks = descriptor.element, descriptor.layout.block_size, len(self._unused)
-        self._format = element.name, block_size
-        self._storage: np.dtype[Any] = element.storage
-        self._half, self._brain = element.is_half, element.name == "bfloat16"
-        self._block_size, self._block_bytes = block_size, descriptor.block_bytes
-        self._arena = self._slots.reshape(-1).view(self._storage)
-        rows, slot_bytes = self._slots.shape
-        starts = range(HEADER_BYTES, HEADER_BYTES + rows * slot_bytes, slot_bytes)
-        self._first_block = [start // self._storage.itemsize for start in starts]  # of each row
-        self._rows = [block_rows(slot, self._block_bytes, self._storage) for slot in self._results]
-        fitting = min(capacity(self._slots.shape[1], self._block_bytes), self._out_indices.size)
-        self.capacity = min(fitting, max(1, self._message_bytes // self._block_bytes))  # of a result, in blocks
-        self._byte_work = HALF_WORK if self._half else 1
-        self._block_work = ranks * (self._block_bytes * self._byte_work + BLOCK_WORK)
-        columns = max(1, self._budget.piece_bytes // (ranks * self._storage.itemsize))
-        self._columns = min(columns, HALF_COLUMNS) if self._half else columns  # of a block, in one step
+    def _new_format(self, descriptor: Descriptor) -> _Format:
+        element, block_bytes, ranks = descriptor.element, descriptor.block_bytes, len(self._unused)
+        fitting = capacity(self._slots.shape[1], block_bytes)
+        blocks = self._results[:, HEADER_BYTES : HEADER_BYTES + fitting * block_bytes].view(element.storage)
+        byte_work = HALF_WORK if element.is_half else 1
+        columns = max(1, self._budget.piece_bytes // (ranks * element.storage.itemsize))
+        return _Format(
+            block_size=descriptor.layout.block_size,
+            block_bytes=block_bytes,
+            half=element.is_half,
+            brain=element.name == "bfloat16",
+            arena=self._slots.reshape(-1).view(element.storage),
+            rows=blocks.reshape(len(blocks), fitting, -1),
+            capacity=min(fitting, self._out_indices.size, max(1, self._message_bytes // block_bytes)),
+            columns=min(columns, HALF_COLUMNS) if element.is_half else columns,
+            byte_work=byte_work,
+            block_work=ranks * (block_bytes * byte_work + BLOCK_WORK),
+        )
 
     def open(self, rank: int, row: int, header: Header) -> int:
         """Make the message in arena row `row` the one that `rank`'s blocks are taken from; return the work that this
         was. Raises ProtocolError."""
         before = self._frontier[rank]  # a message that does not raise it would be one of endless many
-        if header.left_out or header.block_bytes != self._block_bytes or not before < header.frontier <= self.blocks:
+        block_bytes = self._format.block_bytes
+        if header.left_out or header.block_bytes != block_bytes or not before < header.frontier <= self.blocks:
             raise ProtocolError(
                 f"a message that does not fit its collective of {self.blocks} blocks, after frontier {before}: {header}"
             )
-        self._open[rank] = row, header
-        self._unused[rank] = self._ahead[rank] = header.block_count
-        work = self._admit(rank, max(0, before))
+        work = self._unused[rank] = self._position[rank] = self._count[rank] = 0
+        if header.block_count:
+            self._open[rank] = row, header
+            self._unused[rank] = self._ahead[rank] = header.block_count
+            work = self._admit(rank, max(0, before))
         self._frontier[rank] = header.frontier
         self.received_blocks += header.block_count
         self.watermark = min(self._frontier)
@@ -146,7 +172,8 @@ class Reduction:
             raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
         if self.stripes.shards > 1 and not all_owned(own, *self.stripes):
             raise ProtocolError(f"blocks of another shard than {self.stripes.shard} of {self.stripes.shards}")
-        self._start[rank] = self._first_block[row] + first * self._block_size
+        start = (row * self._slots.shape[1] + HEADER_BYTES) // self._format.arena.itemsize
+        self._start[rank] = start + first * self._format.block_size
         self._position[rank], self._count[rank] = 0, count
         return count * INDEX_WORK
 
@@ -165,7 +192,11 @@ class Reduction:
 
     @property
     def full(self) -> bool:
-        return self.written == self.capacity
+        return self.written == self._format.capacity
+
+    @property
+    def half_full(self) -> bool:
+        return 2 * self.written >= self._format.capacity
 
     @property
     def complete(self) -> bool:
@@ -179,27 +210,27 @@ class Reduction:
         """
         if self.watermark == NOT_STARTED:
             return 0
-        if self._columns < self._block_size:
+        first, form = self.written, self._format
+        if form.columns < form.block_size:
             return self._merge_piece(slot)
-        first = self.written
-        added = self._plan(min(len(self._parts), self.capacity - first, max(1, most // self._block_work)))
+        added = self._plan(min(len(self._parts), form.capacity - first, max(1, most // form.block_work)))
         if added:
-            self._reduce(self._parts[:added], self._rows[slot][first : first + added])
+            self._reduce(self._parts[:added], form.rows[slot, first : first + added])
             self._used(added)
-        return added * self._block_work
+        return added * form.block_work
 
     def _merge_piece(self, slot: int) -> int:
         """As `merge`, where one block is too much for one step."""
         if self._column == 0 and not self._plan(1):
             return 0
-        part, row = self._parts[:1], self._rows[slot][self.written]
-        piece: Array = row[self._column : self._column + self._columns].reshape(1, -1)
+        part, row = self._parts[:1], self._format.rows[slot, self.written]
+        piece: Array = row[self._column : self._column + self._format.columns].reshape(1, -1)
         self._reduce(np.where(part == ABSENT, ABSENT, part + self._column), piece)
         self._column += piece.size
-        if self._column == self._block_size:
+        if self._column == self._format.block_size:
             self._column = 0
             self._used(1)
-        return len(self._unused) * (piece.nbytes * self._byte_work + BLOCK_WORK)
+        return len(self._unused) * (piece.nbytes * self._format.byte_work + BLOCK_WORK)
 
     def _plan(self, most: int) -> int:
         """List the next blocks of the union, at most so many, behind what is written; return how many there are."""
@@ -209,17 +240,18 @@ class Reduction:
             known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
         out = self._out_indices[first : first + most]
         added: int = plan_union(
-            *(self._indices, self._position, self._count, self._start, self._block_size, known, out, self._parts),
-            self._sole_is_result,
+            *(self._indices, self._position, self._count, self._start, self._format.block_size, known),
+            *(out, self._parts, self._sole_is_result),
         )
         return added
 
     def _reduce(self, parts: Array, out: Array) -> None:
-        if self._half:
+        form = self._format
+        if form.half:
             scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
-            reduce_half_blocks(self._op, self._brain, self._arena, parts, out, scratch, scratch.view(np.uint32))
+            reduce_half_blocks(self._op, form.brain, form.arena, parts, out, scratch, scratch.view(np.uint32))
         else:
-            reduce_blocks(self._op, self._arena, parts, out)
+            reduce_blocks(self._op, form.arena, parts, out)
 
     def _used(self, added: int) -> None:
         """The blocks planned last are in the result: their ranks need them no more."""
@@ -241,7 +273,7 @@ class Reduction:
         frontier = int(indices[-1]) % MAX_BLOCKS + 1 if cut_short else self.watermark
         self.sent_blocks += self.written
         self.written = 0
-        nbytes = seal(self._results[slot], number, frontier, indices, self._block_bytes)
+        nbytes = seal(self._results[slot], number, frontier, indices, self._format.block_bytes)
         shorter: dict[int, Array] = {}
         if self._sole_is_result and memories:
             sole = np.bincount(indices >> SOLE_SHIFT, minlength=len(self._unused) + 1)[1:]
@@ -249,14 +281,14 @@ class Reduction:
                 memory = memories.get(rank)
                 if memory is not None and self._leave_out(rank, self._results[slot], indices, memory):
                     left_out = int(sole[rank])
-                    size = seal(memory, number, frontier, indices, self._block_bytes, left_out=left_out)
+                    size = seal(memory, number, frontier, indices, self._format.block_bytes, left_out=left_out)
                     shorter[rank] = memory[:size]
         return nbytes, shorter
 
     def _leave_out(self, rank: int, result: Array, indices: Array, memory: Array) -> bool:
         """Copy the blocks that `rank` does not have from `result` to `memory`; return whether they have room there."""
-        if capacity(memory.size, self._block_bytes) < max(1, indices.size):
+        if capacity(memory.size, self._format.block_bytes) < max(1, indices.size):
             return False
-        rows, room = (block_rows(each, self._block_bytes, BYTES) for each in (result, memory))
+        rows, room = (block_rows(each, self._format.block_bytes, BYTES) for each in (result, memory))
         leave_out(indices, rank, rows, room)
         return True

@@ -85,17 +85,14 @@ class Turns:
                 work += serve_other(connection, self._others.pop(connection))
 
     def _share(self, job: Job, busy: int, now: float) -> Share:
-        shared = self._is_shared(job, now)
-        if busy == 1 and not shared:
-            return self._alone
-        return share(self._budget, len(job.links), busy, shared=shared)
-
-    def _is_shared(self, job: Job, now: float) -> bool:
-        """Whether another job than this one had something to do lately."""
+        """That of a job; the shard is shared while another one had something to do lately."""
         if job.generation != self._last and now < self._last_at + LATELY_S:
             self._shared_until = now + LATELY_S
         self._last, self._last_at = job.generation, now
-        return now < self._shared_until
+        shared = now < self._shared_until
+        if busy == 1 and not shared:
+            return self._alone
+        return share(self._budget, len(job.links), busy, shared=shared)
 
 
 def share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> Share:
