@@ -2,7 +2,7 @@
 
 `run` measures on this host, `shaped` between hosts with shaped links; both say in summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
-`profile` shows where the service's own time goes.
+`profile` shows where the service's own time goes, `compare` what a change costs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import click
 from rich.console import Console
 
 from benchmarks.cases import SIZES, Case, all_cases, target_cases
+from benchmarks.compare import checkout, compare_shaped
+from benchmarks.compare import compare as compare_cases
+from benchmarks.compare import show as show_compared
 from benchmarks.contest import PEERS, labels
 from benchmarks.group import PeerError
 from benchmarks.profiling import profile_case
@@ -30,6 +33,7 @@ from omnireduce.errors import OmniReduceError
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
 RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
+RATE = "1gbit"
 RESUME = click.option("--resume", is_flag=True, help="Leave out the cases that the files have all rows of.")
 ROUNDS = click.option("--rounds", type=click.IntRange(1), help="Timed rounds of each case, instead of its own.")
 
@@ -68,7 +72,7 @@ def _known(peers: str) -> list[str]:
 
 
 @main.command()
-@click.option("--rate", default="1gbit", show_default=True, help="Of every link, each way, as tc writes it.")
+@click.option("--rate", default=RATE, show_default=True, help="Of every link, each way, as tc writes it.")
 @click.option("--layout", type=click.Choice(LAYOUTS), multiple=True, default=LAYOUTS, show_default=True)
 @click.option("--ranks", type=click.IntRange(2), multiple=True, default=(2, 4), show_default=True)
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Configuration of the workers.")
@@ -146,6 +150,30 @@ def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome])
     if found.undecided and "--peers" not in found.options:  # else it was the user who left someone out
         lines = "; ".join(f"{each.case} ({each.peer})" for each in found.undecided)
         raise click.ClickException(f"targets without a verdict: {lines}. Try again with --resume")
+
+
+@main.command()
+@click.argument("before", type=click.Path(path_type=Path))
+@click.option("--shaped", is_flag=True, help="Between hosts with shaped links (needs root), not on this host.")
+@click.option("--most", default=1.05, show_default=True, help="The ratio that no case may pass.")
+@ONLY
+def compare(before: Path, shaped: bool, most: float, only: str) -> None:
+    """Measure the checkout BEFORE and this one in turns, round by round, in all cases that have a target. Exit status 1
+    when a case takes more than it did."""
+    settings = [Setting(*each) for each in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
+    chosen = {each: [case for case in each.cases() if only in case.name] for each in settings}
+    cases = [] if shaped else [case for case in target_cases() if only in case.name]
+    if not any([*chosen.values(), cases]):
+        raise click.UsageError(f"no case's name contains {only!r}")
+    try:
+        older = checkout(before)
+        found = list(compare_cases(cases, older))
+        for each in settings:
+            found += compare_shaped(each, chosen[each], older)
+    except (ValueError, PeerError, TestbedError) as error:
+        raise click.ClickException(str(error)) from error
+    show_compared(Console(width=140), found, most)
+    sys.exit(1 if any(each.ratio > most for each in found) else 0)
 
 
 @main.command()

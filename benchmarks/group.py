@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.environments import ROOT, python_of
+from benchmarks.environments import HERE, Tree, python_of
 
 START_S = 120.0  # imports, joining, compiling the kernels once
 ORDER_S = 120.0  # the longest that one round may take
-THREADS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+THREADS = {"OMP_NUM_THREADS": "1"}
 # its default, UCX, takes shared memory between local ranks whatever MPICH is told
 MPICH_OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 T = TypeVar("T")
@@ -43,11 +43,17 @@ class Group:
     """All ranks of one competitor. They are ended by `close`, or by leaving the `with` block."""
 
     def __init__(
-        self, name: str, size: int, commands: Sequence[list[str]], folder: str, environ: dict[str, str] | None = None
+        self,
+        name: str,
+        size: int,
+        commands: Sequence[list[str]],
+        folder: str,
+        environ: dict[str, str] | None = None,
+        tree: Tree = HERE,
     ) -> None:
-        """`commands` start them all; the socket's path has to be in each, see `socket_path`."""
-        self.name, self.size = name, size
-        self._environ = os.environ | THREADS | (environ or {})
+        """`commands` start them all, in `tree`; the socket's path has to be in each, see `socket_path`."""
+        self.name, self.size, self._root = name, size, tree.root
+        self._environ = os.environ | THREADS | {"PYTHONPATH": str(tree.root)} | (environ or {})
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Any] = [None] * size
@@ -68,7 +74,7 @@ class Group:
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=self._root,
             env=self._environ,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -167,8 +173,9 @@ def service_group(
     prefixes: Prefixes = (),
     echoes: Sequence[str] = (),
     program: Sequence[str] = ("benchmarks.rank", "service"),
+    tree: Tree = HERE,
 ) -> Group:
-    """Ranks of the service, for the daemons at `addresses`; `sets` are `section.key=value`.
+    """Ranks of the service of `tree`, for the daemons at `addresses`; `sets` are `section.key=value`.
 
     `echoes` are the addresses of echo servers, for the bound over loopback. `program`: the module that each rank runs,
     and what it gets before the socket's path and the options.
@@ -177,9 +184,9 @@ def service_group(
     overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
     for rank in range(size):
         options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": overrides, "echoes": list(echoes)}
-        command = [sys.executable, "-m", *program, socket_path(folder, "service"), json.dumps(options)]
+        command = [str(tree.python), "-m", *program, socket_path(folder, "service"), json.dumps(options)]
         commands.append([*(prefixes[rank] if prefixes else ()), *command])
-    return Group("service", size, commands, folder)
+    return Group("service", size, commands, folder, tree=tree)
 
 
 @dataclass(frozen=True)
@@ -210,12 +217,14 @@ def daemon(
     listen: str = "127.0.0.1:0",
     prefix: Sequence[str] = (),
     start_s: float = START_S,
+    tree: Tree = HERE,
 ) -> Iterator[Servers]:
-    """Run an aggregator daemon; yield its shards. Raises PeerError when it does not get ready within `start_s`."""
-    command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
+    """Run an aggregator daemon of `tree`; yield its shards. Raises PeerError when it does not get ready within
+    `start_s`."""
+    command = [*prefix, str(tree.python), "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
     name, started = "the aggregator", time.perf_counter()
-    with _server(name, command, start_s) as (pid, addresses):
+    with _server(name, command, start_s, tree) as (pid, addresses):
         ready_s = time.perf_counter() - started
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         yield Servers(name, addresses, [int(each) for each in pids], ready_s)
@@ -233,13 +242,15 @@ def echo_servers(count: int) -> Iterator[Servers]:
 
 
 @contextlib.contextmanager
-def _server(name: str, command: Sequence[str], start_s: float = START_S) -> Iterator[tuple[int, list[str]]]:
+def _server(
+    name: str, command: Sequence[str], start_s: float = START_S, tree: Tree = HERE
+) -> Iterator[tuple[int, list[str]]]:
     """Run a process that prints `ready` and its addresses; yield its number and these. Raises PeerError."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            command, cwd=tree.root, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         ) as process,
     ):
         try:

@@ -11,14 +11,13 @@ at the first start on a machine, shards take more.
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.cases import Case
-from benchmarks.environments import ROOT
+from benchmarks.environments import HERE, Tree
 from benchmarks.group import daemon, service_group
 from benchmarks.peak_memory import memory_mib
 from omnireduce.config import Config
@@ -46,25 +45,25 @@ class Memory:
 
 
 @contextmanager
-def importer() -> Iterator[int]:
+def importer(tree: Tree) -> Iterator[int]:
     """A process that has imported what a shard imports, and waits; its number."""
-    command = [sys.executable, "-c", IMPORTS]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    command = [str(tree.python), "-c", IMPORTS]
+    with subprocess.Popen(command, cwd=tree.root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         yield process.pid  # at the end its input is closed, and it ends
 
 
-def measure(case: Case) -> Memory:
-    """Start a daemon and workers, let them exchange tensors of the case's size. Raises PeerError when one fails."""
+def measure(case: Case, tree: Tree = HERE) -> Memory:
+    """Let workers and a daemon of `tree` exchange tensors of the case's size. Raises PeerError when one fails."""
     place = case.place
-    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(place.shards) as running:
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(place.shards, tree=tree) as running:
         options = (f"transport.kind={place.transport}",)
         program = ("benchmarks.peak_memory",)
-        with service_group(place.ranks, folder, running.addresses, *options, program=program) as group:
+        with service_group(place.ranks, folder, running.addresses, *options, program=program, tree=tree) as group:
             answers = group.tell(do="measure", elements=case.elements)
         resident = max(running.read(lambda pid: memory_mib("VmHWM", pid)))
-    with importer() as pid:
+    with importer(tree) as pid:
         imports = memory_mib("RssAnon", pid)
     slots = (place.ranks + 1) * SLOTS
     return Memory(

@@ -19,7 +19,9 @@ from local_cluster import children
 
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
+from benchmarks.compare import compare
 from benchmarks.contest import BOUND, OURS, SCAN
+from benchmarks.environments import HERE
 from benchmarks.group import PeerError, Servers, daemon, echo_servers
 from benchmarks.loopback import MESSAGE_BYTES, Carrier
 from benchmarks.memory import measure
@@ -53,6 +55,19 @@ def test_an_all_gather_of_what_is_not_zero_sums_correctly_from_buffers_that_it_k
     assert [entrants(found) for found in sweep(rows, ["mpich"])] == [{OURS, "AGsparse"}] * 3
     elements = [Case("shm", 2, size, 0.01, rounds=1) for size in ("1 MiB", "64 KiB", "1 MiB")]
     assert [entrants(found) for found in sweep(elements, ["mpich"])] == [{OURS, "AGsparse", *MPICH}] * 3
+
+
+def test_a_checkout_and_itself_in_turns() -> None:
+    cases = [Case("shm", 2, "4 KiB", 1.0, rounds=1), Case("shm", 2, "4 KiB", 1.0, kind="memory", rounds=1)]
+    speed, worker, shard = compare(cases, HERE)
+    assert (speed.name, speed.unit, worker.unit, shard.unit) == (cases[0].name, "ms", "MiB", "MiB")
+    assert all(min(each.before, each.after, each.ratio) > 0 for each in (speed, worker, shard))
+
+
+def test_who_compares_with_no_checkout_hears_what_is_expected(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["compare", str(tmp_path)])
+    assert done.exit_code == 1
+    assert f"{tmp_path}: expected a checkout of omnireduce; run `make .venv/.ready` in it first" in done.output
 
 
 def entrants(found: Outcome) -> set[str]:

@@ -178,11 +178,21 @@ class Verdicts:
             if not worker.alive and not worker.killed and worker.error is None:
                 self.add(f"unnoticed: {worker.name} did all its work after {fault}")
         for worker, fault in self._must_go_on:
-            if worker.error is not None and not worker.killed and self._cluster.struck == [fault.kind]:
+            gave_up = worker.error is not None and not worker.killed and not self._left_behind(worker)
+            if gave_up and self._cluster.struck == [fault.kind]:
                 self.add(f"given up: {worker.name} ended after {fault}: {worker.error}")
         self._must_end.clear()
         self._must_fail.clear()
         self._must_go_on.clear()
+
+    def _left_behind(self, worker: Worker) -> bool:
+        """The others went on without it for most of the time for which it waited for a place."""
+        if worker.ended_at is None or "still waiting for rank" not in str(worker.error):
+            return False
+        waited = [worker.ended_at - worker.protocol.join_timeout_s / 2, worker.ended_at]
+        others = [each for each in self._cluster.workers if each.job is worker.job]
+        runs = [run for each in others for run in zip(each.begins, each.ends, strict=False)]
+        return any(begin <= waited[0] and waited[1] <= end for begin, end in runs)
 
     def _explained(self, worker: Worker) -> bool:
         culprits = self._cluster.culprits(worker.job.name)

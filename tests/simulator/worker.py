@@ -84,7 +84,8 @@ class Worker(Process):
         self.reforms_left = job.attempts if job.smallest else 0
         self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
         self.completed = 0  # collectives
-        self.ends: list[float] = []  # when each generation that it was in ended
+        self.begins: list[float] = []  # when each generation that it was in began, and ended
+        self.ends: list[float] = []
         self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
         self._machine: WorkerMachine
         self._joining: Joining
@@ -231,6 +232,7 @@ class Worker(Process):
         )
         self.driver = Driver(self._machine, self.links, self.now, on_finish=self._finished, on_end=self._on_end)
         self.joined = True
+        self.begins.append(self.world.now())
         self._submitted = self.completed = 0  # each generation does all of the work
         self._think_until = 0.0
         self._close_by = None

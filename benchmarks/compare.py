@@ -1,0 +1,118 @@
+"""An older checkout of the service and this one in turns: what a change costs, or gains.
+
+Both run at the same time, on the same host or hosts, and a round of one follows a round of the other, so that whatever
+else the machine does meets both. A ratio is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cases import Case
+from benchmarks.contest import OWN, Contest, Entrant
+from benchmarks.environments import HERE, Tree
+from benchmarks.group import Group, PeerError, daemon, service_group
+from benchmarks.memory import measure
+from benchmarks.shaped import OPEN, PORT, Setting
+from benchmarks.testbed import testbed
+
+BEFORE, AFTER = "before", "after"
+ROUNDS = 3  # times as many as a case has otherwise: the difference that is looked for is small
+
+
+class Compared(NamedTuple):
+    """Medians of a case, in `unit`, and the ratio of this checkout to the older one: below 1 it takes less."""
+
+    name: str
+    unit: str
+    before: float
+    after: float
+    ratio: float
+
+
+def checkout(root: Path) -> Tree:
+    """An older checkout, with the environment that its `make` made. Raises ValueError where there is none."""
+    root = root.resolve()
+    python = root / ".venv" / "bin" / "python"
+    if not (python.exists() and (root / "benchmarks" / "rank.py").exists()):
+        raise ValueError(f"{root}: expected a checkout of omnireduce; run `make .venv/.ready` in it first")
+    return Tree(root, python)
+
+
+def compare(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
+    """Compare on this host. Raises PeerError when something fails, or a result is wrong."""
+    for (place, memory), group in itertools.groupby(cases, key=lambda case: (case.place, case.kind == "memory")):
+        if memory:
+            yield from _compare_memory(group, older)
+            continue
+        with contextlib.ExitStack() as stack:
+            entrants = []
+            for name, tree in ((BEFORE, older), (AFTER, HERE)):
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
+                shards = stack.enter_context(daemon(place.shards, tree=tree))
+                kind = f"transport.kind={place.transport}"
+                ranks = service_group(place.ranks, folder, shards.addresses, kind, tree=tree)
+                entrants += _entrants(name, stack.enter_context(ranks))
+            yield from _compare(Contest(entrants), group)
+
+
+def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree) -> Iterator[Compared]:
+    """Compare between hosts with shaped links. Raises PeerError, and TestbedError where there can be no such hosts."""
+    with contextlib.ExitStack() as stack:
+        dedicated = setting.layout == "dedicated"
+        hosts = stack.enter_context(testbed((1 + dedicated) * setting.ranks, setting.rate))
+        entrants = []
+        for number, (name, tree) in enumerate(((BEFORE, older), (AFTER, HERE))):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
+            addresses = []
+            for host in hosts[-setting.ranks :]:
+                listen = f"{host.address}:{PORT + number}"
+                shards = stack.enter_context(daemon(1, OPEN, listen=listen, prefix=host.prefix, tree=tree))
+                addresses += shards.addresses
+            prefixes = [host.prefix for host in hosts[: setting.ranks]]
+            ranks = service_group(setting.ranks, folder, addresses, "transport.kind=tcp", prefixes=prefixes, tree=tree)
+            entrants += _entrants(name, stack.enter_context(ranks))
+        yield from _compare(Contest(entrants), cases)
+
+
+def _entrants(name: str, group: Group) -> list[Entrant]:
+    return [Entrant(replace(each, label=name), group) for each in OWN]
+
+
+def _compare(contest: Contest, cases: Iterable[Case]) -> Iterator[Compared]:
+    for case in cases:
+        results = contest.run(replace(case, rounds=ROUNDS * case.rounds)).results
+        before, after = results[BEFORE], results[AFTER]
+        for each in (before, after):
+            if each.wrong:
+                raise PeerError(each.label, f"gave {each.wrong} wrong elements in {case.name}")
+        ratio = float(np.median(np.array(after.ms) / np.array(before.ms)))
+        yield Compared(case.name, "ms", before.median, after.median, ratio)
+
+
+def _compare_memory(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
+    for case in cases:
+        before, after = (measure(case, tree) for tree in (older, HERE))
+        for what, old, new in (("worker", before.worker, after.worker), ("shard", before.shard, after.shard)):
+            yield Compared(f"{case.name}: {what}", "MiB", old, new, new / old)
+
+
+def show(console: Console, found: Sequence[Compared], most: float) -> None:
+    """Print them as a table; those above `most` are marked."""
+    table = Table()
+    for name in ("case", BEFORE, AFTER, "ratio", ""):
+        table.add_column(name, justify="left" if name in ("case", "") else "right")
+    for each in found:
+        values = (f"{value:.4g} {each.unit}" for value in (each.before, each.after))
+        table.add_row(each.name, *values, f"{each.ratio:.3f}", "[bold red]MORE" if each.ratio > most else "")
+    console.print(table)
