@@ -21,7 +21,6 @@ from rich.console import Console
 from benchmarks.cases import SIZES, Case, all_cases, target_cases
 from benchmarks.compare import checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
-from benchmarks.compare import show as show_compared
 from benchmarks.contest import PEERS, labels
 from benchmarks.group import PeerError
 from benchmarks.profiling import profile_case
@@ -158,22 +157,25 @@ def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome])
 @click.option("--most", default=1.05, show_default=True, help="The ratio that no case may pass.")
 @ONLY
 def compare(before: Path, shaped: bool, most: float, only: str) -> None:
-    """Measure the checkout BEFORE and this one in turns, round by round, in all cases that have a target. Exit status 1
-    when a case takes more than it did."""
+    """Measure the checkout BEFORE and this one in turns, in all cases that have a target. Exit status 3 when a case
+    takes more than `--most` times as long, or as much memory."""
     settings = [Setting(*each) for each in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
-    chosen = {each: [case for case in each.cases() if only in case.name] for each in settings}
+    of_setting = {each: [case for case in each.cases() if only in case.name] for each in settings}
     cases = [] if shaped else [case for case in target_cases() if only in case.name]
-    if not any([*chosen.values(), cases]):
+    if not any([*of_setting.values(), cases]):
         raise click.UsageError(f"no case's name contains {only!r}")
+    more = []
     try:
         older = checkout(before)
-        found = list(compare_cases(cases, older))
-        for each in settings:
-            found += compare_shaped(each, chosen[each], older)
+        between_hosts = (compare_shaped(each, chosen, older) for each, chosen in of_setting.items() if chosen)
+        for found in itertools.chain(compare_cases(cases, older), *between_hosts):
+            more += [found.name] if found.ratio > most else []
+            click.echo(found)
     except (ValueError, PeerError, TestbedError) as error:
         raise click.ClickException(str(error)) from error
-    show_compared(Console(width=140), found, most)
-    sys.exit(1 if any(each.ratio > most for each in found) else 0)
+    if more:
+        click.echo(f"{len(more)} take more than {most:g} times what they took: {'; '.join(more)}", err=True)
+        sys.exit(3)
 
 
 @main.command()

@@ -1,7 +1,7 @@
 """An older checkout of the service and this one in turns: what a change costs, or gains.
 
-Both run at the same time, on the same host or hosts, and a round of one follows a round of the other, so that whatever
-else the machine does meets both. A ratio is the median of the rounds' ratios.
+Both run at the same time, on the same host or hosts. In each round both have a turn, in changing order, so that
+whatever else the machine does meets both. A ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.cases import Case
 from benchmarks.contest import OWN, Contest, Entrant
@@ -39,9 +37,13 @@ class Compared(NamedTuple):
     after: float
     ratio: float
 
+    def __str__(self) -> str:
+        return f"{self.name:60} {self.before:8.4g} -> {self.after:8.4g} {self.unit}  ratio {self.ratio:.3f}"
+
 
 def checkout(root: Path) -> Tree:
-    """An older checkout, with the environment that its `make` made. Raises ValueError where there is none."""
+    """An older checkout, with the environment that its `make` made. Its ranks take orders as those of this one do.
+    Raises ValueError where there is none."""
     root = root.resolve()
     python = root / ".venv" / "bin" / "python"
     if not (python.exists() and (root / "benchmarks" / "rank.py").exists()):
@@ -63,11 +65,11 @@ def compare(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
                 kind = f"transport.kind={place.transport}"
                 ranks = service_group(place.ranks, folder, shards.addresses, kind, tree=tree)
                 entrants += _entrants(name, stack.enter_context(ranks))
-            yield from _compare(Contest(entrants), group)
+            yield from compare_in_turns(Contest(entrants), group)
 
 
 def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree) -> Iterator[Compared]:
-    """Compare between hosts with shaped links. Raises PeerError, and TestbedError where there can be no such hosts."""
+    """As `compare`, between hosts with shaped links. Raises TestbedError, too, where there can be no such hosts."""
     with contextlib.ExitStack() as stack:
         dedicated = setting.layout == "dedicated"
         hosts = stack.enter_context(testbed((1 + dedicated) * setting.ranks, setting.rate))
@@ -82,37 +84,32 @@ def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree) -> Iter
             prefixes = [host.prefix for host in hosts[: setting.ranks]]
             ranks = service_group(setting.ranks, folder, addresses, "transport.kind=tcp", prefixes=prefixes, tree=tree)
             entrants += _entrants(name, stack.enter_context(ranks))
-        yield from _compare(Contest(entrants), cases)
+        yield from compare_in_turns(Contest(entrants), cases)
 
 
 def _entrants(name: str, group: Group) -> list[Entrant]:
     return [Entrant(replace(each, label=name), group) for each in OWN]
 
 
-def _compare(contest: Contest, cases: Iterable[Case]) -> Iterator[Compared]:
+def compare_in_turns(contest: Contest, cases: Iterable[Case]) -> Iterator[Compared]:
+    """Compare the entrants BEFORE and AFTER. Raises PeerError when one fails, or its result is wrong."""
     for case in cases:
         results = contest.run(replace(case, rounds=ROUNDS * case.rounds)).results
         before, after = results[BEFORE], results[AFTER]
-        for each in (before, after):
-            if each.wrong:
-                raise PeerError(each.label, f"gave {each.wrong} wrong elements in {case.name}")
+        _check(case, before.wrong, after.wrong)
         ratio = float(np.median(np.array(after.ms) / np.array(before.ms)))
         yield Compared(case.name, "ms", before.median, after.median, ratio)
+
+
+def _check(case: Case, *wrong: int) -> None:
+    for name, elements in zip((BEFORE, AFTER), wrong, strict=True):
+        if elements:
+            raise PeerError(name, f"gave {elements} wrong elements: {case.name}")
 
 
 def _compare_memory(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
     for case in cases:
         before, after = (measure(case, tree) for tree in (older, HERE))
+        _check(case, before.wrong, after.wrong)
         for what, old, new in (("worker", before.worker, after.worker), ("shard", before.shard, after.shard)):
             yield Compared(f"{case.name}: {what}", "MiB", old, new, new / old)
-
-
-def show(console: Console, found: Sequence[Compared], most: float) -> None:
-    """Print them as a table; those above `most` are marked."""
-    table = Table()
-    for name in ("case", BEFORE, AFTER, "ratio", ""):
-        table.add_column(name, justify="left" if name in ("case", "") else "right")
-    for each in found:
-        values = (f"{value:.4g} {each.unit}" for value in (each.before, each.after))
-        table.add_row(each.name, *values, f"{each.ratio:.3f}", "[bold red]MORE" if each.ratio > most else "")
-    console.print(table)

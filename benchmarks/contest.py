@@ -23,13 +23,14 @@ AGSPARSE_DENSITY = 0.01  # above it a round of the all-gather of elements takes 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to do the exchange, for some cases. `rival`: what others use for dense tensors."""
+    """One way to do the exchange, for some cases. `rival`: what others use for dense tensors. `own`: the service's."""
 
     label: str
     name: str
     kind: str
     rival: bool = False
     densities: tuple[float, float] = (0.0, 1.0)  # least and most
+    own: bool = False
 
     def fits(self, case: Case) -> bool:
         least, most = self.densities
@@ -40,7 +41,7 @@ def _mpi(name: str) -> tuple[Method, ...]:
     return tuple(Method(f"{name} {how}", how, "dense", rival=True) for how in ("out of place", "in place"))
 
 
-OWN = tuple(Method(OURS, "allreduce", kind) for kind in ("dense", "rows", "skew"))
+OWN = tuple(Method(OURS, "allreduce", kind, own=True) for kind in ("dense", "rows", "skew"))
 AGSPARSE = (
     Method("AGsparse", "agsparse", "dense", densities=(0.0, AGSPARSE_DENSITY)),
     Method("AGsparse", "agsparse", "rows"),
@@ -151,7 +152,7 @@ class Contest:
 
     def _round(self, entrant: Entrant, case: Case, number: int, result: Result) -> None:
         """One round of one entrant. The service's every result is checked, of the others those of the warm-up."""
-        checked = entrant.label == OURS or (number < WARM_UP and entrant.label not in (SCAN, BOUND))
+        checked = entrant.method.own or (number < WARM_UP and entrant.label not in (SCAN, BOUND))
         servers_s = entrant.servers_s()
         answers = entrant.group.tell(
             do="round", kind=case.kind, method=entrant.method.name, number=number, check=checked

@@ -17,6 +17,10 @@ class Tree(NamedTuple):
     root: Path
     python: Path
 
+    def named(self, what: str) -> str:
+        """What errors call `what` of this checkout."""
+        return what if self == HERE else f"{what} of {self.root}"
+
 
 HERE = Tree(ROOT, Path(sys.executable))
 PACKAGES = {  # what each needs beside omnireduce itself

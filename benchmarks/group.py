@@ -52,7 +52,7 @@ class Group:
         tree: Tree = HERE,
     ) -> None:
         """`commands` start them all, in `tree`; the socket's path has to be in each, see `socket_path`."""
-        self.name, self.size, self._root = name, size, tree.root
+        self.name, self.size, self._root = tree.named(name), size, tree.root
         self._environ = os.environ | THREADS | {"PYTHONPATH": str(tree.root)} | (environ or {})
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -223,7 +223,7 @@ def daemon(
     `start_s`."""
     command = [*prefix, str(tree.python), "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
-    name, started = "the aggregator", time.perf_counter()
+    name, started = tree.named("the aggregator"), time.perf_counter()
     with _server(name, command, start_s, tree) as (pid, addresses):
         ready_s = time.perf_counter() - started
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

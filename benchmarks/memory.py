@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from benchmarks.cases import Case
 from benchmarks.environments import HERE, Tree
-from benchmarks.group import daemon, service_group
+from benchmarks.group import PeerError, daemon, service_group
 from benchmarks.peak_memory import memory_mib
 from omnireduce.config import Config
 
@@ -46,11 +46,12 @@ class Memory:
 
 @contextmanager
 def importer(tree: Tree) -> Iterator[int]:
-    """A process that has imported what a shard imports, and waits; its number."""
+    """A process that has imported what a shard imports, and waits; its number. Raises PeerError."""
     command = [str(tree.python), "-c", IMPORTS]
     with subprocess.Popen(command, cwd=tree.root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        if not process.stdout.readline():
+            raise PeerError(tree.named("the aggregator"), "could not be imported")
         yield process.pid  # at the end its input is closed, and it ends
 
 

@@ -220,6 +220,7 @@ class AggregatorMachine:
                 return
             if taken and self.spent >= self.quantum:
                 continue
+            # what was taken is merged at once, or waits for others: another round would see no more of it
             moved = self._merge(self._current)
             moved |= yield from self._return_used(self._current)
             if self._worth_sending(self._current, moved):

@@ -46,9 +46,12 @@ class Budget(NamedTuple):
 
 
 class _Format(NamedTuple):
-    """The work space as blocks of one dtype and size see it. `columns`: elements of a block that are reduced in one
-    step. `capacity`: blocks of a result. `arena`: the receive slots, (elements,); `rows`: the results, (slots,
-    capacity of a slot, block size)."""
+    """The work space as blocks of one dtype and size see it.
+
+    `arena`: the receive slots, (elements,). `rows`: the results, (slots, capacity of a slot, block size). `capacity`:
+    blocks of a result. `columns`: elements of a block that are reduced in one step. `byte_work`, `block_work`: what
+    one byte, and one block of all ranks, counts for the budget.
+    """
 
     block_size: int
     block_bytes: int
@@ -84,7 +87,7 @@ class Reduction:
         self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
         self.hungry: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
-        self._formats: dict[tuple[str, int], _Format] = {}  # by dtype and block size, those of the last collectives
+        self._formats: dict[tuple[str, int], _Format] = {}  # by dtype and block size, the one used last behind
 
     @property
     def work_bytes(self) -> int:
@@ -95,11 +98,10 @@ class Reduction:
     def begin(self, descriptor: Descriptor, stripes: Stripes) -> None:
         """Start a collective whose blocks are all of `stripes`."""
         key = descriptor.element.name, descriptor.layout.block_size
-        if key not in self._formats:
-            if len(self._formats) >= FORMATS:
-                del self._formats[next(iter(self._formats))]
-            self._formats[key] = self._new_format(descriptor)
-        self._format = self._formats[key]
+        self._format = self._formats.pop(key) if key in self._formats else self._new_format(descriptor)
+        self._formats[key] = self._format
+        if len(self._formats) > FORMATS:
+            del self._formats[next(iter(self._formats))]
         self.stripes = stripes
         self._op, self.blocks = OPS[descriptor.op], descriptor.layout.blocks
         # 16-bit floats go through float32 and back, which may change the bits of a NaN

@@ -13,7 +13,7 @@ from omnireduce.transport.base import Link
 from omnireduce.wire import ControlMessage, encode_control
 
 LINGER_S = 1.0  # how long a leaver's last output may take
-INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.EVENT_WRITE}  # by: wants to write
+INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.EVENT_WRITE}  # True: it wants to write
 
 
 class Connections:

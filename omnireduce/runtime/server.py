@@ -45,10 +45,9 @@ MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewe
 class ShardServer:
     """Serves jobs until `stop`.
 
-    `name` is the shard's address, as workers see it in errors. A connection may stay `hello_timeout_s` without a Hello.
-    `access` says who may join, and may be replaced; `verbs` allows RDMA, `traces` records every job. The log says whom
-    a collective waits for after `straggler_s`. `budget` is what one job may do in a turn. A simulation brings its own
-    `clock` and `selector`, and hands links to `adopt`.
+    `name`: its address in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may join,
+    and may be replaced; `verbs` allows RDMA, `traces` records every job. The log says whom a collective waits for
+    after `straggler_s`. `budget`: of one job in a turn. A simulation brings `clock`, `selector` and links.
     """
 
     def __init__(
@@ -186,7 +185,8 @@ class ShardServer:
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
 
-    def _patience(self, longest_s: float) -> float:  # until `_wake_at`
+    def _patience(self, longest_s: float) -> float:
+        """How long to wait, and until when: no deadline passes before `_wake_at`."""
         now = self._wake_at = self._clock()
         if self._turns.waited_for:
             return 0.0

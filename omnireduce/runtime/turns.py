@@ -85,7 +85,7 @@ class Turns:
                 work += serve_other(connection, self._others.pop(connection))
 
     def _share(self, job: Job, busy: int, now: float) -> Share:
-        """That of a job; the shard is shared while another one had something to do lately."""
+        """What a job may do now. The shard is shared while another job had something to do lately."""
         if job.generation != self._last and now < self._last_at + LATELY_S:
             self._shared_until = now + LATELY_S
         self._last, self._last_at = job.generation, now
@@ -96,8 +96,8 @@ class Turns:
 
 
 def share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> Share:
-    """That of a job of so many `ranks` while `busy` jobs are in line. It is less where the shard is `shared`, so that
-    others may have something to do at any time; none has too little."""
+    """What a job of so many `ranks` may do while `busy` jobs are in line. It is less where the shard is `shared`:
+    others may have something to do at any time. None has too little."""
     part = budget.work // BESIDE_OTHERS if shared else budget.work
     work = max(part // busy, min(budget.work, LEAST_WORK))
     if not shared:

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +21,10 @@ from local_cluster import children
 
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
-from benchmarks.compare import compare
-from benchmarks.contest import BOUND, OURS, SCAN
+from benchmarks.compare import AFTER, BEFORE, compare, compare_in_turns
+from benchmarks.contest import BOUND, OURS, OWN, SCAN, WARM_UP, Contest, Entrant
 from benchmarks.environments import HERE
-from benchmarks.group import PeerError, Servers, daemon, echo_servers
+from benchmarks.group import Group, PeerError, Servers, daemon, echo_servers
 from benchmarks.loopback import MESSAGE_BYTES, Carrier
 from benchmarks.memory import measure
 from benchmarks.peak_memory import memory_mib
@@ -62,6 +64,33 @@ def test_a_checkout_and_itself_in_turns() -> None:
     speed, worker, shard = compare(cases, HERE)
     assert (speed.name, speed.unit, worker.unit, shard.unit) == (cases[0].name, "ms", "MiB", "MiB")
     assert all(min(each.before, each.after, each.ratio) > 0 for each in (speed, worker, shard))
+
+
+class Wrong(Group):
+    """Ranks whose results are wrong from the first timed round on, where anybody looks."""
+
+    def __init__(self) -> None:
+        pass
+
+    def tell(self, **order: object) -> list[dict[str, Any]]:
+        if order["do"] == "case":
+            return [{"density": 1.0, "union_density": 1.0, "others_density": 1.0}]
+        wrong = 3 if order["check"] and order["number"] == WARM_UP else 0
+        return [{"seconds": 1e-3, "cpu": 0.0, "wire_bytes": [1, 1, 1], "peak_mib": 0.0, "wrong": wrong}]
+
+
+def test_what_is_compared_is_checked_in_every_round() -> None:
+    methods = [replace(OWN[0], label=name) for name in (BEFORE, AFTER)]
+    with pytest.raises(PeerError, match="before gave 3 wrong elements: shm, 2 ranks, 4 KiB"):
+        list(compare_in_turns(Contest([Entrant(each, Wrong()) for each in methods]), SMALL[:1]))
+
+
+@pytest.mark.parametrize(("most", "status"), [("1000", 0), ("0.001", 3)])
+def test_a_case_that_takes_more_than_it_may_is_named(monkeypatch: pytest.MonkeyPatch, most: str, status: int) -> None:
+    monkeypatch.setattr("benchmarks.__main__.checkout", lambda root: HERE)
+    done = CliRunner().invoke(main, ["compare", ".", "--only", "shm, 2 ranks, 4 KiB, density", "--most", most])
+    assert done.exit_code == status
+    assert ("1 take more than 0.001 times what they took: shm, 2 ranks, 4 KiB" in done.output) == (status == 3)
 
 
 def test_who_compares_with_no_checkout_hears_what_is_expected(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from omnireduce.descriptor import Descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Stripes
-from omnireduce.protocol.reduction import Budget, Reduction
+from omnireduce.protocol.reduction import FORMATS, Budget, Reduction
 from omnireduce.wire import read_header, seal
 
 BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()
@@ -55,3 +55,21 @@ def test_no_collective_completes_before_the_last_index_was_seen(indices: list[in
     with pytest.raises(ProtocolError, match="do not ascend"):
         written.extend(int(block) for each in merging(indices, window) for block in each._out_indices[: each.written])
     assert 3 not in written
+
+
+def test_the_formats_that_were_used_last_are_kept_and_no_more() -> None:
+    arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
+    reduction = Reduction(RANKS, arena, results, SLOT_BYTES, Budget())
+
+    def begin(block_size: int) -> object:
+        reduction.begin(Descriptor("allreduce", "", "int64", (64,), block_size=8 * block_size), ALL)
+        return reduction._format
+
+    kept = begin(1)
+    for block_size in range(2, 2 * FORMATS):
+        begin(block_size)
+        assert begin(1) is kept
+    assert len(reduction._formats) == FORMATS
+    first = begin(2)
+    assert first is not begin(3)
+    assert begin(2) is first

@@ -6,8 +6,9 @@ import selectors
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK
 from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.reduction import Budget
+from omnireduce.protocol.reduction import BLOCK_WORK, Budget
 from omnireduce.runtime.access import Access
 from omnireduce.runtime.server import ShardServer
 from omnireduce.transport.sim import SimLink
@@ -103,11 +104,14 @@ class Shard(Process):
             output=choose([1, 5000, 1 << 20]),
         )
 
-    def steps(self, blocks: int, part_bytes: int) -> float:
-        """In how many steps, one after the other, its budget lets it reduce so many blocks, to each of which the ranks
-        contribute `part_bytes` together."""
-        pieces = part_bytes / self._budget.piece_bytes
-        return blocks * pieces if pieces > 1 else blocks / self._budget.blocks
+    def turns(self, blocks: int, block_bytes: int, ranks: int) -> float:
+        """In how many turns that take time its budget lets it reduce so many blocks, at the least in each."""
+        if not self.slow_turn_s:
+            return 0.0
+        budget = self._budget
+        most = (budget.work - ROUND_WORK - ranks * RANK_WORK) // (ranks * (block_bytes + BLOCK_WORK))
+        pieces = max(1.0, ranks * block_bytes / budget.piece_bytes)
+        return blocks * pieces / max(1, min(most, budget.blocks))
 
     @property
     def listening(self) -> bool:

@@ -141,13 +141,13 @@ class Verdicts:
                 self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
 
     def _longest_s(self, worker: Worker) -> float:
-        """How long the oldest collective of `worker` may take, if each message, each step of a shard and each credit
-        is waited for."""
+        """How long the oldest collective of `worker` may take, if each message, each turn of a slow shard and each
+        credit is waited for."""
         what, protocol, network = worker.program[worker.completed], worker.protocol, self._cluster.plan.network
         descriptor = what.descriptor()
-        blocks, part_bytes = descriptor.layout.blocks, worker.job.ranks * descriptor.block_bytes
-        messages = blocks / max(1, protocol.message_bytes // descriptor.block_bytes)
-        messages = max(messages, *(shard.steps(blocks, part_bytes) for shard in self._cluster.shards))
+        blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
+        messages = blocks / max(1, protocol.message_bytes // block_bytes)
+        messages = max(messages, *(each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards))
         turn_s = network.latency_s * (SLOWER if network.slow else 1)
         turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
         return 2 * messages * (turn_s + network.delay_s)
@@ -186,13 +186,12 @@ class Verdicts:
         self._must_go_on.clear()
 
     def _left_behind(self, worker: Worker) -> bool:
-        """The others went on without it for most of the time for which it waited for a place."""
+        """It came when the job ran without it already, and that took longer than it may wait for a place."""
         if worker.ended_at is None or "still waiting for rank" not in str(worker.error):
             return False
-        waited = [worker.ended_at - worker.protocol.join_timeout_s / 2, worker.ended_at]
         others = [each for each in self._cluster.workers if each.job is worker.job]
         runs = [run for each in others for run in zip(each.begins, each.ends, strict=False)]
-        return any(begin <= waited[0] and waited[1] <= end for begin, end in runs)
+        return any(begin <= worker.said_hello_at and worker.ended_at <= end for begin, end in runs)
 
     def _explained(self, worker: Worker) -> bool:
         culprits = self._cluster.culprits(worker.job.name)

@@ -84,6 +84,7 @@ class Worker(Process):
         self.reforms_left = job.attempts if job.smallest else 0
         self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
         self.completed = 0  # collectives
+        self.said_hello_at = 0.0  # for the last time
         self.begins: list[float] = []  # when each generation that it was in began, and ended
         self.ends: list[float] = []
         self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
@@ -188,7 +189,8 @@ class Worker(Process):
             return self._connect(deed.shard)
         if isinstance(deed, Tell):
             told = deed.message
-            told = replace(told, **self.nonsense) if isinstance(told, Hello) else told
+            if isinstance(told, Hello):
+                told, self.said_hello_at = replace(told, **self.nonsense), self.world.now()
             self.links[deed.peer].send_control(encode_control(told))
         elif isinstance(deed, HangUp):
             self._hang_up()

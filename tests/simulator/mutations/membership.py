@@ -128,6 +128,15 @@ MUTATIONS = (
         "for rank in list(self.members)[: self.spec.world_size]]",
     ),
     Mutation(
+        "one that waits is left out",
+        _GATHERING,
+        "a survivor that came in time waits until it has no time left",
+        "key=lambda rank: (-self.members[rank].standing, rank))\n",
+        "key=lambda rank: (-self.members[rank].standing, rank))\n"
+        "        order = order[: len(order) - (len(order) > self.spec.smallest > 0)]\n",
+        fault="crash",
+    ),
+    Mutation(
         "a draining shard admits",
         _MEMBERSHIP,
         "a shard that stops takes new jobs",
