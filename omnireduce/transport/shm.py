@@ -75,7 +75,7 @@ class ShmLink(StreamLink):
                 self._sock.shutdown(socket.SHUT_RDWR)
         else:
             if sent < len(frame):
-                self._output.append(memoryview(frame)[sent:])
+                self._queue(frame[sent:])
 
     def attach_memory(self, first_up: int, slots: int, slot_bytes: int) -> None:
         """Worker side: map the slots whose descriptors came with the Welcome. Raises TransportError."""

@@ -16,6 +16,8 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
+from operator import add
 
 from omnireduce.dtypes import Array
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
@@ -42,7 +44,9 @@ class StreamLink(Link):
         sock.setblocking(False)
         self._sock = sock
         self._small = bytearray()
-        self._output: deque[memoryview] = deque()  # messages, which are writable, and small frames, which are not
+        # messages, which are writable, and small frames, which are not; with each, how many bytes of all end with it
+        self._output: deque[tuple[int, memoryview]] = deque()
+        self._gone: deque[int] = deque([0], 1)  # how many bytes of all the system has taken
         self._output_dead = False
         self._output_error = ""  # what killed it, if the reading side cannot tell
         self._buffer = bytearray(READ_BYTES)
@@ -78,19 +82,15 @@ class StreamLink(Link):
     # output
 
     def _send(self, slot: int, nbytes: int) -> None:
-        self._announce(slot, nbytes)
+        self.counters.sent_bytes += FRAME.size + nbytes
         if self.inline and nbytes:
-            self._queue_small()
-            self._output.append(self._send_views[slot][:nbytes])
+            self._queue(FRAME.pack(DATA, slot, nbytes), self._send_views[slot][:nbytes])
+        else:
+            self._small += FRAME.pack(DATA, slot, nbytes)
 
     def _send_instead(self, slot: int, message: Array) -> None:
-        self._announce(slot, message.size)
-        self._queue_small()
-        self._output.append(message.data)
-
-    def _announce(self, slot: int, nbytes: int) -> None:
-        self._small += FRAME.pack(DATA, slot, nbytes)
-        self.counters.sent_bytes += FRAME.size + nbytes
+        self.counters.sent_bytes += FRAME.size + message.size
+        self._queue(FRAME.pack(DATA, slot, message.size), message.data)
 
     def _return_credit(self, slot: int) -> None:
         self._small += FRAME.pack(CREDIT, slot, 0)
@@ -103,30 +103,42 @@ class StreamLink(Link):
         self.counters.sent_bytes += FRAME.size + len(body)
         self.flush()
 
-    def _queue_small(self) -> None:
-        if self._small:
-            self._output.append(memoryview(bytes(self._small)))
-            self._small.clear()
+    def _queue(self, frame: bytes = b"", *messages: memoryview) -> None:
+        """Put the small frames, then this one and what it announces, behind what waits already.
+
+        A signal handler that raises may come between two lines. Then nothing is there twice, and no frame without what
+        it announces: the peer can still be told.
+        """
+        small, self._small = self._small, bytearray()
+        small += frame
+        end, found = (self._output[-1] if self._output else self._gone)[0], list[tuple[int, memoryview]]()
+        for view in (memoryview(small).toreadonly(), *messages):
+            end += len(view)
+            found.append((end, view))
+        self._output.extend(found)
 
     def flush(self, most: int = EVERYTHING) -> None:
         is_bounded = most < EVERYTHING
         if self._output_dead:
             self._small.clear()
             self._output.clear()
+        self._drop_gone()  # an exception may have come before that last time
         while self._small or self._output:
+            if self._small and (most <= 0 or len(self._output) < GATHER):  # a peer decides how often we get here
+                self._queue()
             if most <= 0:  # `wants_write` tells of the rest
-                self._queue_small()
                 return
-            if len(self._output) < GATHER:  # else they go on gathering: a peer decides how often we get here
-                self._queue_small()
-            views = [self._output[i] for i in range(min(len(self._output), GATHER))]
+            before = self._gone[0]
+            views = [view for _, view in islice(self._output, GATHER)]
+            end, head = self._output[0]
+            views[0] = head[len(head) - (end - before) :]
             try:
-                sent = self._write(beginning(views, most) if is_bounded else views)
+                self._write(beginning(views, most) if is_bounded else views)
             except OSError as error:
                 self._output_failed(error)
                 return
-            self._consume(sent)
-            most -= sent if is_bounded else 0
+            self._drop_gone()
+            most -= self._gone[0] - before if is_bounded else 0
 
     def _output_failed(self, error: OSError) -> None:
         """The system takes no more, now or ever. Raises what is a signal handler's.
@@ -142,22 +154,19 @@ class StreamLink(Link):
         self._output_error = "" if error.errno == errno.EPIPE else error.strerror or str(error)
         self._output.clear()
 
-    def _write(self, views: Sequence[memoryview]) -> int:
-        return self._sock.sendmsg(views)
+    def _write(self, views: Sequence[memoryview]) -> None:
+        """Hand `views` to the system, and count what it has taken: in one call of C, so that no signal handler comes in
+        between."""
+        self._gone.extend(map(add, (self._gone[0],), map(self._sock.sendmsg, (views,))))
 
-    def _consume(self, sent: int) -> None:
-        while sent:
-            head = self._output[0]
-            if sent < len(head):
-                self._output[0] = head[sent:]
-                return
-            sent -= len(head)
+    def _drop_gone(self) -> None:
+        while self._output and self._output[0][0] <= self._gone[0]:
             self._output.popleft()
 
     @property
     def clogged(self) -> bool:
         """More waits than could wait for a peer that gives credit only for what it has read."""
-        small = len(self._small) + sum(len(view) for view in self._output if view.readonly)
+        small = len(self._small) + sum(len(view) for _, view in self._output if view.readonly)
         return small > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
 
     # input

@@ -94,15 +94,20 @@ class TlsLink(TcpLink):
         except OSError as error:
             self._output_failed(error)
 
-    def _write(self, views: Sequence[memoryview]) -> int:
-        """Encrypt, if the system has taken what was encrypted before."""
+    def _write(self, views: Sequence[memoryview]) -> None:
+        """Encrypt, if the system has taken what was encrypted before.
+
+        This is no single call of C: what a signal handler that raises cuts here may be sent twice, which ends the
+        connection.
+        """
         self._send_sealed()
-        taken = 0
+        left = SEAL_BYTES
         for view in views:
-            taken += self._tls.write(view[: SEAL_BYTES - taken])
-            if taken == SEAL_BYTES:
+            taken = self._tls.write(view[:left])
+            self._gone.append(self._gone[0] + taken)
+            left -= taken
+            if not left:
                 break
-        return taken
 
     def _send_sealed(self) -> None:
         """Send everything that is encrypted. Raises BlockingIOError when the system does not take all, and OSError."""

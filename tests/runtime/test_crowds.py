@@ -146,7 +146,7 @@ def test_who_does_not_read_answers_gets_no_more_of_them(crowd: Crowd) -> None:
         say(peer, REQUEST)
         crowd.turn()
     [connection] = crowd.server._connections
-    assert sum(len(view) for view in connection.link._output) < 1 << 17  # type: ignore[attr-defined]
+    assert sum(len(view) for _, view in connection.link._output) < 1 << 17  # type: ignore[attr-defined]
     last = heard(peer)
     crowd.turn()
     last += heard(peer)

@@ -193,7 +193,7 @@ class TlsPair(TcpPair):
 
     def write_raw(self, link: Link, data: bytes) -> None:
         peer = self.right if link is self.left else self.left
-        peer._output.append(memoryview(data))
+        peer._queue(data)
         peer.flush()
 
 
