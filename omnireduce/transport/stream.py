@@ -111,8 +111,9 @@ class StreamLink(Link):
         """
         small, self._small = self._small, bytearray()
         small += frame
-        end, found = (self._output[-1] if self._output else self._gone)[0], list[tuple[int, memoryview]]()
-        for view in (memoryview(small).toreadonly(), *messages):
+        end = (self._output[-1] if self._output else self._gone)[0] + len(small)
+        found = [(end, memoryview(small).toreadonly())]
+        for view in messages:
             end += len(view)
             found.append((end, view))
         self._output.extend(found)
@@ -122,23 +123,26 @@ class StreamLink(Link):
         if self._output_dead:
             self._small.clear()
             self._output.clear()
-        self._drop_gone()  # an exception may have come before that last time
-        while self._small or self._output:
-            if self._small and (most <= 0 or len(self._output) < GATHER):  # a peer decides how often we get here
+        output, gone = self._output, self._gone
+        while output and output[0][0] <= gone[0]:  # an exception may have come before that last time
+            output.popleft()
+        while self._small or output:
+            if self._small and (most <= 0 or len(output) < GATHER):  # a peer decides how often we get here
                 self._queue()
             if most <= 0:  # `wants_write` tells of the rest
                 return
-            before = self._gone[0]
-            views = [view for _, view in islice(self._output, GATHER)]
-            end, head = self._output[0]
-            views[0] = head[len(head) - (end - before) :]
+            before, (end, head) = gone[0], output[0]
+            views = [head[before - end :]]
+            if len(output) > 1:
+                views += [view for _, view in islice(output, 1, GATHER)]
             try:
                 self._write(beginning(views, most) if is_bounded else views)
             except OSError as error:
                 self._output_failed(error)
                 return
-            self._drop_gone()
-            most -= self._gone[0] - before if is_bounded else 0
+            while output and output[0][0] <= gone[0]:
+                output.popleft()
+            most -= gone[0] - before if is_bounded else 0
 
     def _output_failed(self, error: OSError) -> None:
         """The system takes no more, now or ever. Raises what is a signal handler's.
@@ -158,10 +162,6 @@ class StreamLink(Link):
         """Hand `views` to the system, and count what it has taken: in one call of C, so that no signal handler comes in
         between."""
         self._gone.extend(map(add, (self._gone[0],), map(self._sock.sendmsg, (views,))))
-
-    def _drop_gone(self) -> None:
-        while self._output and self._output[0][0] <= self._gone[0]:
-            self._output.popleft()
 
     @property
     def clogged(self) -> bool:
