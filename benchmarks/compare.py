@@ -1,22 +1,23 @@
 """An older checkout of the service and this one in turns: what a change costs, or gains.
 
 Both run at the same time, on the same host or hosts. In each round both have a turn, in changing order, so that
-whatever else the machine does meets both. A ratio is the median of the rounds' ratios.
+whatever else the machine does meets both. A ratio is the median of all rounds' ratios.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, Place
 from benchmarks.contest import OWN, Contest, Entrant
 from benchmarks.environments import HERE, Tree
 from benchmarks.group import Group, PeerError, daemon, service_group
@@ -25,7 +26,7 @@ from benchmarks.shaped import OPEN, PORT, Setting
 from benchmarks.testbed import testbed
 
 BEFORE, AFTER = "before", "after"
-ROUNDS = 3  # times as many as a case has otherwise: the difference that is looked for is small
+STARTS = 3  # of all processes: which core each of them is on is a matter of luck
 
 
 class Compared(NamedTuple):
@@ -56,21 +57,47 @@ def compare(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
     for (place, memory), group in itertools.groupby(cases, key=lambda case: (case.place, case.kind == "memory")):
         if memory:
             yield from _compare_memory(group, older)
-            continue
-        with contextlib.ExitStack() as stack:
-            entrants = []
-            for name, tree in ((BEFORE, older), (AFTER, HERE)):
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
-                shards = stack.enter_context(daemon(place.shards, tree=tree))
-                kind = f"transport.kind={place.transport}"
-                ranks = service_group(place.ranks, folder, shards.addresses, kind, tree=tree)
-                entrants += _entrants(name, stack.enter_context(ranks))
-            yield from compare_in_turns(Contest(entrants), group)
+        else:
+            yield from compare_in_turns(partial(_on_this_host, place, older), list(group))
 
 
 def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree) -> Iterator[Compared]:
     """As `compare`, between hosts with shaped links. Raises TestbedError, too, where there can be no such hosts."""
-    with contextlib.ExitStack() as stack:
+    return compare_in_turns(partial(_between_hosts, setting, older), cases)
+
+
+def compare_in_turns(start: Callable[[], AbstractContextManager[Contest]], cases: Sequence[Case]) -> Iterator[Compared]:
+    """Compare the entrants BEFORE and AFTER in all contests together. Raises PeerError when one fails, or its result is
+    wrong."""
+    found: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
+    for _ in range(STARTS):
+        with start() as contest:
+            for case in cases:
+                results = contest.run(case).results
+                before, after = results[BEFORE], results[AFTER]
+                _check(case, before.wrong, after.wrong)
+                found[case] += zip(before.ms, after.ms, strict=True)
+    for case, pairs in found.items():
+        old, new = np.array(pairs).T
+        yield Compared(case.name, "ms", *(float(np.median(each)) for each in (old, new, new / old)))
+
+
+@contextmanager
+def _on_this_host(place: Place, older: Tree) -> Iterator[Contest]:
+    with ExitStack() as stack:
+        entrants = []
+        for name, tree in ((BEFORE, older), (AFTER, HERE)):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
+            shards = stack.enter_context(daemon(place.shards, tree=tree))
+            kind = f"transport.kind={place.transport}"
+            ranks = service_group(place.ranks, folder, shards.addresses, kind, tree=tree)
+            entrants += _entrants(name, stack.enter_context(ranks))
+        yield Contest(entrants)
+
+
+@contextmanager
+def _between_hosts(setting: Setting, older: Tree) -> Iterator[Contest]:
+    with ExitStack() as stack:
         dedicated = setting.layout == "dedicated"
         hosts = stack.enter_context(testbed((1 + dedicated) * setting.ranks, setting.rate))
         entrants = []
@@ -84,21 +111,11 @@ def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree) -> Iter
             prefixes = [host.prefix for host in hosts[: setting.ranks]]
             ranks = service_group(setting.ranks, folder, addresses, "transport.kind=tcp", prefixes=prefixes, tree=tree)
             entrants += _entrants(name, stack.enter_context(ranks))
-        yield from compare_in_turns(Contest(entrants), cases)
+        yield Contest(entrants)
 
 
 def _entrants(name: str, group: Group) -> list[Entrant]:
     return [Entrant(replace(each, label=name), group) for each in OWN]
-
-
-def compare_in_turns(contest: Contest, cases: Iterable[Case]) -> Iterator[Compared]:
-    """Compare the entrants BEFORE and AFTER. Raises PeerError when one fails, or its result is wrong."""
-    for case in cases:
-        results = contest.run(replace(case, rounds=ROUNDS * case.rounds)).results
-        before, after = results[BEFORE], results[AFTER]
-        _check(case, before.wrong, after.wrong)
-        ratio = float(np.median(np.array(after.ms) / np.array(before.ms)))
-        yield Compared(case.name, "ms", before.median, after.median, ratio)
 
 
 def _check(case: Case, *wrong: int) -> None:
