@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import signal
 import sys
+from types import FrameType
 
 import click
 
@@ -52,16 +54,31 @@ def main(
         sys.exit(0 if campaign.replay(campaign.Task(replay, fault, event), click.echo) else 1)
     numbers = [*seeds, *_new_seeds(new)]
     total, more = campaign.Campaign(), f" --mutation {shlex.quote(mutation)}" if mutation else ""
+    stopped = _stopped_by_ctrl_c()
     for outcome in campaign.run_all((campaign.Task(seed, fault, event) for seed in numbers), jobs):
         total.add(outcome)
         if outcome.found:
             click.echo(campaign.report(outcome, more))
         elif verbose:
             click.echo(f"seed {outcome.task.seed}: " + "; ".join(outcome.task.plan().describe()))
-        if len(total.failed) == failures:
+        if len(total.failed) == failures or stopped:
             break
+    if stopped:
+        click.echo(f"stopped after seed {numbers[total.seeds - 1]}")
     click.echo(total.summary())
-    sys.exit(1 if total.failed else 0)
+    sys.exit(130 if stopped else 1 if total.failed else 0)
+
+
+def _stopped_by_ctrl_c() -> list[int]:
+    """Holds a number from the first Ctrl-C on: then the seed under way is the last one. The second ends it at once."""
+    signals: list[int] = []
+
+    def take_note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, take_note)
+    return signals
 
 
 def _known(name: str) -> mutate.Mutation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,19 @@ def test_good_seeds_and_new_ones() -> None:
     assert "runs/s" in done.stdout
     assert "new seeds: " in done.stdout
     assert done.stdout.count("options: ") == 24
+
+
+def test_who_stops_it_hears_how_far_it_came() -> None:
+    command = [sys.executable, "-m", "tests.simulator", "--seeds", "7:100000", "--jobs", "1", "--verbose"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("seed 7: ")
+        process.send_signal(signal.SIGINT)
+        said = process.stdout.read()
+    assert process.returncode == 130
+    seeds = 1 + said.count("options: ")
+    assert f"stopped after seed {6 + seeds}\n" in said
+    assert f"{seeds} seeds, 0 failed" in said
 
 
 def test_a_failure_prints_the_command_that_replays_it() -> None:
