@@ -27,6 +27,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     2001924: "the same, with one shard",
     3003712: "many slow messages took longer than the limit, and nobody was to blame",
     293939115: "the same with many small results of a slow shard",
+    90130745: "a shard that stood still heard of a rank that had given up only that it was gone",
     80004395: "a rank was left behind by a generation that took longer than its time to join",
 }
 SAME = 12  # seeds that are run in two processes

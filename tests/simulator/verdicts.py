@@ -211,13 +211,21 @@ class Verdicts:
         if isinstance(worker.error, AbortedError):
             if " as number " in worker.error.reason:  # a false number looks like a skipped collective: two are named
                 named = set(re.findall(r"\d+", worker.error.culprit))
-                blamed = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
-                return bool(worker.job.smallest or named & blamed)
+                numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
+                return bool(worker.job.smallest or named & numbers)
             misled = bool(worker.misled) and str(worker.error).startswith(worker.misled)
-            return misled or any(culprit in worker.error.culprit for culprit in culprits)
+            blamed = any(culprit in worker.error.culprit for culprit in culprits)
+            return misled or blamed or self._could_not_say_why(worker.error)
         if isinstance(worker.error, TransportError):
             return any(culprit in str(worker.error) for culprit in culprits)
         return True
+
+    def _could_not_say_why(self, error: AbortedError) -> bool:
+        """Whether it names a rank whose time was over, and a shard stood still: nobody read that rank's last words."""
+        named = [each for each in self._cluster.workers if each.culprit in error.culprit]
+        in_vain = self._cluster.causes.intersection(("shard stall", "shard freeze", "slow shard"))
+        gave_up = any(isinstance(each.error, CollectiveTimeoutError) and not each.alive for each in named)
+        return error.reason == "connection closed" and bool(in_vain) and gave_up
 
     def _explained_delay(self, error: CollectiveTimeoutError, causes: Set[str], culprits: Set[str]) -> bool:
         """Whether it names whom a collective waited for."""
