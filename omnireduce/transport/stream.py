@@ -124,9 +124,11 @@ class StreamLink(Link):
             self._small.clear()
             self._output.clear()
         output, gone = self._output, self._gone
-        while output and output[0][0] <= gone[0]:  # an exception may have come before that last time
-            output.popleft()
-        while self._small or output:
+        while True:
+            while output and output[0][0] <= gone[0]:  # first: an exception may have come before that last time
+                output.popleft()
+            if not (self._small or output):
+                return
             if self._small and (most <= 0 or len(output) < GATHER):  # a peer decides how often we get here
                 self._queue()
             if most <= 0:  # `wants_write` tells of the rest
@@ -140,8 +142,6 @@ class StreamLink(Link):
             except OSError as error:
                 self._output_failed(error)
                 return
-            while output and output[0][0] <= gone[0]:
-                output.popleft()
             most -= gone[0] - before if is_bounded else 0
 
     def _output_failed(self, error: OSError) -> None:
@@ -193,11 +193,6 @@ class StreamLink(Link):
     def _end_if_unread(self, events: list[Event]) -> None:
         if self.wants_write and self.clogged:
             self._end(events, "it sends, but does not read what it is sent", violation=True)
-
-    @property
-    def _target(self) -> memoryview:
-        """Where the next bytes belong."""
-        return self._view[self._filled :] if self._body is None else self._body
 
     def _hear(self, into: memoryview, events: list[Event]) -> int:
         """Receive; return how many bytes have come: 0 when there are none, and when the link is over."""

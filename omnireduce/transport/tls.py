@@ -232,7 +232,7 @@ class TlsLink(TcpLink):
             self._end(events, f"{self._empty} TLS records in a row without data", violation=True)
 
     def _decrypt(self, events: list[Event]) -> int:
-        target = self._target
+        target = self._view[self._filled :] if self._body is None else self._body
         try:
             count: int = self._tls.read(len(target), target)  # type: ignore[assignment]
         except OSError as error:
