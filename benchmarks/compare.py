@@ -25,8 +25,10 @@ from benchmarks.memory import measure
 from benchmarks.shaped import OPEN, PORT, Setting
 from benchmarks.testbed import testbed
 
+Trees = Sequence[tuple[str, Tree]]  # with what each is called
+
 BEFORE, AFTER = "before", "after"
-STARTS = 3  # of all processes: which core each of them is on is a matter of luck
+STARTS = 4  # of all processes: which core each of them is on is a matter of luck, and of who was started first
 
 
 class Compared(NamedTuple):
@@ -58,20 +60,23 @@ def compare(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
         if memory:
             yield from _compare_memory(group, older)
         else:
-            yield from compare_in_turns(partial(_on_this_host, place, older), list(group))
+            yield from compare_in_turns(partial(_on_this_host, place), older, list(group))
 
 
 def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree) -> Iterator[Compared]:
     """As `compare`, between hosts with shaped links. Raises TestbedError, too, where there can be no such hosts."""
-    return compare_in_turns(partial(_between_hosts, setting, older), cases)
+    return compare_in_turns(partial(_between_hosts, setting), older, cases)
 
 
-def compare_in_turns(start: Callable[[], AbstractContextManager[Contest]], cases: Sequence[Case]) -> Iterator[Compared]:
+def compare_in_turns(
+    start: Callable[[Trees], AbstractContextManager[Contest]], older: Tree, cases: Sequence[Case]
+) -> Iterator[Compared]:
     """Compare the entrants BEFORE and AFTER in all contests together. Raises PeerError when one fails, or its result is
     wrong."""
+    trees = [(BEFORE, older), (AFTER, HERE)]
     found: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
-    for _ in range(STARTS):
-        with start() as contest:
+    for number in range(STARTS):
+        with start(trees if number % 2 else trees[::-1]) as contest:
             for case in cases:
                 results = contest.run(case).results
                 before, after = results[BEFORE], results[AFTER]
@@ -83,10 +88,10 @@ def compare_in_turns(start: Callable[[], AbstractContextManager[Contest]], cases
 
 
 @contextmanager
-def _on_this_host(place: Place, older: Tree) -> Iterator[Contest]:
+def _on_this_host(place: Place, trees: Trees) -> Iterator[Contest]:
     with ExitStack() as stack:
         entrants = []
-        for name, tree in ((BEFORE, older), (AFTER, HERE)):
+        for name, tree in trees:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
             shards = stack.enter_context(daemon(place.shards, tree=tree))
             kind = f"transport.kind={place.transport}"
@@ -96,12 +101,12 @@ def _on_this_host(place: Place, older: Tree) -> Iterator[Contest]:
 
 
 @contextmanager
-def _between_hosts(setting: Setting, older: Tree) -> Iterator[Contest]:
+def _between_hosts(setting: Setting, trees: Trees) -> Iterator[Contest]:
     with ExitStack() as stack:
         dedicated = setting.layout == "dedicated"
         hosts = stack.enter_context(testbed((1 + dedicated) * setting.ranks, setting.rate))
         entrants = []
-        for number, (name, tree) in enumerate(((BEFORE, older), (AFTER, HERE))):
+        for number, (name, tree) in enumerate(trees):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
             addresses = []
             for host in hosts[-setting.ranks :]:
