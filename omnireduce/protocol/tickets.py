@@ -5,19 +5,23 @@ A ticket is made of a key that never leaves the daemon, so a shard need not reme
 
 from __future__ import annotations
 
-import hmac
+from hashlib import blake2b
+from hmac import compare_digest
 
 from omnireduce.wire import Hello
 
-_PURPOSE = b"omnireduce ticket 1"
+_PURPOSE = b"omni ticket 1"
 
 
 def ticket(key: bytes, hello: Hello, formation: int) -> bytes:
-    """That of the members of `formation` of the job that `hello` names, HMAC-SHA256."""
+    """That of the members of `formation` of the job that `hello` names: keyed BLAKE2b (RFC 7693), 32 bytes.
+
+    HMAC-SHA256 would do as well, but in each shard it touches 1.1 MiB of OpenSSL.
+    """
     said = "\0".join((hello.team, hello.job, hello.launch, str(formation)))
-    return hmac.digest(key, _PURPOSE + b"\0" + said.encode(), "sha256")
+    return blake2b(said.encode(), digest_size=32, key=key, person=_PURPOSE).digest()
 
 
 def is_valid(key: bytes, hello: Hello) -> bool:
     """Whether the worker that says this was in the formation that it names. Takes as long for a wrong ticket."""
-    return hello.survived > 0 and hmac.compare_digest(hello.ticket, ticket(key, hello, hello.survived))
+    return hello.survived > 0 and compare_digest(hello.ticket, ticket(key, hello, hello.survived))
