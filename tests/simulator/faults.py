@@ -136,9 +136,16 @@ def _end_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
 
 def _expect_end_of_job(cluster: Cluster, fault: Fault, worker: Worker, notice_s: float) -> None:
     if worker.running:
-        cluster.expect_end(worker.peers, notice_s, fault)
+        cluster.expect_end(worker.peers, notice_s + _unheard_s(cluster, worker), fault)
         if fault.kind in OF_ONE and worker.job.smallest == 1:  # else those who are done already may be missing
             cluster.expect_going_on(worker.peers, fault)
+
+
+def _unheard_s(cluster: Cluster, worker: Worker) -> float:
+    """For how many seconds no shard hears what becomes of the worker, because all of its connections are broken."""
+    if not all(link._severed for link in worker.links):
+        return 0.0
+    return max((each.number for each in cluster.plan.faults if each.kind == "link loss"), default=0.0)
 
 
 def _send_garbage(cluster: Cluster, fault: Fault, worker: Worker) -> None:
