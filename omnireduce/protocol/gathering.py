@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from omnireduce.config_security import Terms
 from omnireduce.status import LISTED, JobStatus
 from omnireduce.wire import Hello, Pending, shown
 
@@ -59,10 +60,11 @@ class Gathering:
     of the last generation gave. When no survivor has come or gone for `spec.settle_s`, it starts with fewer, if there
     is one among them, or without those who were expected. Every other job starts when all are here.
 
-    It may take the room of generation `replaces`, once that has given it back.
+    It may take the room of generation `replaces`, once that has given it back. `terms` are those of its team.
     """
 
     spec: Hello
+    terms: Terms
     since: float
     told_at: float  # when all members were told last who is missing
     changed_at: float

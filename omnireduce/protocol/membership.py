@@ -13,7 +13,7 @@ shard who was in the last formation: such a survivor goes before newcomers, and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -119,7 +119,7 @@ class Membership:
                 waiting.is_news = True
             return
         if place not in self._gathering:
-            self._open(place, hello, now)
+            self._open(place, hello, now, terms)
         gathering = self._gathering[place]
         gathering.add(Member(key, hello, standing), now)
         self._waiting[key] = hello
@@ -193,11 +193,11 @@ class Membership:
 
     # gatherings
 
-    def _open(self, place: Place, hello: Hello, now: float) -> None:
+    def _open(self, place: Place, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
         generation = self._generation_of(place) if hello.smallest else None
         last = frozenset[int]() if generation is None else self._running[generation].asked
-        gathering = Gathering(hello, now, now, now, generation is not None, last, self._replaced_by(hello))
+        gathering = Gathering(hello, terms, now, now, now, generation is not None, last, self._replaced_by(hello))
         gathering.namesakes = self._of_name.setdefault((hello.team, place.job, place.formation), [])
         for other in gathering.namesakes[:1]:
             other.is_news = True
@@ -215,10 +215,17 @@ class Membership:
         return gathering.complete(now) and not self._lacks_room(gathering)
 
     def _lacks_room(self, gathering: Gathering) -> bool:
-        """Whether it has to wait until the generation whose place it takes has given back its memory."""
+        """Whether it has to wait until the generation whose place it takes has given back its memory.
+
+        Room for both is what nobody else was promised: who gathers, and takes no other's room, will want his own.
+        """
         if gathering.replaces not in self._held:
             return False
-        return bool(self._limits.beyond(gathering.spec, len(self._running), self._held.values()))
+        others = [each for each in self._gathering.values() if each is not gathering]
+        jobs = [each.spec for each in self._running.values()]
+        jobs += [each.spec for each in others if each.replaces not in self._running]
+        held = [*self._held.values(), *(each.spec for each in others if each.replaces not in self._held)]
+        return bool(self._too_much(gathering.spec, gathering.terms, jobs, held))
 
     def _admit(self, place: Place) -> Admit:
         """Start a job with those who are here; who is left over waits for the next generation."""
@@ -321,8 +328,12 @@ class Membership:
         leaving = self._replaced_by(hello)
         gather = [each.spec for each in self._gathering.values()]
         jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
-        others = gather + [each for number, each in self._held.items() if number != leaving]
-        return self._limits.beyond(hello, len(jobs), others) or beyond_allowance(terms, hello, jobs, others)
+        held = gather + [each for number, each in self._held.items() if number != leaving]
+        return self._too_much(hello, terms, jobs, held)
+
+    def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
+        """Why a job like this is too much beside `jobs` and those whose slots are taken; empty when it is not."""
+        return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
 
     def _replaced_by(self, hello: Hello) -> int | None:
         """The generation whose room an elastic job takes: its last one, unless another that gathers takes it."""

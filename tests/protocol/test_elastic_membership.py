@@ -9,9 +9,11 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from omnireduce.config_security import Terms
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Admit, Announce, Answer, Membership, MembershipEffect, Replace
 from omnireduce.protocol.tickets import ticket
+from omnireduce.teams import FREE
 from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
@@ -373,6 +375,36 @@ def test_survivors_take_the_room_of_their_last_generation() -> None:
     membership.finished(running(membership, 0, 1, 2).generation, 0.0)
     assert isinstance(come(membership, 0, survivor=True)[0].message, Pending)
     assert isinstance(come(membership, 0, job="other")[0].message, Refused)
+
+
+@pytest.mark.parametrize(
+    ("limits", "terms"),
+    [
+        (Limits(2, 40, 1 << 26, 30.0), FREE),
+        (Limits(9, 40, 1 << 26, 30.0, max_ranks=4), FREE),
+        (LIMITS, Terms(max_jobs=2)),
+        (LIMITS, Terms(max_ranks=4)),
+    ],
+)
+def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, terms: Terms) -> None:
+    """It takes the room of its last generation, and waits for that while the rest is promised to others."""
+    membership = Membership(limits)
+
+    def comes(rank: int, largest: int, **changes: Any) -> Any:
+        said = hello(rank, largest=largest, shard=1, shards=2, smallest=0, **changes)
+        (effect,) = membership.hello(object(), said, 0.0, terms)
+        return effect
+
+    first = comes(0, 1, formation=7)
+    assert isinstance(comes(0, 2, formation=8, job="other").message, Pending)
+    for rank in (0, 1):
+        assert isinstance(comes(rank, 2, formation=9).message, Pending)
+    membership.finished(first.generation, 0.0)
+    membership.released(first.generation)
+    assert membership.deadline == 0.0
+    (second,) = (each for each in membership.expire(0.0) if isinstance(each, Admit))
+    assert [each.formation for each in second.hellos] == [9, 9]
+    assert isinstance(comes(1, 2, formation=8, job="other"), Admit)
 
 
 @settings(max_examples=200)

@@ -30,6 +30,8 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     90130745: "a shard that stood still heard of a rank that had given up only that it was gone",
     80004395: "a rank was left behind by a generation that took longer than its time to join",
     96003064: "a rank was killed whose only connection had broken before, so nobody heard of it at once",
+    96012112: "many short spans of slow processes took longer than the limit",
+    96014309: "a formation started beside its last generation in the room of a job that gathered",
 }
 SAME = 12  # seeds that are run in two processes
 DIGESTS = f"""

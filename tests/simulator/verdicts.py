@@ -146,7 +146,7 @@ class Verdicts:
         what, protocol, network = worker.program[worker.completed], worker.protocol, self._cluster.plan.network
         descriptor = what.descriptor()
         blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
-        messages = blocks / max(1, protocol.message_bytes // block_bytes)
+        messages = blocks / max(1, min(protocol.message_bytes // block_bytes, protocol.scan_span))
         messages = max(messages, *(each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards))
         turn_s = network.latency_s * (SLOWER if network.slow else 1)
         turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
