@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -159,10 +160,19 @@ RULES: tuple[Rule | str, ...] = (*_MESSAGES, *_STRAY, TWICE)
 UNHEARD = (*_STRAY, TWICE, _longer)  # a link may see these: then it is over, and nobody can be told by it
 UNSEEN = _other_collective  # by a shard that has one rank only: it skips collectives in which it has no part
 LIES: tuple[Rule | str, ...] = (*_RESULTS, *_STRAY)
+_waiting = WeakKeyDictionary[SimLink, set[Rule | str]]()  # the rules that links will break
 
 
 def break_rule(link: SimLink, rule: Rule | str, broken: Callable[[], None]) -> None:
-    """Let `link` break `rule` with the first message that it fits; call `broken` when that leaves."""
+    """Let `link` break `rule` with the first message that it fits; call `broken` when that leaves.
+
+    A rule that it is about to break already is not broken twice in one message: two indices that change places twice
+    are in order.
+    """
+    waiting = _waiting.setdefault(link, set())
+    if rule in waiting:
+        return
+    waiting.add(rule)
     send_slot, send_instead, before = link._send, link._send_instead, [Header(-1, 0, 0, 0, 0)]
 
     def send(slot: int, nbytes: int) -> None:
@@ -190,6 +200,7 @@ def break_rule(link: SimLink, rule: Rule | str, broken: Callable[[], None]) -> N
         if rule == TWICE:
             link._output.append(Received(slot, nbytes))
         if changed is not None:
+            waiting.remove(rule)
             link._send, link._send_instead = send_slot, send_instead  # type: ignore[method-assign]
             broken()
 

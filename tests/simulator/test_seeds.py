@@ -32,6 +32,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     96003064: "a rank was killed whose only connection had broken before, so nobody heard of it at once",
     96012112: "many short spans of slow processes took longer than the limit",
     96014309: "a formation started beside its last generation in the room of a job that gathered",
+    97209456: "a shard told the same lie twice in one result, which made it true",
 }
 SAME = 12  # seeds that are run in two processes
 DIGESTS = f"""
