@@ -14,6 +14,7 @@ TIME = "time"  # stalls, jumps and slow readers that together take longer than s
 DOWN = "down"  # nobody listens for longer than a worker may take to join
 SILENCE = "silence"  # nobody notices that a connection is lost for nearly as long as a collective may take
 UNREACHED = "cannot reach"
+NOT_LEFT = "had not left when the others"
 CROWD = "crowd"  # not all jobs are allowed at once
 ANY = "any"  # whatever ends a job
 
@@ -28,8 +29,9 @@ ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
     r"shut down with": ("early leave",),
     r"submitted different collectives": ("mismatch",),
     r"submitted different collectives: .* as number": ("tampering",),  # ranks of which one seems to have skipped some
-    r"had not left when the others": (
+    NOT_LEFT: (
         "freeze",
+        "link loss",
         "worker stall",
         "shard stall",
         "shard freeze",

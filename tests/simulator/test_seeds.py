@@ -33,6 +33,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     96012112: "many short spans of slow processes took longer than the limit",
     96014309: "a formation started beside its last generation in the room of a job that gathered",
     97209456: "a shard told the same lie twice in one result, which made it true",
+    97225737: "a rank formed its job anew before anybody else noticed that its connection was lost",
 }
 SAME = 12  # seeds that are run in two processes
 DIGESTS = f"""

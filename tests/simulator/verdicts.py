@@ -209,16 +209,22 @@ class Verdicts:
         if isinstance(worker.error, CollectiveTimeoutError):
             return self._explained_delay(worker.error, causes, culprits)
         if isinstance(worker.error, AbortedError):
-            if " as number " in worker.error.reason:  # a false number looks like a skipped collective: two are named
-                named = set(re.findall(r"\d+", worker.error.culprit))
-                numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
-                return bool(worker.job.smallest or named & numbers)
-            misled = bool(worker.misled) and str(worker.error).startswith(worker.misled)
-            blamed = any(culprit in worker.error.culprit for culprit in culprits)
-            return misled or blamed or self._could_not_say_why(worker.error)
+            return self._explained_abort(worker, worker.error, culprits)
         if isinstance(worker.error, TransportError):
             return any(culprit in str(worker.error) for culprit in culprits)
         return True
+
+    def _explained_abort(self, worker: Worker, error: AbortedError, culprits: Set[str]) -> bool:
+        """Whether it names one who is to blame."""
+        if " as number " in error.reason:  # a false number looks like a skipped collective: two are named
+            named = set(re.findall(r"\d+", error.culprit))
+            numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
+            return bool(worker.job.smallest or named & numbers)
+        if reasons.NOT_LEFT in error.reason:
+            return True  # it names all who are still there, by numbers that change when the job is formed anew
+        misled = bool(worker.misled) and str(error).startswith(worker.misled)
+        blamed = any(culprit in error.culprit for culprit in culprits)
+        return misled or blamed or self._could_not_say_why(error)
 
     def _could_not_say_why(self, error: AbortedError) -> bool:
         """Whether it names a rank whose time was over, and a shard stood still: nobody read that rank's last words."""
