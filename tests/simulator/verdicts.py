@@ -106,8 +106,12 @@ class Verdicts:
         return len(same) >= worker.place[1]
 
     def judge_slots(self, worker: Worker) -> None:
-        """All slots back: after a clean end the worker, and both ends of its links, have them all."""
-        if not worker.clean:
+        """All slots back: after a clean end the worker, and both ends of its links, have them all.
+
+        Unless it breaks the rules: what it sends twice may come when it has done its work.
+        """
+        tampered = "tampering" in self._cluster.causes and worker.culprit in self._cluster.culprits(worker.job.name)
+        if tampered or not worker.clean:
             return
         for link, free in zip(worker.links, worker.free_slots(), strict=True):
             ends = [link._under_way, link._held, link.other._under_way, link.other._held]
