@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from samples import DTYPES
 
 from omnireduce.dtypes import ELEMENT_TYPES
@@ -15,6 +18,7 @@ from omnireduce.protocol.effects import error_of
 from omnireduce.wire import (
     EXTRA_BYTES,
     HEADER_BYTES,
+    PROTOCOL_VERSION,
     Aborted,
     Cause,
     Goodbye,
@@ -37,6 +41,7 @@ from omnireduce.wire import (
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 BYTES = np.dtype(np.uint8)
+HELLO = Hello(PROTOCOL_VERSION, "job", 0, 2, 0, 1, 4, 65536, "host", 7, 64)
 
 
 @given(
@@ -158,7 +163,7 @@ def test_nothing_that_was_in_the_memory_before_travels(block_bytes: int) -> None
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7, 64),
+        HELLO,
         Pending([1, 2], 2),
         Welcome(2**40),
         Refused("because"),
@@ -189,3 +194,21 @@ def test_a_control_message_reads_back(message: Hello) -> None:
 def test_other_control_bytes_are_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="malformed control message"):
         decode_control(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "within", "beyond"),
+    [
+        ("tcp_message_bytes", [1, 2**31 - 1], [0, -1, 2**31]),
+        ("ticket", [b"", bytes(32)], [bytes(33)]),
+        ("survived", [0, 2**63 - 1], [-1, 2**63]),
+        ("formation", [0, 2**63 - 1], [-1, 2**63]),
+    ],
+)
+def test_no_field_of_a_hello_is_out_of_range(field: str, within: list[Any], beyond: list[Any]) -> None:
+    for value in within:
+        hello = replace(HELLO, **{field: value})
+        assert decode_control(encode_control(hello)) == hello
+    for value in beyond:
+        with pytest.raises(ProtocolError, match=rf"malformed control message: .* at `\$\.{field}`"):
+            decode_control(encode_control(replace(HELLO, **{field: value})))

@@ -11,6 +11,7 @@ one is demanded.
 from __future__ import annotations
 
 import errno
+import os
 import select
 import socket
 import ssl
@@ -215,7 +216,8 @@ class TlsLink(TcpLink):
             self._wire = memoryview(bytearray(self._wire) + bytes(WIRE_BYTES - HANDSHAKE_WIRE_BYTES))
             self.flush()
         elif isinstance(error, ConnectionResetError):
-            self._end(events, "connection closed")
+            broken = self._output_error if error.errno in (0, errno.EPIPE) else error.strerror
+            self._end(events, f"connection broken: {broken}" if broken else "connection closed")
         elif not isinstance(error, ssl.SSLWantReadError):
             self._end(events, f"no TLS: {getattr(error, 'strerror', '') or error}", violation=True)
         elif self._empty > HANDSHAKE_RECORDS:
@@ -305,7 +307,8 @@ class _Step:
     def do(self) -> None:
         try:
             if self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in HUNG_UP:
-                raise ConnectionResetError
+                number = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                raise ConnectionResetError(number, os.strerror(number))
             self._tls.do_handshake()
         except Exception as error:
             self.error = error

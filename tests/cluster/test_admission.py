@@ -203,8 +203,7 @@ def test_limits_of_all_jobs_together() -> None:
 def test_a_connection_that_does_not_say_hello_is_refused_in_time() -> None:
     with Daemon(1, "aggregator.hello_timeout_s=0.2") as daemon, RawPeer(daemon.addresses[0]) as peer:
         answer = peer.control()
-        assert isinstance(answer, Refused)
-        assert answer.reason == "no Hello within 0.2 s"
+        assert answer == Refused("no Hello within 0.2 s", temporary=True)
         assert peer.is_closed()
 
 
@@ -273,6 +272,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"host": "h" * 10_000}, "expected at most 255 characters"),
     ({"timeout_s": -1.0}, "a time-out of -1 s; expected 0.1 to 86400"),
     ({"timeout_s": float("nan")}, "a time-out of nan s; expected 0.1 to 86400"),
+    ({"settle_s": 3601.0}, "a job that settles after 3601 s; expected 0 to 3600"),
+    ({"settle_s": float("inf")}, "a job that settles after inf s; expected 0 to 3600"),
     ({"rank": "zero"}, "malformed control message"),
     ({"version": None}, "malformed control message"),
 ]
@@ -337,6 +338,31 @@ def test_a_rank_is_there_while_another_aggregator_is_not_up_yet(daemon: Daemon) 
         [error] = ranks.outcomes()
     assert isinstance(error, TransportError)
     assert f"cannot reach aggregator {addresses[1]}" in str(error)
+
+
+@pytest.mark.parametrize("known_after", [3, 10**9], ids=["soon", "never"])
+def test_a_name_that_nobody_knows_yet(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, known_after: int) -> None:
+    """As where an aggregator's host gets its name after the workers have started."""
+    look_up, asked = socket.getaddrinfo, list[str]()
+
+    def late(host: str, *rest: Any, **options: Any) -> Any:
+        if host != "soon.invalid":
+            return look_up(host, *rest, **options)
+        asked.append(host)
+        if len(asked) <= known_after:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up("127.0.0.1", *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    address = "soon.invalid:" + daemon.addresses[0].rpartition(":")[2]
+    config = configured([address], "transport.kind=tcp", f"cluster.join_timeout_s={20 if known_after == 3 else 0.5}")
+    if known_after == 3:
+        assert run_job(config, 1, lambda comm: comm.allreduce(np.ones(2)).tolist()) == [[1.0, 1.0]]
+        assert len(asked) == 4
+    else:
+        with pytest.raises(TransportError, match=f"cannot reach aggregator {address} by tcp: Name or service not kn"):
+            Communicator(config, rank=0, size=1)
+        assert len(asked) > 1
 
 
 def test_jobs_of_many_sizes_gather_at_once(daemon: Daemon) -> None:

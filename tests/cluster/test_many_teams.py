@@ -216,6 +216,20 @@ def test_an_error_while_files_are_read_again_ends_no_supervisor(monkeypatch: pyt
     supervisor._signals_in.close()
 
 
+def test_the_key_of_tickets_is_of_one_daemon_and_outlives_a_reload(keys: Keys) -> None:
+    """A shard that is started again afterwards knows the survivors of its jobs."""
+    supervisors = [Supervisor(configured(["127.0.0.1:1"], *keys.aggregator)) for _ in range(2)]
+    before = [each._access for each in supervisors]
+    assert [len(each.ticket_key) for each in before] == [32, 32]
+    assert before[0].ticket_key != before[1].ticket_key
+    for supervisor, access in zip(supervisors, before, strict=True):
+        supervisor._reload()
+        assert supervisor._access is not access
+        assert supervisor._access.ticket_key == access.ticket_key
+        supervisor._signals.close()
+        supervisor._signals_in.close()
+
+
 def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
     """It is blocked from its birth, so it neither ends the child nor is lost."""
     heard, said = os.pipe()

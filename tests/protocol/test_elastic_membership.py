@@ -18,6 +18,7 @@ from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
 SETTLE_S = 5.0
+OF_TWO_PAIRS = 2 * (2 + 1) * 4 * 65536  # bytes of slots of two jobs of two ranks: those of each rank, and the results
 WHY = "had not left when the others had waited long enough to form the job anew"
 
 
@@ -245,8 +246,8 @@ def test_who_was_left_behind_earlier_is_a_newcomer_to_those_who_went_on() -> Non
     assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
 
 
-@pytest.mark.parametrize("other", [{"job": "other"}, {"launch": "other"}])
-def test_a_ticket_is_for_one_job_and_launch(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize("other", [{"team": "other"}, {"job": "other"}, {"launch": "other"}])
+def test_a_ticket_is_for_one_team_job_and_launch(other: dict[str, Any]) -> None:
     membership = Membership(LIMITS)
     (there,) = come(membership, 0, 1, largest=2, **other)
     assert isinstance(there, Admit)
@@ -382,8 +383,10 @@ def test_survivors_take_the_room_of_their_last_generation() -> None:
     [
         (Limits(2, 40, 1 << 26, 30.0), FREE),
         (Limits(9, 40, 1 << 26, 30.0, max_ranks=4), FREE),
+        (Limits(9, 40, 1 << 26, 30.0, max_bytes=OF_TWO_PAIRS), FREE),
         (LIMITS, Terms(max_jobs=2)),
         (LIMITS, Terms(max_ranks=4)),
+        (LIMITS, Terms(max_bytes=OF_TWO_PAIRS)),
     ],
 )
 def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, terms: Terms) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_jo
 from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, TransportError
-from omnireduce.runtime import assemble
+from omnireduce.runtime import assemble, rendezvous
 
 SCRIPT = """
 import json, os, resource, sys
@@ -105,3 +106,38 @@ def test_whatever_fails_the_others_hear_of_it(
     assert first.reason == words
     assert len(links) == 3
     assert all(link.over and not link.send_slots.size for link in links)
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (TransportError("aggregator a:1 offers no RDMA"), "aggregator a:1 offers no RDMA"),
+        (MemoryError(), "no memory left"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+    ids=["refused", "memory", "input"],
+)
+def test_who_cannot_make_its_slots_tells_the_others(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str
+) -> None:
+    """On all shards, also those where it has its slots already."""
+    job, attach, links = unique_job(), rendezvous._attach, []
+
+    def failing(link: Any, *arguments: Any) -> Any:
+        if arguments[-2] == 0:
+            return attach(link, *arguments)
+        links.append(link)
+        if len(links) == 3:
+            raise raised
+        return attach(link, *arguments)
+
+    monkeypatch.setattr(rendezvous, "_attach", failing)
+    config = configured(daemon.addresses)
+    first, second = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
+    assert isinstance(second, TransportError)
+    assert words in str(second)
+    assert isinstance(first, AbortedError)
+    assert first.culprit.startswith("rank 1 (host ")
+    assert first.reason == f"could not begin: {words}"
+    assert len(links) == 3
+    assert all(link.over for link in links)

@@ -95,14 +95,16 @@ def test_every_kind_of_collective_counts(local: Config) -> None:
     assert run_job(local, 2, run) == [6, 6]
 
 
+def moved(comm: Communicator, exchange: Callable[[], object]) -> list[bool]:
+    """On which shards this moves blocks."""
+    before = comm.statistics().shard_bytes
+    exchange()
+    return [now > then for now, then in zip(comm.statistics().shard_bytes, before, strict=True)]
+
+
 def test_small_tensors_move_nothing_on_other_shards_than_the_first(daemon: Daemon) -> None:
     config = configured(daemon.addresses, "protocol.whole_bytes=262144")
     small, large = np.ones(65_536, np.float32), np.ones(65_537, np.float32)
-
-    def moved(comm: Communicator, exchange: Callable[[], object]) -> list[bool]:
-        before = comm.statistics().shard_bytes
-        exchange()
-        return [now > then for now, then in zip(comm.statistics().shard_bytes, before, strict=True)]
 
     def run(comm: Communicator) -> list[list[bool]]:
         rows = np.arange(256), np.ones((256, 256), np.float32)
@@ -118,3 +120,17 @@ def test_small_tensors_move_nothing_on_other_shards_than_the_first(daemon: Daemo
 
     for found in run_job(config, 2, run):
         assert found == [[True, False, False]] * 3 + [[True, True, True]]
+
+
+def test_of_ranks_that_call_other_tensors_small_the_most_modest_counts(daemon: Daemon) -> None:
+    """Whatever its rank."""
+    configs = [configured(daemon.addresses, f"protocol.whole_bytes={size}") for size in (1 << 19, 1 << 18, 1 << 20)]
+    small, large = np.ones(65_536, np.float32), np.ones(65_537, np.float32)
+
+    def run(comm: Communicator) -> list[list[bool]]:
+        found = [moved(comm, lambda: comm.allreduce(small.copy())), moved(comm, lambda: comm.allreduce(large.copy()))]
+        assert comm.allreduce(np.full(70_000, comm.rank, np.float32)).tolist() == [3.0] * 70_000
+        return found
+
+    for order in (configs, configs[1:] + configs[:1]):
+        assert run_job(order, 3, run) == [[[True, False, False], [True, True, True]]] * 3

@@ -162,6 +162,20 @@ def test_a_reset_is_no_close(guest: Guest) -> None:
     assert guest.polled() == [Lost("connection broken: Connection reset by peer")]
 
 
+def test_a_reset_during_a_handshake_is_no_close() -> None:
+    """Also when the step that comes next would be a task's."""
+    with closing(Guest(aside=True)) as guest:
+        guest.sock.sendall(guest.client.hear(b""))
+        assert guest.polled() == []
+        task = guest.link.task
+        assert task is not None
+        guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        guest.sock.close()
+        wait_for([guest.link], 10)
+        task()
+        assert guest.link.poll() == [Lost("connection broken: Connection reset by peer")]
+
+
 def test_the_end_is_a_close(guest: Guest) -> None:
     guest.join()
     guest.sock.sendall(guest.client.data(FIRST))
