@@ -145,16 +145,23 @@ class Verdicts:
                 self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
 
     def _longest_s(self, worker: Worker) -> float:
-        """How long the oldest collective of `worker` may take, if each message, each turn of a slow shard and each
-        credit is waited for."""
-        what, protocol, network = worker.program[worker.completed], worker.protocol, self._cluster.plan.network
-        descriptor = what.descriptor()
-        blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
-        messages = blocks / max(1, min(protocol.message_bytes // block_bytes, protocol.scan_span))
-        messages = max(messages, *(each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards))
+        """How long the oldest collective of `worker` may take, with those that it was started behind, if each message,
+        each turn of a slow shard and each credit is waited for, always the slowest of all ranks'."""
+        network = self._cluster.plan.network
         turn_s = network.latency_s * (SLOWER if network.slow else 1)
         turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
-        return 2 * messages * (turn_s + network.delay_s)
+        delay_s = network.delay_s * (1 + network.spike * (RARE - 1))
+        slowest = sum(1 / number for number in range(1, worker.job.ranks + 1))  # of so many exponential times
+        first = max(0, worker.completed - worker.job.window + 1)
+        messages = sum(self._messages(worker, what) for what in worker.program[first : worker.completed + 1])
+        return 2 * messages * (turn_s + delay_s * slowest)
+
+    def _messages(self, worker: Worker, what: Collective) -> float:
+        """How many messages a rank may send for a collective, one after another."""
+        descriptor, protocol = what.descriptor(), worker.protocol
+        blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
+        turns = [each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards]
+        return max(blocks / max(1, min(protocol.message_bytes // block_bytes, protocol.scan_span)), *turns)
 
     def judge_workers(self) -> None:
         """Every worker that is gone did all its work, or has a reason that a fault of this run explains."""
