@@ -205,9 +205,12 @@ class StreamLink(Link):
                 self._end(events, f"connection broken: {error.strerror or error}")
             return 0
         if count == 0:
-            broken = f"connection broken: {self._output_error}"
-            self._end(events, broken if self._output_error else "connection closed")
+            self._end_closed(events, self._output_error)
         return count
+
+    def _end_closed(self, events: list[Event], why: str | None) -> None:
+        """Nothing more will come. `why`: what the system said, if it was not the peer who closed the connection."""
+        self._end(events, f"connection broken: {why}" if why else "connection closed")
 
     def _arrived(self, count: int, events: list[Event]) -> None:
         """Deal with `count` bytes that are in their place."""

@@ -216,8 +216,7 @@ class TlsLink(TcpLink):
             self._wire = memoryview(bytearray(self._wire) + bytes(WIRE_BYTES - HANDSHAKE_WIRE_BYTES))
             self.flush()
         elif isinstance(error, ConnectionResetError):
-            broken = self._output_error if error.errno in (0, errno.EPIPE) else error.strerror
-            self._end(events, f"connection broken: {broken}" if broken else "connection closed")
+            self._end_closed(events, self._output_error if error.errno in (0, errno.EPIPE) else error.strerror)
         elif not isinstance(error, ssl.SSLWantReadError):
             self._end(events, f"no TLS: {getattr(error, 'strerror', '') or error}", violation=True)
         elif self._empty > HANDSHAKE_RECORDS:

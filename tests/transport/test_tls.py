@@ -101,18 +101,21 @@ def test_a_handshake_that_nobody_answers_may_be_tried_again() -> None:
         connect_tls("127.0.0.1", listener.getsockname()[1], 0.1, 10.0, context)
 
 
-def test_nobody_signs_for_a_peer_that_has_gone() -> None:
+@pytest.mark.parametrize("reset", [False, True])
+def test_nobody_signs_for_a_peer_that_has_gone(reset: bool) -> None:
     with closing(Guest(aside=True)) as guest:
         guest.sock.sendall(guest.client.hear(b""))
         assert guest.polled() == []
         task = guest.link.task
         assert task is not None
+        if reset:
+            guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         guest.sock.close()
         wait_for([guest.link], 10)
         task()
         assert guest.link._outgoing.pending == 0
         [lost] = guest.link.poll()
-        assert lost == Lost("connection closed")
+        assert lost == Lost("connection broken: Connection reset by peer" if reset else "connection closed")
 
 
 @pytest.mark.parametrize("aside", [False, True])
@@ -160,20 +163,6 @@ def test_a_reset_is_no_close(guest: Guest) -> None:
     guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     guest.sock.close()
     assert guest.polled() == [Lost("connection broken: Connection reset by peer")]
-
-
-def test_a_reset_during_a_handshake_is_no_close() -> None:
-    """Also when the step that comes next would be a task's."""
-    with closing(Guest(aside=True)) as guest:
-        guest.sock.sendall(guest.client.hear(b""))
-        assert guest.polled() == []
-        task = guest.link.task
-        assert task is not None
-        guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        guest.sock.close()
-        wait_for([guest.link], 10)
-        task()
-        assert guest.link.poll() == [Lost("connection broken: Connection reset by peer")]
 
 
 def test_the_end_is_a_close(guest: Guest) -> None:
