@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -160,48 +159,55 @@ RULES: tuple[Rule | str, ...] = (*_MESSAGES, *_STRAY, TWICE)
 UNHEARD = (*_STRAY, TWICE, _longer)  # a link may see these: then it is over, and nobody can be told by it
 UNSEEN = _other_collective  # by a shard that has one rank only: it skips collectives in which it has no part
 LIES: tuple[Rule | str, ...] = (*_RESULTS, *_STRAY)
-_waiting = WeakKeyDictionary[SimLink, set[Rule | str]]()  # the rules that links will break
 
 
-def break_rule(link: SimLink, rule: Rule | str, broken: Callable[[], None]) -> None:
-    """Let `link` break `rule` with the first message that it fits; call `broken` when that leaves.
+class _Liar:
+    """Changes what one link sends: breaks one rule that waits per message, so that two never undo each other."""
 
-    A rule that it is about to break already is not broken twice in one message: two indices that change places twice
-    are in order.
-    """
-    waiting = _waiting.setdefault(link, set())
-    if rule in waiting:
-        return
-    waiting.add(rule)
-    send_slot, send_instead, before = link._send, link._send_instead, [Header(-1, 0, 0, 0, 0)]
+    def __init__(self, link: SimLink) -> None:
+        self._waiting: dict[Rule | str, Callable[[], None]] = {}
+        self._before = Header(-1, 0, 0, 0, 0)
+        self._link, self._send_slot, self._send_instead = link, link._send, link._send_instead
+        link._send, link._send_instead = self._send, self._instead  # type: ignore[method-assign]
 
-    def send(slot: int, nbytes: int) -> None:
-        pass_on(slot, nbytes, link.send_slots[slot], lambda length: send_slot(slot, length))
+    def wait(self, rule: Rule | str, broken: Callable[[], None]) -> None:
+        self._waiting.setdefault(rule, broken)
 
-    def instead(slot: int, message: Array) -> None:
-        memory = np.zeros(link.send_slots.shape[1], np.uint8)
+    def _send(self, slot: int, nbytes: int) -> None:
+        self._pass_on(slot, nbytes, self._link.send_slots[slot], lambda length: self._send_slot(slot, length))
+
+    def _instead(self, slot: int, message: Array) -> None:
+        memory = np.zeros(self._link.send_slots.shape[1], np.uint8)
         memory[: message.size] = message
-        pass_on(slot, message.size, memory, lambda length: send_instead(slot, memory[:length]))
+        self._pass_on(slot, message.size, memory, lambda length: self._send_instead(slot, memory[:length]))
 
-    def pass_on(slot: int, nbytes: int, memory: Array, honest: Callable[[int], None]) -> None:
+    def _pass_on(self, slot: int, nbytes: int, memory: Array, honest: Callable[[int], None]) -> None:
         try:
             header = read_header(memory, nbytes)
         except ProtocolError:  # on its way to another rank this result was changed already
             honest(nbytes)
             return
-        changed: int | None = nbytes
-        if callable(rule):
-            same = header.collective == before[0].collective
-            changed = rule(memory, nbytes, header, before[0] if same else None)
-        elif rule != TWICE:
-            link._output.append(_STRAY[rule])
-        before[0] = header
-        honest(nbytes if changed is None else changed)
+        rule, nbytes = self._break_one(memory, nbytes, header)
+        self._before = header
+        if rule in _STRAY:
+            self._link._output.append(_STRAY[rule])
+        honest(nbytes)
         if rule == TWICE:
-            link._output.append(Received(slot, nbytes))
-        if changed is not None:
-            waiting.remove(rule)
-            link._send, link._send_instead = send_slot, send_instead  # type: ignore[method-assign]
-            broken()
+            self._link._output.append(Received(slot, nbytes))
+        if rule is not None:
+            self._waiting.pop(rule)()
 
-    link._send, link._send_instead = send, instead  # type: ignore[method-assign]
+    def _break_one(self, memory: Array, nbytes: int, header: Header) -> tuple[Rule | str | None, int]:
+        """The first rule that waits and that this message can break, and the length of the message now."""
+        before = self._before if header.collective == self._before.collective else None
+        for rule in self._waiting:
+            changed = rule(memory, nbytes, header, before) if callable(rule) else nbytes
+            if changed is not None:
+                return rule, changed
+        return None, nbytes
+
+
+def break_rule(link: SimLink, rule: Rule | str, broken: Callable[[], None]) -> None:
+    """Let `link` break `rule` with a message that it fits; call `broken` when that leaves."""
+    liar = getattr(link._send, "__self__", None)
+    (liar if isinstance(liar, _Liar) else _Liar(link)).wait(rule, broken)

@@ -35,6 +35,8 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     97209456: "a shard told the same lie twice in one result, which made it true",
     97225737: "a rank formed its job anew before anybody else noticed that its connection was lost",
     97245265: "a rank sent its last message twice, and left before the second one came",
+    524: "a link had two rules to break, and broke the second one twice",
+    2575: "the same with a stray message",
     97060384: "many short spans of four ranks took longer than the limit, behind as many of the collective before",
 }
 SAME = 12  # seeds that are run in two processes
