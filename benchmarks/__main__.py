@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 
 from benchmarks.cases import SIZES, Case, all_cases, target_cases
-from benchmarks.compare import checkout, compare_shaped
+from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import PEERS, labels
 from benchmarks.group import PeerError
@@ -155,8 +155,9 @@ def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome])
 @click.argument("before", type=click.Path(path_type=Path))
 @click.option("--shaped", is_flag=True, help="Between hosts with shaped links (needs root), not on this host.")
 @click.option("--most", default=1.05, show_default=True, help="The ratio that no case may pass.")
+@click.option("--starts", type=click.IntRange(1), default=STARTS, show_default=True, help="Of all processes.")
 @ONLY
-def compare(before: Path, shaped: bool, most: float, only: str) -> None:
+def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> None:
     """Measure the checkout BEFORE and this one in turns, in all cases that have a target. Exit status 3 when a case
     takes more than `--most` times as long, or as much memory."""
     settings = [Setting(*each) for each in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
@@ -167,8 +168,8 @@ def compare(before: Path, shaped: bool, most: float, only: str) -> None:
     more = []
     try:
         older = checkout(before)
-        between_hosts = (compare_shaped(each, chosen, older) for each, chosen in of_setting.items() if chosen)
-        for found in itertools.chain(compare_cases(cases, older), *between_hosts):
+        between_hosts = (compare_shaped(each, chosen, older, starts) for each, chosen in of_setting.items() if chosen)
+        for found in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
             more += [found.name] if found.ratio > most else []
             click.echo(found)
     except (ValueError, PeerError, TestbedError) as error:

@@ -1,7 +1,9 @@
 """An older checkout of the service and this one in turns: what a change costs, or gains.
 
 Both run at the same time, on the same host or hosts. In each round both have a turn, in changing order, so that
-whatever else the machine does meets both. A ratio is the median of all rounds' ratios.
+whatever else the machine does meets both. A ratio is the median of all rounds' ratios. All processes start anew several
+times, because where they and their memory come to lie is a matter of luck that lasts: how far the starts are apart says
+what a ratio is worth.
 """
 
 from __future__ import annotations
@@ -28,20 +30,23 @@ from benchmarks.testbed import testbed
 Trees = Sequence[tuple[str, Tree]]  # with what each is called
 
 BEFORE, AFTER = "before", "after"
-STARTS = 4  # of all processes: which core each of them is on is a matter of luck, and of who was started first
+STARTS = 4
 
 
 class Compared(NamedTuple):
-    """Medians of a case, in `unit`, and the ratio of this checkout to the older one: below 1 it takes less."""
+    """Medians of a case, in `unit`, and the ratio of this checkout to the older one: below 1 it takes less. The ratios
+    of half of the starts lie in `middle`."""
 
     name: str
     unit: str
     before: float
     after: float
     ratio: float
+    middle: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        return f"{self.name:60} {self.before:8.4g} -> {self.after:8.4g} {self.unit}  ratio {self.ratio:.3f}"
+        spread = "" if self.middle is None else "  half of the starts {:.3f} to {:.3f}".format(*self.middle)
+        return f"{self.name:60} {self.before:8.4g} -> {self.after:8.4g} {self.unit}  ratio {self.ratio:.3f}{spread}"
 
 
 def checkout(root: Path) -> Tree:
@@ -54,37 +59,39 @@ def checkout(root: Path) -> Tree:
     return Tree(root, python)
 
 
-def compare(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
+def compare(cases: Iterable[Case], older: Tree, starts: int = STARTS) -> Iterator[Compared]:
     """Compare on this host. Raises PeerError when something fails, or a result is wrong."""
     for (place, memory), group in itertools.groupby(cases, key=lambda case: (case.place, case.kind == "memory")):
         if memory:
             yield from _compare_memory(group, older)
         else:
-            yield from compare_in_turns(partial(_on_this_host, place), older, list(group))
+            yield from compare_in_turns(partial(_on_this_host, place), older, list(group), starts)
 
 
-def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree) -> Iterator[Compared]:
+def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree, starts: int = STARTS) -> Iterator[Compared]:
     """As `compare`, between hosts with shaped links. Raises TestbedError, too, where there can be no such hosts."""
-    return compare_in_turns(partial(_between_hosts, setting), older, cases)
+    return compare_in_turns(partial(_between_hosts, setting), older, cases, starts)
 
 
 def compare_in_turns(
-    start: Callable[[Trees], AbstractContextManager[Contest]], older: Tree, cases: Sequence[Case]
+    start: Callable[[Trees], AbstractContextManager[Contest]], older: Tree, cases: Sequence[Case], starts: int = STARTS
 ) -> Iterator[Compared]:
     """Compare the entrants BEFORE and AFTER in all contests together. Raises PeerError when one fails, or its result is
     wrong."""
     trees = [(BEFORE, older), (AFTER, HERE)]
-    found: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
-    for number in range(STARTS):
+    found: dict[Case, list[list[tuple[float, float]]]] = {case: [] for case in cases}
+    for number in range(starts):
         with start(trees if number % 2 else trees[::-1]) as contest:
             for case in cases:
                 results = contest.run(case).results
                 before, after = results[BEFORE], results[AFTER]
                 _check(case, before.wrong, after.wrong)
-                found[case] += zip(before.ms, after.ms, strict=True)
-    for case, pairs in found.items():
-        old, new = np.array(pairs).T
-        yield Compared(case.name, "ms", *(float(np.median(each)) for each in (old, new, new / old)))
+                found[case].append(list(zip(before.ms, after.ms, strict=True)))
+    for case, of_starts in found.items():
+        old, new = np.concatenate(of_starts).T
+        medians = [np.median(np.divide(*np.array(pairs).T[::-1])) for pairs in of_starts]
+        low, high = (float(each) for each in np.percentile(medians, (25, 75)))
+        yield Compared(case.name, "ms", *(float(np.median(each)) for each in (old, new, new / old)), middle=(low, high))
 
 
 @contextmanager

@@ -61,7 +61,9 @@ def test_an_all_gather_of_what_is_not_zero_sums_correctly_from_buffers_that_it_k
 
 def test_a_checkout_and_itself_in_turns() -> None:
     cases = [Case("shm", 2, "4 KiB", 1.0, rounds=1), Case("shm", 2, "4 KiB", 1.0, kind="memory", rounds=1)]
-    speed, worker, shard = compare(cases, HERE)
+    speed, worker, shard = compare(cases, HERE, starts=2)
+    assert speed.middle is not None
+    assert speed.middle[0] <= speed.middle[1]
     assert (speed.name, speed.unit, worker.unit, shard.unit) == (cases[0].name, "ms", "MiB", "MiB")
     assert all(min(each.before, each.after, each.ratio) > 0 for each in (speed, worker, shard))
 
@@ -88,7 +90,7 @@ def test_what_is_compared_is_checked_in_every_round() -> None:
 def test_a_case_that_takes_more_than_it_may_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Compared(name, "ms", 1.0, ratio, ratio) for name, ratio in (("a", 1.04), ("b", 1.06))]
     monkeypatch.setattr("benchmarks.__main__.checkout", lambda root: HERE)
-    monkeypatch.setattr("benchmarks.__main__.compare_cases", lambda cases, older: iter(found))
+    monkeypatch.setattr("benchmarks.__main__.compare_cases", lambda cases, older, starts: iter(found))
     done = CliRunner().invoke(main, ["compare", "."])
     assert done.exit_code == 3
     assert done.output.endswith("1 take more than 1.05 times what they took: b\n")
