@@ -19,12 +19,13 @@ from .faults import FROM_THE_START, handicap, strike
 from .plan import RARE, SLOWER, Fault, JobPlan, Plan
 from .shard import Shard
 from .stranger import ForeignSurvivor, Stranger
+from .tamper import Rule
 from .verdicts import Verdicts, held_by_process, no_internal_errors
 from .worker import Worker
 from .workload import Collective, Work
 from .world import MAX_AHEAD_S, Process, World
 
-MAX_S, MAX_EVENTS = 1000.0, 60_000
+MAX_S, MAX_EVENTS = 1000.0, 200_000
 QUIET_S = 40.0  # longer than any time limit of a shard: what it still keeps then, it keeps for ever
 EPILOGUE = Collective("allreduce", "sum", "float32", 700, 64, 0.5, 1)
 
@@ -39,6 +40,8 @@ class Cluster:
         self.verdicts = Verdicts(self)
         self.struck: list[str] = []  # the kinds of fault that found a victim
         self.causes: set[str] = set()  # those of them that may still be felt
+        self.garbled: set[str] = set()  # jobs of which a rank announced what it had not sent: its data may be anything
+        self.lies: set[tuple[int, str, Rule | str]] = set()  # which shard told which job what
         self.in_epilogue = False
         self._pids = itertools.count(100)
         self._links: list[SimLink] = []

@@ -170,7 +170,9 @@ def _tamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
 
     def broken() -> None:
         _expect_end_of_job(cluster, fault, worker, worker.job.window * worker.job.idle_s + SOONER_OR_LATER)
-        if rule != TWICE and worker.running:
+        if rule == TWICE:  # the second one shows what the slot has by then
+            cluster.garbled.add(worker.job.name)
+        elif worker.running:
             cluster.expect_failure(worker.peers, fault)  # the collective cannot complete without this message
 
     break_rule(worker.links[fault.shard], rule, broken)
@@ -180,6 +182,10 @@ def _lie(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     if worker.links[fault.shard].other.over:
         return
     link, rule = worker.links[fault.shard].other, LIES[int(fault.number)]
+    lie = fault.shard, worker.job.name, rule
+    if lie in cluster.lies:  # links may share the memory of a result, and two that change it back tell the truth
+        return
+    cluster.lies.add(lie)
     cluster.blame(worker.job.name, link.other.peer)
     if not callable(rule):
         cluster.blame(worker.job.name, worker.culprit)  # it hangs up, and the liar alone can tell the others

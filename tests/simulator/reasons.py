@@ -57,7 +57,16 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "still waiting for": _ABSENT,
     "no Hello within": ("freeze", TIME),
     "the same security.secret_file": ("other secret",),
-    "no proof of the secret came": ("shard stall", "shard freeze", "slow shard", DOWN, TIME),
+    # an attempt late in the time to join has little left of it
+    "no proof of the secret came": (
+        "shard stall",
+        "shard freeze",
+        "slow shard",
+        "clock jump",
+        "worker stall",
+        DOWN,
+        TIME,
+    ),
     "have no place": (ANY,),
     "has no place for more": (ANY, "foreign survivor"),
     "was still waiting for": _ABSENT,

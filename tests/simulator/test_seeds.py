@@ -37,6 +37,12 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     97245265: "a rank sent its last message twice, and left before the second one came",
     524: "a link had two rules to break, and broke the second one twice",
     2575: "the same with a stray message",
+    98229067: "a clock jumped by all the time that was left to prove the secret",
+    98230219: "a rank announced a slot again that it had filled anew, and so passed over blocks of its own",
+    98238794: "three jobs of many small messages had more events than a run may have",
+    98257193: "a shard told two ranks the same lie in one memory, which made it true",
+    98276950: "the same in another job",
+    98296115: "a slow network brought a rank the end of a connection before the reason",
     97060384: "many short spans of four ranks took longer than the limit, behind as many of the collective before",
 }
 SAME = 12  # seeds that are run in two processes

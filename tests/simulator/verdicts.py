@@ -87,6 +87,8 @@ class Verdicts:
         if work.what != worker.job.collectives[number] and not self._all_submitted(worker, work.what, number):
             self.add(f"wrong: {worker.name} finished a collective that no other rank submitted")
             return
+        if worker.job.name in self._cluster.garbled:
+            return
         what, result = f"{worker.name} collective {number} ({work.what})", work.result()
         oracle = expected(work.what, ranks)
         wrong = wrong_elements(result, oracle)
@@ -208,8 +210,9 @@ class Verdicts:
         culprits = self._cluster.culprits(worker.job.name)
         if worker.error is None:
             return worker.done and (worker.clean or bool(culprits) or self._disturbed)
-        if isinstance(worker.error, AbortedError) and worker.was_stalled and worker.error.reason == "connection closed":
-            return True  # the shard did not wait until it could tell a stopped process why
+        unheard = worker.was_stalled or (bool(culprits) and self._goodbyes_are_slow)
+        if isinstance(worker.error, AbortedError) and unheard and worker.error.reason == "connection closed":
+            return True  # the shard did not wait until it could tell it why
         causes = self._causes
         if worker.job.smallest and causes.intersection(OUTAGES):
             causes.add(reasons.DOWN)  # an elastic worker may begin its last attempt at any time
@@ -270,9 +273,12 @@ class Verdicts:
     @property
     def _disturbed(self) -> bool:
         """Goodbyes may take longer than a worker waits for them, or a shard until it hangs up."""
+        return self._goodbyes_are_slow or bool(self._cluster.causes.intersection(JUMPS + STALLS + SLOW))
+
+    @property
+    def _goodbyes_are_slow(self) -> bool:
         network = self._cluster.plan.network
-        rare_s = RARE * network.delay_s if network.spike else 0.0
-        return rare_s > LINGER_S / 10 or bool(self._cluster.causes.intersection(JUMPS + STALLS + SLOW))
+        return network.spike > 0 and RARE * network.delay_s > LINGER_S / 10
 
     def _lost_s(self, kinds: Sequence[str]) -> float:
         """For how many seconds faults of `kinds` keep processes from their work."""
