@@ -26,6 +26,7 @@ from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.memory import measure
 from benchmarks.shaped import OPEN, PORT, Setting
 from benchmarks.testbed import testbed
+from omnireduce.dtypes import Array
 
 Trees = Sequence[tuple[str, Tree]]  # with what each is called
 
@@ -79,18 +80,17 @@ def compare_in_turns(
     """Compare the entrants BEFORE and AFTER in all contests together. Raises PeerError when one fails, or its result is
     wrong."""
     trees = [(BEFORE, older), (AFTER, HERE)]
-    found: dict[Case, list[list[tuple[float, float]]]] = {case: [] for case in cases}
+    found: dict[Case, list[Array]] = {case: [] for case in cases}
     for number in range(starts):
         with start(trees if number % 2 else trees[::-1]) as contest:
             for case in cases:
                 results = contest.run(case).results
                 before, after = results[BEFORE], results[AFTER]
                 _check(case, before.wrong, after.wrong)
-                found[case].append(list(zip(before.ms, after.ms, strict=True)))
+                found[case].append(np.array([before.ms, after.ms]))
     for case, of_starts in found.items():
-        old, new = np.concatenate(of_starts).T
-        medians = [np.median(np.divide(*np.array(pairs).T[::-1])) for pairs in of_starts]
-        low, high = (float(each) for each in np.percentile(medians, (25, 75)))
+        low, high = np.percentile([np.median(new / old) for old, new in of_starts], (25, 75)).tolist()
+        old, new = np.hstack(of_starts)
         yield Compared(case.name, "ms", *(float(np.median(each)) for each in (old, new, new / old)), middle=(low, high))
 
 

@@ -168,6 +168,7 @@ class _Liar:
         self._waiting: dict[Rule | str, Callable[[], None]] = {}
         self._before = Header(-1, 0, 0, 0, 0)
         self._link, self._send_slot, self._send_instead = link, link._send, link._send_instead
+        # this link alone lies, whatever made it: a class of its own would have to be chosen before anybody joins
         link._send, link._send_instead = self._send, self._instead  # type: ignore[method-assign]
 
     def wait(self, rule: Rule | str, broken: Callable[[], None]) -> None:
