@@ -25,6 +25,12 @@ class Network(Protocol):
     def at(self, time: float, action: Callable[[], None]) -> None: ...
 
 
+class Copied(Received):
+    """A message with bytes of its own: they arrive even if its slot is filled anew on the way."""
+
+    message: Array
+
+
 class SimLink(InprocLink):
     """One end. `delay_s()` is asked for each message; `pipe_bytes` may be sent before the peer has read."""
 
@@ -46,6 +52,11 @@ class SimLink(InprocLink):
         """Use the slots that the other end has attached, instead of `attach` with slots of our own."""
         self._mapped = True
         self.attach(self.other.receive_slots, self.other.send_slots)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether both ends use the same slots."""
+        return self._mapped or self.other._mapped
 
     @property
     def readable(self) -> bool:
@@ -70,6 +81,12 @@ class SimLink(InprocLink):
     def _send_instead(self, slot: int, message: Array) -> None:
         super()._send(slot, message.size)
         self._instead[slot] = message
+
+    def announce_again(self, slot: int, nbytes: int) -> None:
+        """Break the protocol: send what lies in a slot that is under way once more."""
+        again = Copied(slot, nbytes)
+        again.message = self.send_slots[slot, :nbytes].copy()
+        self._output.append(again)
 
     def _return_credit(self, slot: int) -> None:
         if not self._mapped:  # a mapped slot may still be read by others
@@ -110,11 +127,16 @@ class SimLink(InprocLink):
     def poll(self) -> Sequence[Event]:
         events = super().poll()
         for event in events:
-            if isinstance(event, Received) and not (self._mapped or self.other._mapped):
-                sent = self.other._instead.get(event.slot, self.other.send_slots[event.slot])
-                self.receive_slots[event.slot, : event.nbytes] = sent[: event.nbytes]
+            if isinstance(event, Received) and not self.shares_memory:
+                self.receive_slots[event.slot, : event.nbytes] = self._sent(event)
             self.other._read_by_peer(wire_bytes(event))
         return events
+
+    def _sent(self, event: Received) -> Array:
+        if isinstance(event, Copied):
+            return event.message
+        message: Array = self.other._instead.get(event.slot, self.other.send_slots[event.slot])
+        return message[: event.nbytes]
 
     def _read_by_peer(self, nbytes: int) -> None:
         self._in_pipe -= nbytes

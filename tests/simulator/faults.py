@@ -162,20 +162,20 @@ def _send_garbage(cluster: Cluster, fault: Fault, worker: Worker) -> None:
 
 
 def _tamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
-    rule = RULES[int(fault.number)]
+    rule, link = RULES[int(fault.number)], worker.links[fault.shard]
     if rule in UNHEARD:
-        cluster.blame(worker.job.name, worker.links[fault.shard].peer)  # it hangs up without a word
+        cluster.blame(worker.job.name, link.peer)  # it hangs up without a word
     if rule is UNSEEN and worker.ranks == 1:
-        worker.misled = f"aggregator {worker.links[fault.shard].peer}: protocol error: a result out of order"
+        worker.misled = f"aggregator {link.peer}: protocol error: a result out of order"
 
     def broken() -> None:
         _expect_end_of_job(cluster, fault, worker, worker.job.window * worker.job.idle_s + SOONER_OR_LATER)
-        if rule == TWICE:  # the second one shows what the slot has by then
+        if rule == TWICE and link.shares_memory:  # the second one shows what the slot has by then
             cluster.garbled.add(worker.job.name)
-        elif worker.running:
+        if rule != TWICE and worker.running:
             cluster.expect_failure(worker.peers, fault)  # the collective cannot complete without this message
 
-    break_rule(worker.links[fault.shard], rule, broken)
+    break_rule(link, rule, broken)
 
 
 def _lie(cluster: Cluster, fault: Fault, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""Puts a deliberate bug into the product, in this process only, and hunts it with the simulator in a child.
+"""Puts a deliberate bug into the product, in this process only, and hunts it in a child: with the simulator, or a test.
 
 Imports nothing of the product: a mutation changes a module's source while it is imported for the first time.
 """
@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+import pytest
 
 from .mutations import BY_NAME, MUTATIONS, Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Hunt", "Mutation", "hunt", "hunt_all", "install", "mutated"]
 SILENT_S = 150.0  # of real time after which a child hangs: longer than one run may take
 KERNELS = "omnireduce.kernels."
+ROOT = Path(__file__).parents[2]
 
 
 class MutationError(Exception):
@@ -95,22 +101,21 @@ class _Loader(SourceFileLoader):
 
 @dataclass(frozen=True)
 class Hunt:
-    """How a mutation came out: by which seed it was caught (None if not at all), with which verdict."""
+    """How a mutation came out: what caught it (empty: nothing did), with which verdict."""
 
     mutation: Mutation
-    seed: int | None
+    caught_by: str
     verdict: str
     seconds: float
 
     def __str__(self) -> str:
-        caught = "NOT CAUGHT" if self.seed is None else f"seed {self.seed}"
-        return (
-            f"{self.mutation.name:<42} {caught:>10} of {self.mutation.within:<5} {self.seconds:6.1f} s  {self.verdict}"
-        )
+        limit = "" if self.mutation.test else f" of {self.mutation.within}"
+        how = f"{self.caught_by or 'NOT CAUGHT'}{limit}"
+        return f"{self.mutation.name:<42} {how:<18} {self.seconds:6.1f} s  {self.verdict}"
 
 
 def hunt(mutation: Mutation) -> Hunt:
-    """Run seeds from 0 on in a child process that has the bug, until one fails or `mutation.within` are done."""
+    """Hunt it in a child process that has the bug: by its test, or by seeds from 0 on until one fails."""
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -118,37 +123,60 @@ def hunt(mutation: Mutation) -> Hunt:
     child.start()
     theirs.close()
     try:
-        seed, verdict = _last(ours)
+        caught_by, verdict = _last(ours)
     finally:
         child.kill()
         child.join()
         ours.close()
-    return Hunt(mutation, seed, verdict, time.monotonic() - started)
+    return Hunt(mutation, caught_by, verdict, time.monotonic() - started)
 
 
-def _last(child: Connection) -> tuple[int | None, str]:
-    """What the child finds. Before each run it says of which seed that is: a bug may also hang or kill it."""
-    seed = None
+def _last(child: Connection) -> tuple[str, str]:
+    """What the child finds. Before each run it says which that is: a bug may also hang or kill it."""
+    run = ""
     try:
         while child.poll(SILENT_S):
-            seed, verdict = child.recv()
+            run, verdict = child.recv()
             if verdict is not None:
-                return seed, verdict
-        return seed, "stuck: the process hangs"
+                return run, verdict
+        return run, "stuck: the process hangs"
     except EOFError:
-        return seed, "the process dies"
+        return run, "the process dies"
 
 
 def _hunt_here(parent: Connection, mutation: Mutation) -> None:
     install(mutation)
+    parent.send(_failing_test(mutation.test) if mutation.test else _failing_seed(mutation, parent))
+
+
+def _failing_seed(mutation: Mutation, parent: Connection) -> tuple[str, str]:
     from .campaign import Task, run_task
 
     for seed in range(mutation.within):
-        found = run_task(Task(seed, mutation.fault), lambda seed=seed: parent.send((seed, None))).found
+        run = f"seed {seed}"
+        found = run_task(Task(seed, mutation.fault), lambda run=run: parent.send((run, None))).found
         if found:
-            parent.send((seed, found[0].partition("\n")[0]))
-            return
-    parent.send((None, ""))
+            return run, found[0].partition("\n")[0]
+    return "", ""
+
+
+def _failing_test(test: str) -> tuple[str, str]:
+    """Raises MutationError if pytest cannot run `test`: that shows nothing."""
+    seen = _Failures()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        code = pytest.main([str(ROOT / test), "-p", "no:cacheprovider"], plugins=[seen])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise MutationError(f"pytest cannot run {test}: {code!r}")
+    return ("its test", seen.names[0]) if seen.names else ("", "")
+
+
+class _Failures:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and report.when == "call":
+            self.names.append(report.nodeid.rpartition("::")[2])
 
 
 def hunt_all(processes: int, say: Callable[[str], None]) -> bool:
@@ -157,7 +185,7 @@ def hunt_all(processes: int, say: Callable[[str], None]) -> bool:
     with ThreadPoolExecutor(processes) as pool:
         for found in pool.map(hunt, MUTATIONS):
             say(str(found))
-            if found.seed is None:
+            if not found.caught_by:
                 missed.append(found.mutation.name)
     say(f"{len(MUTATIONS)} mutations, {len(missed)} not caught, {time.monotonic() - started:.0f} s")
     return not missed

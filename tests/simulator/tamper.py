@@ -194,7 +194,7 @@ class _Liar:
             self._link._output.append(_STRAY[rule])
         honest(nbytes)
         if rule == TWICE:
-            self._link._output.append(Received(slot, nbytes))
+            self._link.announce_again(slot, nbytes)
         if rule is not None:
             self._waiting.pop(rule)()
 

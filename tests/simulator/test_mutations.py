@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ FEW = (
     "ranks in the order of their arrival",
     "output is not flushed",
     "the memory of a job is kept",
+    "windows of a message may overlap",
 )
 
 
@@ -38,7 +40,7 @@ def test_the_documentation_counts_them() -> None:
 @pytest.mark.parametrize("name", FEW)
 def test_the_simulator_catches(name: str) -> None:
     found = hunt(BY_NAME[name])
-    assert found.seed is not None, found
+    assert found.caught_by, found
     assert found.verdict
 
 
@@ -46,7 +48,12 @@ def test_a_mutation_that_breaks_nothing_is_not_caught() -> None:
     harmless = Mutation("harmless", "omnireduce.layout", "nothing", "        return self.elements // self.block_size",
                         "        return self.elements // int(self.block_size)", within=3)  # fmt: skip
     found = hunt(harmless)
-    assert found.seed is None, found
+    assert not found.caught_by, found
+
+
+def test_a_test_that_cannot_run_catches_nothing() -> None:
+    found = hunt(replace(BY_NAME["windows of a message may overlap"], test="tests/protocol/test_no_such.py"))
+    assert not found.caught_by, found
 
 
 def test_a_mutation_that_does_not_fit_says_so() -> None:

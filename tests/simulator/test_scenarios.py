@@ -133,6 +133,24 @@ def test_a_shard_that_drains_lets_a_collective_finish() -> None:
         assert workers(run, rank)[0].completed == 1
 
 
+def test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_drains() -> None:
+    """Shard 0 is done with the collective. It stops, waits 5 s and hangs up. Only then the results of shard 1 come."""
+
+    def delay(worker: Worker) -> None:
+        worker.links[1].other._delay_s = lambda: 7.0
+
+    run = cluster(shards=2, work=(SUM, SUM))
+    for rank in range(2):
+        when(run, rank, joined, delay)
+    run.world.at(0.5, lambda: strike(run, Fault("drain")))
+    assert run.run() == []
+    for rank in range(2):
+        found = error(run, rank)
+        assert isinstance(found, AbortedError)
+        assert "shutting down" in found.reason
+        assert workers(run, rank)[0].completed == 1
+
+
 def test_a_shard_that_drains_does_not_wait_for_ever() -> None:
     run = cluster(work=(SUM, SUM))
     when(run, 1, joined, lambda _: strike(run, Fault("freeze", rank=1, number=15.0)))

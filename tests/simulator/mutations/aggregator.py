@@ -293,7 +293,7 @@ MUTATIONS = (
         "blocks below what was used are taken",
         "int(self._indices[rank, self._count[rank] - 1]) + 1)",
         "0)",
-        within=6000,
+        test="tests/protocol/test_windows.py",
     ),
     Mutation(
         "all pieces of a block are its first",

@@ -10,7 +10,8 @@ class Mutation:
     """A deliberate bug: in `module`, `new` stands in the place of `old`, which is there exactly once.
 
     `breaks` says what is lost. A run of the seeds from 0 on must fail before seed `within`; with `fault`, of the seeds
-    with that fault at every event instead of their own.
+    with that fault at every event instead of their own. With `test`, a path and a name as pytest takes them, it is that
+    test that must fail: some bugs take several faults at the right moments, which chance seldom brings together.
     """
 
     name: str
@@ -20,3 +21,4 @@ class Mutation:
     new: str
     within: int = 400
     fault: str = ""
+    test: str = ""

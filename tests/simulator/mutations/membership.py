@@ -153,6 +153,14 @@ MUTATIONS = (
         within=2000,
     ),
     Mutation(
+        "formations meet",
+        _GATHERING,
+        "who gave up one attempt spoils the next",
+        "        return cls(hello.job, hello.launch, hello.formation)\n",
+        "        return cls(hello.job, hello.launch, 0)\n",
+        test="tests/protocol/test_elastic_membership.py::test_other_shards_gather_by_formation",
+    ),
+    Mutation(
         "launches meet",
         _GATHERING,
         "two launches of one name sum each other's tensors",

@@ -109,8 +109,8 @@ MUTATIONS = (
         "a rank that was stopped says that all moves on, because of what came while it could not look",
         "if self._late_s and not long_wait",
         "if self._late_s > 1e9",
-        within=20,
-        fault="freeze",
+        test="tests/simulator/test_scenarios.py::"
+        "test_a_rank_that_was_stopped_does_not_believe_that_what_it_reads_has_just_come",
     ),
     Mutation(
         "worker keeps bad news to itself",
@@ -140,7 +140,8 @@ MUTATIONS = (
         "what other shards still have to deliver is lost when one of them stops",
         "if self.ended is None and shard not in self._retired:",
         "if self.ended is None:",
-        within=6000,
+        test="tests/simulator/test_scenarios.py::"
+        "test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_drains",
     ),
     Mutation(
         "worker ignores an unexpected message",
