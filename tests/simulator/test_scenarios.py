@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError
+from omnireduce.transport.base import Control
+from omnireduce.wire import ControlMessage, Refused, decode_control
 
 from .cluster import Cluster
 from .faults import strike
 from .plan import Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .stranger import SILENT, Stranger
 from .tamper import RULES, UNSEEN
 from .worker import Worker
 from .workload import Collective
@@ -271,3 +274,18 @@ def test_a_slow_reader_hears_why_the_job_ended() -> None:
     found = error(run, 1)
     assert isinstance(found, AbortedError)
     assert found.culprit == workers(run, 0)[0].culprit
+
+
+def test_who_says_no_hello_in_time_may_come_again() -> None:
+    """It may be a survivor that was silent because the shard stood still, and that has time left."""
+    heard: list[ControlMessage] = []
+
+    class Silent(Stranger):
+        def turn(self) -> None:
+            if self.link is not None:
+                heard.extend(decode_control(each.body) for each in self.link.poll() if isinstance(each, Control))
+
+    run = cluster()
+    run.world.at(0.5, lambda: run.strangers.append(Silent(run, 0, SILENT)))
+    assert run.run() == []
+    assert heard == [Refused("no Hello within 10 s", temporary=True)]

@@ -48,7 +48,8 @@ MUTATIONS = (
         "an elastic worker gives up when an attempt fails",
         "        if self._is_final(error) or now + self._pause_s >= self._join_by:\n",
         "        if True:\n",
-        within=4000,
+        test="tests/protocol/test_joining.py::"
+        "test_who_has_a_seat_and_does_not_come_along_tries_again_with_its_new_ticket",
     ),
     Mutation(
         "no failure is final",
@@ -56,7 +57,7 @@ MUTATIONS = (
         "a worker that is refused for good asks again and again",
         "        if not self._is_elastic or (isinstance(error, RefusedError) and not error.temporary):\n",
         "        if False:\n",
-        within=2000,
+        test="tests/protocol/test_joining.py::test_what_is_final",
     ),
     Mutation(
         "connections of a failed attempt stay",
@@ -72,7 +73,7 @@ MUTATIONS = (
         "workers go to the other shards with the ranks that they were launched with",
         "                hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,\n",
         "                hello, formation=seat.formation,\n",
-        within=2000,
+        test="tests/protocol/test_joining.py::test_a_seat_is_taken_to_the_other_aggregators",
     ),
     Mutation(
         "the gate is open",
@@ -96,7 +97,7 @@ MUTATIONS = (
         "a survivor gives up because an aggregator stood still, though it has time left",
         '"is it stopped or overloaded?",\n                temporary=True,\n',
         '"is it stopped or overloaded?",\n                temporary=False,\n',
-        within=6000,
+        test="tests/protocol/test_joining.py::test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped",
     ),
     Mutation(
         "a shard that stood still is not waited for",
@@ -104,6 +105,6 @@ MUTATIONS = (
         "a survivor gives up because an aggregator stood still, though it has time left",
         'no Hello within {self._strangers.limit_s:g} s", temporary=True)',
         'no Hello within {self._strangers.limit_s:g} s")',
-        within=6000,
+        test="tests/simulator/test_scenarios.py::test_who_says_no_hello_in_time_may_come_again",
     ),
 )
