@@ -38,7 +38,7 @@ simulate: $(READY) ## run simulated clusters with faults from seeds, and from ne
 fuzz: $(READY) ## play hostile input from a new seed to both sides; half a minute. ARGS="stranger --examples 100000"
 	@$(BIN)/python -m tests.fuzz $(or $(ARGS),--examples 1500)
 
-mutations: $(READY) ## show that the simulator catches every deliberate bug; half an hour
+mutations: $(READY) ## show that the simulator, or a test, catches every deliberate bug; half an hour
 	@$(BIN)/python -m tests.simulator --mutations
 
 faults: $(READY) ## kill, stop and pause real workers and shards, then thousands of jobs on one daemon; four minutes. ARGS="--rounds 50"

@@ -293,7 +293,7 @@ MUTATIONS = (
         "blocks below what was used are taken",
         "int(self._indices[rank, self._count[rank] - 1]) + 1)",
         "0)",
-        test="tests/protocol/test_windows.py",
+        test="tests/protocol/test_windows.py::test_no_collective_completes_before_the_last_index_was_seen",
     ),
     Mutation(
         "all pieces of a block are its first",
