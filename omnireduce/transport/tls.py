@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from omnireduce.config import Metrics, Security
+from omnireduce.dtypes import Array
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
@@ -32,7 +33,7 @@ RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, lengt
 RECORD_TYPES = range(20, 24)
 RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
 WIRE_BYTES = 131072  # looked at at once
-HANDSHAKE_WIRE_BYTES = 20480  # the same of a stranger: one record
+STRANGER_WIRE_BYTES = 20480  # the same of who is not admitted: one record
 RECORDS_PER_POLL = 64  # 1 MiB of whole ones
 HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
 EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
@@ -63,7 +64,7 @@ class TlsLink(TcpLink):
         self._step: _Step | None = None  # of the handshake; nobody has heard yet what came of it
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
-        self._wire = memoryview(bytearray(HANDSHAKE_WIRE_BYTES))
+        self._wire = memoryview(bytearray(STRANGER_WIRE_BYTES))
         self._kept = 0  # bytes at its start: of a record that is not whole
         self._sealed = memoryview(b"")  # records on their way out
         self.established = False
@@ -71,6 +72,10 @@ class TlsLink(TcpLink):
         if host:
             with suppress(ssl.SSLWantReadError):  # an answer
                 self._tls.do_handshake()
+
+    def attach(self, send_slots: Array, receive_slots: Array) -> None:
+        super().attach(send_slots, receive_slots)
+        self._wire = memoryview(bytearray(self._wire) + bytes(WIRE_BYTES - len(self._wire)))
 
     # output
 
@@ -213,7 +218,6 @@ class TlsLink(TcpLink):
         """A step of the handshake has come to its end."""
         if error is None:
             self.established, self._empty = True, 0
-            self._wire = memoryview(bytearray(self._wire) + bytes(WIRE_BYTES - HANDSHAKE_WIRE_BYTES))
             self.flush()
         elif isinstance(error, ConnectionResetError):
             self._end_closed(events, self._output_error if error.errno in (0, errno.EPIPE) else error.strerror)

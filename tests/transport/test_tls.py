@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import struct
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -15,13 +16,14 @@ from tls_client import KEY_UPDATE_WITH_ANSWER, TlsClient, needs_libssl
 from omnireduce.config import load_config
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.memory import private_slots
-from omnireduce.transport.stream import CONTROL, FRAME
+from omnireduce.transport.stream import CONTROL, FRAME, READ_BYTES
 from omnireduce.transport.tcp import listen_tcp
 from omnireduce.transport.tls import (
     ANSWER_BYTES,
     EMPTY_RECORDS,
     HANDSHAKE_RECORDS,
     RECORDS_PER_POLL,
+    STRANGER_WIRE_BYTES,
     accept_tls,
     aggregator_context,
     connect_tls,
@@ -38,7 +40,7 @@ NO_DATA = Lost(f"{EMPTY_RECORDS + 1} TLS records in a row without data", violati
 class Guest:
     """An aggregator's end, and who connects to it: a plain socket, and what makes records for it."""
 
-    def __init__(self, *overrides: str, aside: bool = False) -> None:
+    def __init__(self, *overrides: str, aside: bool = False, admitted: bool = True) -> None:
         security = load_config(overrides=[*certificates().holder("aggregator"), *overrides], environ={}).security
         context = aggregator_context(security)
         assert context is not None
@@ -46,7 +48,8 @@ class Guest:
             self.sock = socket.create_connection(listener.getsockname())
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.link = accept_tls(accept(listener), "guest", 60, context, aside=aside)
-        self.link.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+        if admitted:
+            self.link.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
         self.client = TlsClient()
 
     def close(self) -> None:
@@ -267,3 +270,16 @@ def test_without_a_certificate_nothing_is_looked_at() -> None:
     assert events[0].violation
     assert events[0].reason.startswith("no TLS: [SSL: PEER_DID_NOT_RETURN_A_CERTIFICATE]")
     assert guest.link.counters.received_bytes == 0
+
+
+def test_who_is_not_admitted_takes_little_memory() -> None:
+    """Hundreds of strangers may complete their handshakes and stay."""
+    tracemalloc.start()
+    try:
+        with closing(Guest(admitted=False)) as guest:
+            guest.join()
+            assert guest.says(guest.client.data(FIRST)) == [Control(b"hello", 0)]
+            taken = sum(each.size for each in tracemalloc.take_snapshot().traces if each.size > 10_000)
+    finally:
+        tracemalloc.stop()
+    assert taken <= STRANGER_WIRE_BYTES + READ_BYTES + 1000
