@@ -12,6 +12,7 @@ from omnireduce.runtime.time_limit import TimeLimit
 from omnireduce.transport.base import Link
 from omnireduce.wire import ControlMessage, encode_control
 
+HELLO_LIMIT = 4096  # bytes of a message of who is in no job yet; an honest one has a tenth of that
 LINGER_S = 1.0  # how long a leaver's last output may take
 INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.EVENT_WRITE}  # True: it wants to write
 
@@ -36,6 +37,7 @@ class Connections:
 
     def add(self, connection: Connection) -> None:
         """A stranger has come."""
+        connection.link.bound_control(HELLO_LIMIT)
         connection.number = next(self._numbers)
         self._all.add(connection)
         self.strangers.add(connection, self._clock())

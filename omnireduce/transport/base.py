@@ -93,6 +93,10 @@ class Link(ABC):
         """Give the link its slots, each uint8 (slots, slot bytes). Before that only control messages may flow."""
         self.send_slots, self.receive_slots = send_slots, receive_slots
 
+    def bound_control(self, most: int) -> None:
+        """Until slots are attached, take control messages of at most `most` bytes."""
+        return  # a link that keeps no bytes of them needs no bound
+
     def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
         """Send the first `nbytes` bytes of send slot `slot`, or all of `instead` (uint8), if this link is `inline`."""
         assert slot not in self._under_way, f"send slot {slot} was sent twice without a credit"

@@ -26,6 +26,7 @@ from omnireduce.transport.blame import from_a_handler
 FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3
 READ_BYTES = 65536
+FIRST_BYTES = 8192  # of that, until a longer message is announced: most of those who connect say little
 # What one poll takes. Then others get their turn, however fast the peer sends; the socket stays readable.
 BYTES_PER_POLL = 4 << 20
 EVENTS_PER_POLL = 256  # and those that came with the last of them; an honest peer has fewer under way
@@ -49,7 +50,8 @@ class StreamLink(Link):
         self._gone: deque[int] = deque([0], 1)  # how many bytes of all the system has taken
         self._output_dead = False
         self._output_error = ""  # what killed it, if the reading side cannot tell
-        self._buffer = bytearray(READ_BYTES)
+        self._control_limit = CONTROL_LIMIT
+        self._buffer = bytearray(FIRST_BYTES)
         self._view = memoryview(self._buffer)
         self._filled = 0  # bytes of the buffer that hold unparsed input
         self._body: memoryview | None = None  # unread rest of the current DATA message
@@ -59,6 +61,8 @@ class StreamLink(Link):
 
     def attach(self, send_slots: Array, receive_slots: Array) -> None:
         super().attach(send_slots, receive_slots)
+        self._control_limit = CONTROL_LIMIT
+        self._grow()
         self._send_views = [memoryview(slot) for slot in send_slots]
         self._receive_views = [memoryview(slot) for slot in receive_slots]
 
@@ -171,6 +175,14 @@ class StreamLink(Link):
 
     # input
 
+    def bound_control(self, most: int) -> None:
+        self._control_limit = most
+
+    def _grow(self) -> None:
+        """Make room for the longest message. What has come stays where it is."""
+        self._buffer = self._buffer + bytes(READ_BYTES - len(self._buffer))
+        self._view = memoryview(self._buffer)
+
     def _receive(self, into: memoryview) -> int:
         return self._sock.recv_into(into)
 
@@ -241,8 +253,10 @@ class StreamLink(Link):
         while self._filled - at >= FRAME.size and self._body is None and self._lost is None:
             kind, slot, length = FRAME.unpack_from(self._buffer, at)
             body = at + FRAME.size
-            if kind == CONTROL and length <= CONTROL_LIMIT:
+            if kind == CONTROL and length <= self._control_limit:
                 if self._filled - body < length:
+                    if FRAME.size + length > len(self._buffer):
+                        self._grow()
                     break
                 events.append(Control(bytes(self._view[body : body + length]), slot))
                 self.controls_received += 1
@@ -250,7 +264,9 @@ class StreamLink(Link):
             elif kind in (DATA, CREDIT):
                 at = body + self._credit_or_data(kind, slot, length, body, events)
             else:
-                self._end(events, f"not a frame of this protocol: kind {kind}, length {length}", violation=True)
+                expected = f"; expected at most {self._control_limit} bytes" if kind == CONTROL else ""
+                what = f"not a frame of this protocol: kind {kind}, length {length}{expected}"
+                self._end(events, what, violation=True)
         if at:
             rest = self._filled - at
             if rest:

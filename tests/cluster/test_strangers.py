@@ -13,6 +13,7 @@ from cluster_checks import assert_serves
 from local_cluster import Daemon, open_files
 from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
+from omnireduce.runtime.connections import HELLO_LIMIT
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
 from omnireduce.wire import Leave, Refused, Welcome
 
@@ -36,10 +37,11 @@ STRANGERS: dict[str, bytes] = {
     "tls": bytes.fromhex("1603010200010001fc0303") + NOISE[:500],
     "an oversized control message": FRAME.pack(CONTROL, 0, CONTROL_LIMIT + 1) + NOISE,
     "a huge control message": FRAME.pack(CONTROL, 0, 2**32 - 1) + NOISE,
-    "the largest control message": FRAME.pack(CONTROL, 0, CONTROL_LIMIT) + bytes(CONTROL_LIMIT),
+    "the largest of a member": FRAME.pack(CONTROL, 0, CONTROL_LIMIT) + bytes(CONTROL_LIMIT),
+    "the largest of a stranger": FRAME.pack(CONTROL, 0, HELLO_LIMIT) + bytes(HELLO_LIMIT),
     "no msgpack": FRAME.pack(CONTROL, 0, 100) + NOISE[:100],
-    "deep msgpack": FRAME.pack(CONTROL, 0, 50_000) + b"\x91" * 50_000,
-    "an unknown type of 60,000 letters": framed_map({"type": "x" * 60_000}),
+    "deep msgpack": FRAME.pack(CONTROL, 0, HELLO_LIMIT) + b"\x91" * HELLO_LIMIT,
+    "an unknown type of 4,000 letters": framed_map({"type": "x" * 4000}),
     "a map that claims 2^32 entries": FRAME.pack(CONTROL, 0, 5) + b"\xdf\xff\xff\xff\xff",
     "an empty control message": FRAME.pack(CONTROL, 0, 0),
     "a welcome": framed(Welcome(1)),
@@ -69,6 +71,7 @@ def test_strangers(busy: Daemon, local: bool) -> None:
         ("noise", "not a frame of this protocol: kind "),
         ("http", "not a frame of this protocol: kind 71, length 14140"),
         ("a huge control message", "not a frame of this protocol: kind 3, length 4294967295"),
+        ("the largest of a member", "not a frame of this protocol: kind 3, length 65528; expected at most 4096 bytes"),
         ("data before a hello", "message for slot 0 without a credit"),
     ],
 )
@@ -82,7 +85,9 @@ def test_strangers_are_told_why_and_dropped_at_once(daemon: Daemon, local: bool,
         assert peer.is_closed()
 
 
-@pytest.mark.parametrize("what", ["no msgpack", "a welcome", "deep msgpack"])
+@pytest.mark.parametrize(
+    "what", ["no msgpack", "a welcome", "deep msgpack", "the largest of a stranger", "an unknown type of 4,000 letters"]
+)
 def test_strangers_that_speak_our_frames_get_an_answer(daemon: Daemon, what: str) -> None:
     with RawPeer(daemon.addresses[0]) as peer:
         peer.send(STRANGERS[what])

@@ -16,7 +16,7 @@ from tls_client import KEY_UPDATE_WITH_ANSWER, TlsClient, needs_libssl
 from omnireduce.config import load_config
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.memory import private_slots
-from omnireduce.transport.stream import CONTROL, FRAME, READ_BYTES
+from omnireduce.transport.stream import CONTROL, FIRST_BYTES, FRAME
 from omnireduce.transport.tcp import listen_tcp
 from omnireduce.transport.tls import (
     ANSWER_BYTES,
@@ -279,7 +279,7 @@ def test_who_is_not_admitted_takes_little_memory() -> None:
         with closing(Guest(admitted=False)) as guest:
             guest.join()
             assert guest.says(guest.client.data(FIRST)) == [Control(b"hello", 0)]
-            taken = sum(each.size for each in tracemalloc.take_snapshot().traces if each.size > 10_000)
+            taken = sum(each.size for each in tracemalloc.take_snapshot().traces if each.size > 4096)
     finally:
         tracemalloc.stop()
-    assert taken <= STRANGER_WIRE_BYTES + READ_BYTES + 1000
+    assert taken <= STRANGER_WIRE_BYTES + FIRST_BYTES + 1000

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.stream import CONTROL_LIMIT
 from omnireduce.transport.tcp import TcpLink
 
 MESSAGE, CREDIT = 0, 1
@@ -81,6 +82,7 @@ class VerbsLink(Link):
         self._epoll.register(control, select.EPOLLIN)
         self._epoll.register(queue.descriptor, select.EPOLLIN)
         self.attach(send_slots, receive_slots)
+        control.bound_control(CONTROL_LIMIT)
 
     @property
     def over(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from omnireduce.wire import PROTOCOL_VERSION, seal
 
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target
 
-HELD = 400  # connections that stay
+HELD = min(4000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # connections that stay
 HALVES = (
     b"\x03",
     FRAME.pack(CONTROL, 0, 200)[:5],
