@@ -91,8 +91,9 @@ def test_before_slots_are_attached_only_control_messages_may_come() -> None:
     right.close()
 
 
-def _next(link: StreamLink) -> Event:
+def _next(link: StreamLink, sender: StreamLink) -> Event:
     while not (found := link.poll()):
+        sender.flush()
         select_read(link)
     [event] = found
     return event
@@ -104,12 +105,12 @@ def test_the_bound_of_control_messages_holds_until_slots_are_attached() -> None:
         left, right = tcp_ends()
         left.bound_control(100)
         right.send_control(longest[:100])
-        assert _next(left) == Control(longest[:100])
+        assert _next(left, right) == Control(longest[:100])
         if attached:
             left.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
         right.send_control(longest)
         reason = f"not a frame of this protocol: kind 3, length {CONTROL_LIMIT}; expected at most 100 bytes"
-        assert _next(left) == (Control(longest) if attached else Lost(reason, violation=True))
+        assert _next(left, right) == (Control(longest) if attached else Lost(reason, violation=True))
         left.close()
         right.close()
 
@@ -120,7 +121,7 @@ def test_who_connects_reads_the_longest_message_before_slots_are_attached() -> N
     left, right = tcp_ends()
     for body in (b"short", longest, longest[::-1], b"short"):
         left.send_control(body)
-        assert _next(right) == Control(body)
+        assert _next(right, left) == Control(body)
     left.close()
     right.close()
 

@@ -82,7 +82,7 @@ class VerbsLink(Link):
         self._epoll.register(control, select.EPOLLIN)
         self._epoll.register(queue.descriptor, select.EPOLLIN)
         self.attach(send_slots, receive_slots)
-        control.bound_control(CONTROL_LIMIT)
+        control.bound_control(CONTROL_LIMIT)  # it gets no slots, which would lift a stranger's bound
 
     @property
     def over(self) -> bool:
