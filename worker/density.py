@@ -142,11 +142,10 @@ def _arrays_table(report: FileReport) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("array", overflow="fold", vertical="bottom")
     table.add_column("shape", overflow="fold", vertical="bottom", min_width=12)
-    for title in ("dtype", "bytes", "density of\nelements"):
+    for title in ("dtype", "bytes", "density:\nelements"):
         table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
-    for index, each in enumerate(report.estimates):
-        head = "of blocks of\n" if index == 0 else "\n"
-        table.add_column(f"{head}{each.block_size}", justify="right", no_wrap=True, vertical="bottom")
+    for each in report.estimates:
+        table.add_column(f"blocks\nof {each.block_size}", justify="right", no_wrap=True, vertical="bottom")
     for array in report.arrays:
         densities = [array.density, *(each.density for each in array.estimates)]
         shape = "x".join(map(str, array.shape)) or "scalar"

@@ -43,8 +43,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def make_console(*, quiet: bool = False) -> Console:
-    """A console on standard output that is wide enough for the tables, on a terminal or not."""
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    """A console on standard output that is wide enough for the tables, on a terminal or not.
+
+    It prints all text as it is: `omnireduce[mpi]` is no markup.
+    """
+    console = Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.width = max(TABLE_WIDTH, console.width if console.is_terminal else 0)
     return console
 

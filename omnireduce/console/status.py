@@ -74,7 +74,7 @@ def watch_status(look: Look, every_s: float) -> None:
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDTH
     return console

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from omnireduce.bench.report import density_text, short_count
+from omnireduce.console.fitting import FittingTable
 from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
 from omnireduce.wire import shown
 
 SHORTEST_WAIT_S = 0.1  # every look catches some collective in its course; what is shorter is no straggler
+# columns of jobs that a narrow terminal does without, the least important first
+_SPARE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")
 _Jobs = Sequence[JobStatus]
 
 
@@ -36,7 +38,7 @@ class View:
             seen[key] = traffic = _sum(shards)
             rates = [] if elapsed_s is None else _rates(traffic, self._last.get(key), elapsed_s)
             name, *cells = _cells(shards, traffic, rates)
-            _add_row(table, [name, *([shards[0].team] if with_teams else []), *cells])
+            table.add([name, *([shards[0].team] if with_teams else []), *cells])
             notes += _notes(shards)
         self._last, self._last_at = seen, now
         return Group(_shards_table(answers), Text(), table if jobs else Text("no jobs"), *notes)
@@ -62,38 +64,26 @@ def _rates(traffic: Traffic, last: Traffic | None, elapsed_s: float) -> list[str
     return [short_count(max(0, new - old) / elapsed_s) for new, old in pairs]  # a new job may have an old one's name
 
 
-def _shards_table(answers: Mapping[str, Status | Exception]) -> Table:
-    table = _table("shard", "up", "jobs", "gather", "conn", "in", "out", "refused", "aborts")
+def _shards_table(answers: Mapping[str, Status | Exception]) -> FittingTable:
+    titles = ("shard", "up", "jobs", "gather", "conn", "in", "out", "refused", "aborts")
+    table = FittingTable(titles, left=("shard", "aborts"), spare=("gather", "conn", "refused", "aborts", "out", "in"))
     for address, status in answers.items():
         if isinstance(status, Exception):
-            _add_row(table, [address, "down"])
+            table.add([address, "down"])
             continue
         aborts = ", ".join(f"{count} {cause}" for cause, count in status.aborts.items() if count) or "none"
         counts = [status.running, status.gathering, status.connections]
         traffic = [short_count(status.traffic.received_bytes), short_count(status.traffic.sent_bytes)]
-        cells = [duration(status.uptime_s), *map(str, counts), *traffic, str(status.refused)]
-        _add_row(table, [address, *cells, aborts])
+        table.add([address, duration(status.uptime_s), *map(str, counts), *traffic, str(status.refused), aborts])
     return table
 
 
-def _jobs_table(*, with_rates: bool, with_teams: bool) -> Table:
+def _jobs_table(*, with_rates: bool, with_teams: bool) -> FittingTable:
     rates = ("in/s", "out/s") if with_rates else ()
     team = ("team",) if with_teams else ()
     first = ("ranks", "by", "age", "done", "in", "out")
-    return _table("job", *team, *first, *rates, "density", "union", "slots", "late", "waits for")
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in titles:
-        is_text = title in ("shard", "job", "team", "aborts")
-        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
-    return table
-
-
-def _add_row(table: Table, cells: Sequence[str]) -> None:
-    """One line; what aggregators say is neither markup nor a command to the terminal."""
-    table.add_row(*(Text(shown(cell)) for cell in cells))
+    titles = ("job", *team, *first, *rates, "density", "union", "slots", "late", "waits for")
+    return FittingTable(titles, left=("job", "team"), spare=_SPARE)
 
 
 def _cells(shards: _Jobs, traffic: Traffic, rates: Sequence[str]) -> list[str]:

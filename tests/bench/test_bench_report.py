@@ -121,3 +121,9 @@ def test_densities_and_factors() -> None:
         "1e-05",
     ]
     assert [times_text(each) for each in (0.951, 12.34, 999, 1e9)] == ["0.95x", "12.3x", "999.0x", ">1000x"]
+
+
+def test_no_text_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "no comparison with MPI: pip install 'omnireduce[mpi]' [red] :warning:"
+    make_console().print(text)
+    assert capsys.readouterr().out == text + "\n"

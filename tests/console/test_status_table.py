@@ -120,9 +120,30 @@ def test_nothing_is_a_command_to_the_terminal() -> None:
         assert "\\x1b[2J" in capture.get()
 
 
+BUSY = Traffic(
+    collectives=123_456, received_bytes=104_857_600, sent_bytes=204_857_600,
+    blocks=100, rank_blocks=2000, own_blocks=3, union_blocks=7,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [64, 80, 100, 120, 140, 300])
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_none(width: int) -> None:
+    waiting = Waiting("c 1", [1], 1, "rank 1 (h)", 65.0)
+    name = "a-job-of-27-characters-long"
+    answers = {"gpu-node-12.cluster:7400": answer(job(name, traffic=BUSY, late=[Late(1, 12.0)], waiting=waiting))}
+    lines, wide = text(View(), answers, width=width), text(View(), answers, width=1000)
+    assert len(lines) == 5  # each row on one line, and the note
+    for line, whole in zip(lines, wide, strict=True):
+        assert set(line) <= set(whole)  # no word, no unit is cut
+    assert lines[1][:3] == ["gpu-node-12.cluster:7400", "2", "h"]
+    assert (lines[3][:2], lines[3][-4:]) == ([name, "2/2"], ["rank", "1", "65", "s"])
+    assert ("union" in lines[2]) == (width >= 120)
+
+
 @pytest.mark.parametrize("width", [20, 80, 300])
-def test_terminals_of_all_widths(width: int) -> None:
-    assert text(View(), {"a:1": answer(job(), job("x" * 128))}, width=width)
+def test_a_name_longer_than_the_terminal_goes_on_below(width: int) -> None:
+    lines = text(View(), {"a:1": answer(job(), job("x" * 128))}, width=width)
+    assert sum(word.count("x") for line in lines for word in line if set(word) == {"x"}) == 128
 
 
 @pytest.mark.parametrize(

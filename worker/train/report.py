@@ -101,7 +101,7 @@ def print_result(console: Console, result: Result) -> None:
     )
     console.print(_weights(result), style="" if result.verdict.passed else "bold red")
     if result.saved_gradients:
-        console.print(f"saved each worker's gradient of step {train.steps}: {result.saved_gradients}", markup=False)
+        console.print(f"saved each worker's gradient of step {train.steps}: {result.saved_gradients}")
 
 
 def _table(result: Result) -> Table:
