@@ -79,7 +79,7 @@ def connect(
     """Join a job and return its communicator.
 
     `config`: a Config, a TOML file, or None for OMNIREDUCE_CONFIG or the defaults; `aggregators` ("host:port",
-    or several of them) and `job` override it. `rank` and `size` come from the launcher unless given, both or neither.
+    several with commas between them, or a list) and `job` override it. `rank` and `size` come from the launcher unless given, both or neither.
 
     Raises ConfigError, also for a file that cannot be read; UsageError, also when the launcher's variables make no
     sense; otherwise what `Communicator` raises.
@@ -87,7 +87,7 @@ def connect(
     settings = config if isinstance(config, Config) else load_config(config)
     changes: dict[str, object] = {}
     if aggregators is not None:
-        changes["cluster.aggregators"] = [aggregators] if isinstance(aggregators, str) else list(aggregators)
+        changes["cluster.aggregators"] = aggregators.split(",") if isinstance(aggregators, str) else list(aggregators)
     if job is not None:
         changes["cluster.job"] = job
     settings = override_config(settings, changes, source="argument")

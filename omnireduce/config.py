@@ -125,10 +125,14 @@ class _Layers:
         self._sources[key.path] = source
 
     def add_text(self, source: str, key: Key, text: str) -> None:
-        """Add a TOML value, or a bare string where it is none or only that is allowed (`cluster.job=42`)."""
+        """Add a TOML value, or a bare string where it is none or only that is allowed (`cluster.job=42`). A list may
+        also be written as on a command line: its values with commas between them."""
         text = text.strip()
+        value = _parse(text)
+        if isinstance(value, str) and not text.endswith("]") and key.is_list_in(text):
+            value = [_parse(part.strip()) for part in text.split(",")]
         try:
-            self.add(source, key, _parse(text))
+            self.add(source, key, value)
         except ConfigError as error:
             try:
                 self.add(source, key, text)

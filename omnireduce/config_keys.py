@@ -130,6 +130,13 @@ class Key:
     def path(self) -> str:
         return f"{self.section}.{self.name}"
 
+    def is_list_in(self, text: str) -> bool:
+        """Whether `text`, which is no TOML, is meant as a list: it has a comma where a list is allowed, or nothing else
+        is."""
+        hint = _bare(self.type)
+        may_be_list = any(get_origin(_bare(each)) is tuple for each in get_args(hint))
+        return get_origin(hint) is tuple or (may_be_list and "," in text)
+
     def read(self, value: object) -> object:
         """The value as its type wants it (lists become tuples); raises ConfigError if it is not allowed."""
         try:
@@ -142,6 +149,11 @@ class Key:
         if self.path in _CHECKS:
             _CHECKS[self.path](typed)
         return typed
+
+
+def _bare(hint: Any) -> Any:
+    """A type without what is said about it."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def _allowed(hint: Any) -> str:
