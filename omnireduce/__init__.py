@@ -55,6 +55,7 @@ __all__ = [
     "broadcast",
     "connect",
     "init",
+    "is_initialized",
     "load_config",
     "local_rank",
     "rank",
@@ -109,16 +110,22 @@ def init(
     rank: int | None = None,
     size: int | None = None,
 ) -> Communicator:
-    """Make the global communicator: see `connect`. Raises UsageError when there is one already."""
+    """Make the global communicator: see `connect`. As a context manager it leaves its job at the end, and there is none
+    any more. Raises UsageError when there is one already."""
     global _global
-    if _global is not None:
+    if is_initialized():
         raise UsageError("omnireduce is initialised already; call omnireduce.shutdown() first")
     _global = connect(config, aggregators=aggregators, job=job, rank=rank, size=size)
     return _global
 
 
+def is_initialized() -> bool:
+    """Whether there is a global communicator that was not shut down."""
+    return _global is not None and not _global.is_shut_down
+
+
 def _communicator() -> Communicator:
-    if _global is None:
+    if _global is None or _global.is_shut_down:
         raise UsageError("omnireduce is not initialised; call omnireduce.init() first")
     return _global
 

@@ -178,6 +178,11 @@ class Communicator:
         self._gave_up = True
         self._hang_up()
 
+    @property
+    def is_shut_down(self) -> bool:
+        """`shutdown` was called, and `reform` was not since."""
+        return self._gave_up
+
     def _hang_up(self) -> None:
         if self._engine.shutdown():
             _open_communicators.discard(self)

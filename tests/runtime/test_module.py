@@ -72,6 +72,15 @@ def test_before_init_and_after_shutdown(daemon: Daemon) -> None:
     assert_not_initialised()
 
 
+def test_with_init_leaves_nothing_behind(daemon: Daemon) -> None:
+    for _ in range(2):
+        with omni.init(aggregators=",".join(daemon.addresses), job=unique_job(), rank=0, size=1) as comm:
+            assert omni.is_initialized()
+            assert (omni.allreduce(np.ones(2)).tolist(), comm.shards) == ([1.0, 1.0], 3)
+        assert_not_initialised()
+        assert not omni.is_initialized()
+
+
 def test_init_twice(daemon: Daemon) -> None:
     first = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
     with pytest.raises(omni.UsageError, match=r"initialised already; call omnireduce\.shutdown\(\) first"):
