@@ -1,4 +1,4 @@
-"""`python -m aggregator`, and the program `omnireduce-aggregator`."""
+"""`python -m aggregator`: the same as `omnireduce aggregator`."""
 
 import signal
 

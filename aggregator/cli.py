@@ -11,7 +11,7 @@ from omnireduce.config import Config, load_config, override_config
 from omnireduce.logs import start_logs
 
 
-@click.command(cls=Command, name="omnireduce-aggregator")
+@click.command(cls=Command, name="aggregator", short_help="Run aggregator shards, the daemon.")
 @config_options
 @click.option("--listen", metavar="HOST:PORT", help="Address of shard 0; shard i listens on PORT + i.")
 @click.option("--shards", type=int, help="How many shards, each a process.")

@@ -92,7 +92,7 @@ def message_cost(device: str) -> tuple[float, float]:
 
 
 def bench(addresses: list[str], folder: Path, *sets: str) -> list[dict[str, float]]:
-    """The rows of `worker bench` over verbs."""
+    """The rows of `omnireduce bench` over verbs."""
     rows = folder / "rows.json"
     settings = [f"cluster.aggregators={json.dumps(addresses)}", "transport.kind=verbs", "cluster.timeout_s=300", *sets]
     command = [

@@ -1,7 +1,7 @@
 """Two aggregator shards and two workers on this machine: a short real training, then what the service makes of it.
 
 `make demo` runs this. It starts what it needs on free ports and stops it again, also after a failure or Ctrl-C. The
-worker commands that it prints work by hand too, beside `python -m aggregator --config configs/local.toml`.
+worker commands that it prints work by hand too, beside `omnireduce aggregator --config configs/local.toml`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 STEP_S = 300
 STOP_S = 20
 SEARCH_PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-OWN = {"python": sys.executable, "mpirun": shutil.which("mpirun", path=SEARCH_PATH) or "mpirun"}
+OWN = {name: shutil.which(name, path=SEARCH_PATH) or name for name in ("omnireduce", "mpirun")}
 
-AGGREGATOR = "python -m aggregator --config configs/local.toml --listen 127.0.0.1:0"
-TRAIN = "mpirun -n 2 python -m worker train --config configs/local.toml"
-BENCH = "mpirun -n 2 python -m worker bench --config configs/local.toml --against mpi"
+AGGREGATOR = "omnireduce aggregator --config configs/local.toml --listen 127.0.0.1:0"
+TRAIN = "mpirun -n 2 omnireduce train --config configs/local.toml"
+BENCH = "mpirun -n 2 omnireduce bench --config configs/local.toml --against mpi"
 
 
 class DemoError(Exception):
@@ -36,7 +36,7 @@ class DemoError(Exception):
 
 
 def start(command: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a command line in the project's folder, with this interpreter and the mpirun beside it."""
+    """Start a command line in the project's folder, with the programs beside this interpreter."""
     arguments = [OWN.get(word, word) for word in shlex.split(command)]
     try:
         return subprocess.Popen(arguments, cwd=ROOT, text=True, **options)
@@ -96,7 +96,7 @@ def demo(folder: Path) -> None:
         environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(addresses)}
         title = "A real training: word embeddings of Python's own source files; each worker saves its last gradient"
         step(title, f"{TRAIN} --save-gradients {gradients}", environ)
-        step("Is such a gradient sparse?", f"python -m worker density {gradients}/gradient-0.npy", environ)
+        step("Is such a gradient sparse?", f"omnireduce density {gradients}/gradient-0.npy", environ)
         step("These gradients, every element checked", f"{BENCH} --input {gradients}/gradient-{{rank}}.npy", environ)
         step("Synthetic tensors of 105 MB, every element checked", BENCH, environ)
 

@@ -2,7 +2,7 @@
 
 Start an aggregator, then two workers:
 
-    python -m aggregator --config configs/local.toml
+    omnireduce aggregator --config configs/local.toml
     OMNIREDUCE_CONFIG=configs/local.toml mpirun -n 2 python examples/embedding_rows.py
 """
 

@@ -31,6 +31,7 @@ from omnireduce.runtime.communicator import Communicator, Statistics
 from omnireduce.runtime.elastic import ElasticState, NewcomersError, run_elastic
 from omnireduce.runtime.handle import Handle
 from omnireduce.runtime.launcher import detect_launch, job_name
+from omnireduce.version import __version__
 
 __all__ = [
     "AbortedError",
@@ -47,6 +48,7 @@ __all__ = [
     "Statistics",
     "TransportError",
     "UsageError",
+    "__version__",
     "allgather",
     "allreduce",
     "allreduce_async",
@@ -80,7 +82,8 @@ def connect(
     """Join a job and return its communicator.
 
     `config`: a Config, a TOML file, or None for OMNIREDUCE_CONFIG or the defaults; `aggregators` ("host:port",
-    several with commas between them, or a list) and `job` override it. `rank` and `size` come from the launcher unless given, both or neither.
+    several with commas between them, or a list) and `job` override it. `rank` and `size` come from the launcher unless
+    given, both or neither.
 
     Raises ConfigError, also for a file that cannot be read; UsageError, also when the launcher's variables make no
     sense; otherwise what `Communicator` raises.

@@ -237,11 +237,11 @@ def whole_bytes(config: Config) -> int:
 
 _REFERENCE_HEAD = """\
 # Every key of the configuration with its meaning, unit, default and range. The values here are the defaults.
-# Written by: python -m worker config --reference > configs/reference.toml
+# Written by: omnireduce config --reference > configs/reference.toml
 #
 # Copy what you want to change into a file F of your own, then:
-#   python -m aggregator --config F
-#   mpirun -n 2 python -m worker bench --config F
+#   omnireduce aggregator --config F
+#   mpirun -n 2 omnireduce bench --config F
 # Without --config, OMNIREDUCE_CONFIG names the file. A variable OMNIREDUCE_<SECTION>_<KEY> replaces one value
 # (OMNIREDUCE_PROTOCOL_BLOCK_SIZE=512), and --set section.key=VALUE wins (--set protocol.block_size=512).
 """

@@ -256,7 +256,7 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The program `worker bench`. A list of values is a sweep; several lists sweep over their product."""
+    """The program `omnireduce bench`. A list of values is a sweep; several lists sweep over their product."""
 
     elements: Annotated[
         _Elements | Annotated[tuple[_Elements, ...], _AtLeastOne], _meta("size of the tensor", "elements")
@@ -288,7 +288,7 @@ class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The program `worker train`: word embeddings of the standard library's source files."""
+    """The program `omnireduce train`: word embeddings of the standard library's source files."""
 
     steps: Annotated[int, _meta("training steps", "steps", ge=1, le=10_000_000)] = 200
     batch: Annotated[int, _meta("skip-gram pairs per rank and step", "pairs", ge=1, le=2**20)] = 256
@@ -309,7 +309,7 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     folder: Annotated[
         str,
         _meta(
-            'folder for the traces, which `python -m worker trace` reads; "" is off. For diagnosis only: every job of '
+            'folder for the traces, which `omnireduce trace` reads; "" is off. For diagnosis only: every job of '
             "a daemon leaves files",
             allowed='the path of a folder, or ""',
             pattern=r"^[^\x00]*\Z",

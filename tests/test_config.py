@@ -59,14 +59,14 @@ def test_shipped_file_loads_and_says_how_it_is_used(file: Path) -> None:
     load_config(file, environ={})
     head = file.read_text().split("\n[")[0]
     assert f"--config configs/{file.name}" in head or file.name == "reference.toml"
-    assert "python -m aggregator" in head
+    assert "omnireduce aggregator" in head
     assert "mpirun -n 2" in head
-    assert "python -m worker bench" in head
+    assert "omnireduce bench" in head
 
 
 def test_reference_file_is_what_the_schema_generates() -> None:
     reference = next(file for file in CONFIGS if file.name == "reference.toml")
-    how = "regenerate it: python -m worker config --reference > configs/reference.toml"
+    how = "regenerate it: omnireduce config --reference > configs/reference.toml"
     assert reference.read_text() == reference_toml(), how
     assert load_config(reference, environ={}) == Config()
 

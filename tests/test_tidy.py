@@ -31,8 +31,22 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("bench",),
     ("console",),
     ("aggregator", "worker"),
+    ("program",),
 )
-BASE = {"cli", "config", "descriptor", "dtypes", "errors", "layout", "logs", "secret", "status", "teams", "wire"}
+BASE = {
+    "cli",
+    "config",
+    "descriptor",
+    "dtypes",
+    "errors",
+    "layout",
+    "logs",
+    "secret",
+    "status",
+    "teams",
+    "version",
+    "wire",
+}
 IMPURE = {
     *("asyncio", "concurrent", "datetime", "mmap", "multiprocessing", "os", "random", "select", "selectors"),
     *("signal", "socket", "subprocess", "threading", "time"),
@@ -55,7 +69,7 @@ def layer_of(name: str) -> str | None:
         return package if package in PACKAGES else None
     part = rest.partition(".")[0]
     if part == "__main__":
-        return "console"
+        return "program"
     if part in BASE or part.startswith("config"):
         return "base"
     return part if any(part in level for level in LEVELS[:-1]) else "runtime"

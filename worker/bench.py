@@ -1,4 +1,4 @@
-"""`worker bench`: the cases that [bench] or files describe, a row printed for each case as it comes."""
+"""`omnireduce bench`: the cases that [bench] or files describe, a row printed for each case as it comes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from omnireduce.runtime.communicator import Communicator
 from omnireduce.runtime.launcher import Launch
 from worker.progress import PlainProgress
 
-_AGAINST_MPI = "mpirun -n {} python -m worker bench --against mpi"
+_AGAINST_MPI = "mpirun -n {} omnireduce bench --against mpi"
 
 
 def run_bench(config: Config, launch: Launch, *, pattern: str | None, json_path: str | None, against_mpi: bool) -> int:

@@ -29,11 +29,11 @@ def launch_options(command: _F) -> _F:
 json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")
 
 
-@click.group(cls=Group, name="omnireduce-worker")
+@click.group(cls=Group, name="worker")
 def main() -> None:
     """Workers of the sparse all-reduce service: benchmark, training, density report.
 
-    Start N of them with: mpirun -n N python -m worker COMMAND
+    Start N of them with: mpirun -n N omnireduce COMMAND
     """
 
 

@@ -1,4 +1,4 @@
-"""`worker density`: how block-sparse the arrays in files are, and whether the service would help."""
+"""`omnireduce density`: how block-sparse the arrays in files are, and whether the service would help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`worker trace`: where the time of a traced job went."""
+"""`omnireduce trace`: where the time of a traced job went."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from omnireduce.config import Config
 from omnireduce.console.finding import Finding, show
 from omnireduce.console.host_checks import (
     check_kernels,
+    check_launch,
     check_limits,
     check_processor,
     check_versions,
@@ -38,6 +39,7 @@ def examine(config: Config) -> bool:
     ports, why_none = find_ports()
     report(*kernels, *check_limits(config, has_devices=bool(ports)))
     report(*check_transports(config), *check_rdma(config, ports, why_none))
+    report(*check_launch(config))
     report(*check_secret(config), *check_aggregators(config))
     _sum_up(console, seen)
     return not seen["fail"]

@@ -7,15 +7,17 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from omnireduce.config import Config
 from omnireduce.console.finding import Finding, State
+from omnireduce.errors import UsageError
+from omnireduce.runtime.launcher import detect_launch, job_name
 
 PACKAGES = ("omnireduce", "numpy", "numba", "llvmlite", "msgspec", "ml_dtypes", "prometheus-client")
-OPTIONAL = {"mpi4py": "worker bench --against mpi", "pyverbs": "RDMA"}
+OPTIONAL = {"mpi4py": "omnireduce bench --against mpi", "pyverbs": "RDMA"}
 FEATURES = ("sse4_2", "avx", "avx2", "avx512f", "asimd", "sve")  # as /proc/cpuinfo calls them
 LOCKING_IS_FREE = 1 << 14  # CAP_IPC_LOCK: capabilities(7)
 SPARE_DESCRIPTORS = 64  # what a process needs beside its links
@@ -44,6 +46,17 @@ def check_versions() -> Iterator[Finding]:
 
 def _is_importable(name: str) -> bool:
     return any((Path(folder) / name / "__init__.py").exists() for folder in sys.path)
+
+
+def check_launch(config: Config, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """What a worker in this place would take for its launcher, its rank and its job."""
+    try:
+        launch = detect_launch(environ)
+    except UsageError as error:
+        yield Finding("fail", "launch", str(error))
+        return
+    by = "no launcher" if launch.launcher == "none" else f"by {launch.launcher}"
+    yield Finding("ok", "launch", f"{by}; rank {launch.rank} of {launch.size}, job {job_name(config, launch.job)!r}")
 
 
 def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:

@@ -12,13 +12,13 @@ from omnireduce.config import Config
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
 from omnireduce.runtime.observe import AT_ONCE, question, reach
-from omnireduce.runtime.report import installed_version
 from omnireduce.secret import SECRET_VARIABLE, load_secret
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink
+from omnireduce.version import __version__
 from omnireduce.wire import shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
@@ -135,8 +135,8 @@ def _aggregator(address: str, config: Config) -> Finding:
     took_ms = (time.monotonic() - started) * 1000
     proved = "" if secret is None else ", both proved the secret"
     text = f"answers by {way} after {took_ms:.1f} ms{proved}; version {shown(status.version)}, {status.running} jobs"
-    if status.version != installed_version():
-        return Finding("warn", what, text, f"here is {installed_version()}: install the same omnireduce everywhere")
+    if status.version != __version__:
+        return Finding("warn", what, text, f"here is {__version__}: install the same omnireduce everywhere")
     return Finding("ok", what, text)
 
 

@@ -7,15 +7,17 @@ import sys
 import click
 
 from omnireduce.cli import Group, config_options
-from omnireduce.config import load_config
+from omnireduce.config import load_config, override_config
 from omnireduce.logs import start_logs
+from omnireduce.version import __version__
 
 
 @click.group(cls=Group, name="omnireduce")
+@click.version_option(__version__, message="%(prog)s %(version)s")
 def main() -> None:
-    """Look after the sparse all-reduce service.
+    """Sum sparse gradients over many workers: run the service, measure it, look after it.
 
-    Its other programs: python -m aggregator, python -m worker.
+    Start aggregators with `omnireduce aggregator`, N workers with `mpirun -n N omnireduce bench`.
     """
 
 
@@ -61,15 +63,19 @@ def status(
 
 
 @main.command(short_help="Say what does not work here, and what to do.")
+@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
 @config_options
-def doctor(config_file: str | None, overrides: tuple[str, ...]) -> None:
-    """Look at this host and at the aggregators of the configuration: versions, processor, kernels, limits,
-    transports, RDMA devices with their ports and GIDs, and whether each aggregator answers and has the same secret.
+def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...]) -> None:
+    """Look at this host and at the aggregators at HOST:PORT, or those of cluster.aggregators: versions, processor,
+    kernels, limits, transports, RDMA devices with their ports and GIDs, the launcher, rank and job of this process, and
+    whether each aggregator answers and has the same secret.
 
     What is not well comes with what to do about it. The exit status is 1 if something that the configuration asks for
     cannot work.
     """
     config = load_config(config_file, overrides=overrides)
+    if addresses:
+        config = override_config(config, {"cluster.aggregators": list(addresses)}, source="HOST:PORT")
     start_logs(config.log)
     from omnireduce.console.doctor import examine
 

@@ -374,5 +374,5 @@ def unreachable(address: str, transport: str, reason: str) -> TransportError:
     """What to say when nobody can be connected to at the address of an aggregator."""
     return TransportError(
         f"cannot reach aggregator {address} by {transport}: {reason or 'nobody answers'}; "
-        "is `python -m aggregator` running there, and is its port open to this host?"
+        "is `omnireduce aggregator` running there, and is its port open to this host?"
     )

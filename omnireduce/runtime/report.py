@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 
 import msgspec
 
@@ -13,17 +12,9 @@ from omnireduce.protocol.effects import ABORT_KINDS, End
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.job import Job
 from omnireduce.status import JobKey, JobStatus, Status, StatusRequest, Traffic
+from omnireduce.version import __version__
 
 PAGE_BYTES = 48 * 1024  # of jobs; a control message holds more
-
-
-@cache
-def installed_version() -> str:
-    """The version of this package."""
-    try:
-        return version("omnireduce")
-    except PackageNotFoundError:  # run from a folder
-        return "unknown"
 
 
 class Report:
@@ -62,7 +53,7 @@ class Report:
         return Status(
             shard=self._name,
             pid=os.getpid(),
-            version=installed_version(),
+            version=__version__,
             uptime_s=now - self._since,
             connections=connections,
             running=len(running),

@@ -203,7 +203,7 @@ def test_against_mpi_without_mpirun_names_the_command() -> None:
     result = finished([*WORKER, "bench", "--against", "mpi"], kept)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
-    assert result.stderr.endswith("mpirun -n 2 python -m worker bench --against mpi\n")
+    assert result.stderr.endswith("mpirun -n 2 omnireduce bench --against mpi\n")
 
 
 @needs_mpi

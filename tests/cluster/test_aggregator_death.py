@@ -102,7 +102,9 @@ def test_a_daemon_that_is_gone_for_good() -> None:
                 os.kill(pid, signal.SIGKILL)
             assert_aborted(ranks, killed, DEATH_S, *names_of(daemon))
         assert all(gone_within(pid, WAIT_S) for pid in shards)
-        with pytest.raises(TransportError, match=r"cannot reach aggregator .* is `python -m aggregator` running there"):
+        with pytest.raises(
+            TransportError, match=r"cannot reach aggregator .* is `omnireduce aggregator` running there"
+        ):
             Communicator(config, rank=0, size=1)
 
 

@@ -18,6 +18,7 @@ from local_cluster import READY_S, Daemon, Process, configured
 from omnireduce.console.finding import Finding
 from omnireduce.console.host_checks import (
     check_descriptors,
+    check_launch,
     check_locked_memory,
     check_processor,
     locking_is_free,
@@ -65,6 +66,21 @@ def test_a_host_and_aggregators_that_are_well(daemon: Daemon) -> None:
         assert re.search(r"answers by shm after [\d.]+ ms; version \S+, 0 jobs$", line)
 
 
+def test_where_it_is_and_whom_it_asks(daemon: Daemon) -> None:
+    launcher = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "here@1"}
+    with Process(*PROGRAM, daemon.addresses[0], environ=launcher) as process:
+        assert process.popen.stdout is not None
+        found = process.popen.stdout.read().decode().splitlines()
+        assert process.wait(READY_S) == 0, found
+    assert "by Open MPI; rank 1 of 4, job 'here@1'" in next(line for line in found if "launch:" in line)
+    assert [line.split()[2] for line in found if line.split()[1] == "aggregator"] == [f"{daemon.addresses[0]}:"]
+
+
+def test_a_launcher_that_makes_no_sense() -> None:
+    [finding] = check_launch(configured([NOWHERE]), {"OMPI_COMM_WORLD_RANK": "four", "OMPI_COMM_WORLD_SIZE": "4"})
+    assert finding.state == "fail"
+
+
 def test_the_transport_that_a_worker_would_take(daemon: Daemon) -> None:
     _, found, _ = examine(daemon.addresses[:1], "transport.kind=tcp")
     assert "answers by tcp, from 127.0.0.1 after " in found[f"aggregator {daemon.addresses[0]}"][1]
@@ -77,7 +93,7 @@ def test_what_is_configured_and_cannot_work(daemon: Daemon) -> None:
     assert found[f"aggregator {daemon.addresses[0]}"][0] == "ok"
     state, line = found[f"aggregator {NOWHERE}"]
     assert state == "fail"
-    assert "Connection refused; is `python -m aggregator` running there, and is its port open to this host?" in line
+    assert "Connection refused; is `omnireduce aggregator` running there, and is its port open to this host?" in line
     assert found["aggregator no-such-host.invalid:7400"][0] == "fail"
     assert last == "2 of these cannot work as configured"
 

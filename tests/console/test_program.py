@@ -9,9 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
-from local_cluster import ROOT, WAIT_S, Daemon, Lines, Process, unique_job, workers
+from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Lines, Process, unique_job, workers
+
+import omnireduce
 
 PROGRAM = [sys.executable, "-m", "omnireduce"]
 NOWHERE = "127.0.0.1:9"  # discard: nobody offers that any more
@@ -96,4 +100,30 @@ def test_on_a_terminal_it_watches_in_place(daemon: Daemon) -> None:
 def test_help_names_the_commands() -> None:
     status, out, _ = run("--help")
     assert status == 0
-    assert {"status"} <= {line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()}
+    named = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()]
+    assert named == ["aggregator", "bench", "config", "density", "doctor", "status", "trace", "train"]
+
+
+def test_it_says_its_version() -> None:
+    assert run("--version") == (0, f"omnireduce {omnireduce.__version__}\n", "")
+    assert version("omnireduce") == omnireduce.__version__
+
+
+def test_a_module_of_the_user_is_not_taken_for_ours(tmp_path: Path) -> None:
+    for name in ("worker", "aggregator"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the code of the user')\n")
+    status, out, log = run("config", environ={"PYTHONPATH": f"{tmp_path}"})
+    assert (status, log) == (0, "")
+    assert "[cluster]" in out
+
+
+def test_all_commands_are_in_one_program(tmp_path: Path) -> None:
+    with Process(*PROGRAM, "aggregator", "--listen", "127.0.0.1:0") as process:
+        address = process.line(READY_S).split()[1]
+        at = ["--set", f'cluster.aggregators=["{address}"]']
+        sizes = ["--set", "bench.elements=[4096]", "--set", "bench.rounds=1", "--set", "bench.density=[1.0]"]
+        status, out, log = run("bench", "--rank", "0", "--size", "1", *at, *sizes)
+        assert (status, log) == (0, "")
+        assert "1 worker, 1 shard" in out
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0

@@ -23,15 +23,13 @@ from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
 SECRET = {"OMNIREDUCE_SECURITY_SECRET": "whatever the operator has chosen"}
-PROGRAMS = {"omnireduce": "omnireduce", "omnireduce-aggregator": "aggregator", "omnireduce-worker": "worker"}
 
 
 def as_here(words: Sequence[str]) -> list[str]:
     """A command of an installed program, or of `python`, as one that runs in this checkout."""
     program = Path(words[0]).name
-    if program == "python":
-        return [sys.executable, *words[1:]]
-    return [sys.executable, "-m", PROGRAMS[program], *words[1:]]
+    assert program in ("python", "omnireduce")
+    return [sys.executable, *([] if program == "python" else ["-m", program]), *words[1:]]
 
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from deployment import DEPLOY, HERE, OLD, PROGRAMS, SECRET, aggregator, as_here, check_rotation
+from deployment import DEPLOY, HERE, OLD, SECRET, aggregator, as_here, check_rotation
 from local_cluster import READY_S, ROOT, WAIT_S, Process
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -262,16 +262,16 @@ def test_the_variables_are_known_to_the_programs() -> None:
 
 def test_the_image_starts_an_aggregator_that_its_health_check_finds(image: Path) -> None:
     """Run as the image would, from what was copied, but for the address."""
-    [entrypoint] = json.loads(of("service", "ENTRYPOINT")[0])
+    entrypoint = json.loads(of("service", "ENTRYPOINT")[0])
     arguments = json.loads(of("service", "CMD")[0])
     assert arguments == ["--listen", "0.0.0.0:7400"]
     check = json.loads(re.sub(r".* CMD ", "", of("service", "HEALTHCHECK")[0]))
     assert check[-1] == "127.0.0.1:7400"
     environ = {"PYTHONPATH": str(image), "PYTHONSAFEPATH": "1", **SECRET}
-    start = [sys.executable, "-m", PROGRAMS[entrypoint], "--listen", "127.0.0.1:0"]
+    start = as_here([*entrypoint, "--listen", "127.0.0.1:0"])
     with Process(*start, environ=environ) as process:
         address = process.line(READY_S).split()[1]
-        probe = [sys.executable, "-m", PROGRAMS[check[0]], *check[1:-1]]
+        probe = as_here(check[:-1])
         with Process(*probe, address, environ=environ) as answer:
             assert answer.wait() == 0
         process.popen.terminate()

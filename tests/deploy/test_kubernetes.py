@@ -177,7 +177,7 @@ def test_the_pod_has_the_memory_that_its_configuration_allows_jobs_and_strangers
 
 def test_the_aggregator_answers_its_probes(settings: Path) -> None:
     container = container_of(pod_of(objects("aggregator.yaml")["Deployment"]))
-    command = as_here(["omnireduce-aggregator", "--config", str(settings)])
+    command = as_here(["omnireduce", "aggregator", "--config", str(settings)])
     environ = {"OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0", "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
     paths = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
     assert {probe: container[probe]["httpGet"]["path"] for probe in paths} == paths
@@ -206,7 +206,7 @@ def test_the_training_runs_what_its_launcher_says(settings: Path) -> None:
     assert int(ranks) == replicas["Worker"]["replicas"] * job["spec"]["slotsPerWorker"]
     assert launcher["image"] == worker["image"]
     assert worker["readinessProbe"]["tcpSocket"]["port"] == 2222
-    start = as_here(["omnireduce-aggregator", "--config", str(settings)])
+    start = as_here(["omnireduce", "aggregator", "--config", str(settings)])
     here = {"OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0", "OMNIREDUCE_METRICS_LISTEN": ""}
     here_secret = {"OMNIREDUCE_SECURITY_SECRET_FILE": str(settings.parent / "secret")}
     with aggregator(start, here, here_secret) as (_, addresses):
@@ -234,7 +234,7 @@ def test_an_aggregator_runs_in_its_pod(tmp_path: Path, mounted: dict[str, dict[s
     """As a user of no rights, on a file system that it cannot change, with a secret that its group may read."""
     need_pods()
     pod = pods()["aggregator"]
-    command = as_here(["omnireduce-aggregator", *pod["containers"][0]["args"]])
+    command = as_here(["omnireduce", "aggregator", *pod["containers"][0]["args"]])
     pod["containers"][0]["env"] += [{"name": "OMNIREDUCE_AGGREGATOR_LISTEN", "value": "127.0.0.1:0"}]
     pod["containers"][0]["env"] += [{"name": "OMNIREDUCE_METRICS_LISTEN", "value": "127.0.0.1:0"}]
     with aggregator(pod_command(tmp_path, pod, mounted, command), {}, {}) as (process, addresses):

@@ -51,7 +51,7 @@ def test_no_line_shows_a_secret() -> None:
         "docker run -e OMNIREDUCE_SECURITY_SECRET=abc omnireduce",
         "docker build --build-arg OMNIREDUCE_SECURITY_SECRET=abc .",
         "env OMNIREDUCE_SECURITY_SECRET=abc python x.py",
-        "python -m aggregator --set security.secret=abc",
+        "omnireduce aggregator --set security.secret=abc",
         'echo "OMNIREDUCE_SECURITY_SECRET=$(openssl rand -hex 32)" > secret.env',
     ],
 )
@@ -65,7 +65,7 @@ def test_a_secret_in_a_command_line_is_seen(line: str) -> None:
         "docker run -e OMNIREDUCE_SECURITY_SECRET_FILE=/run/secrets/omnireduce omnireduce",
         "srun --overlap --export=ALL python x.py",
         "openssl rand -hex 32 | kubectl create secret generic omnireduce --from-file=secret=/dev/stdin",
-        "python -m aggregator --set security.secret_file=~/.omnireduce-secret",
+        "omnireduce aggregator --set security.secret_file=~/.omnireduce-secret",
         "mpirun -x OMNIREDUCE_SECURITY_SECRET python x.py",
     ],
 )

@@ -39,7 +39,6 @@ def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) ->
         "scontrol": '[ "$1 $2 $3" = "show hostnames here" ] && echo 127.0.0.1',
         "python": f'exec {sys.executable} "$@"',
         "omnireduce": f'exec {sys.executable} -m omnireduce "$@"',
-        "omnireduce-aggregator": f'exec {sys.executable} -m aggregator "$@"',
     }
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")

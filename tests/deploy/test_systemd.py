@@ -82,9 +82,9 @@ def test_the_service_runs_as_the_unit_says(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text(OLD)
-    program, *options = shlex.split(setting("ExecStart"))
+    program, command_name, *options = shlex.split(setting("ExecStart"))
     assert options == ["--config", "/etc/omnireduce/aggregator.toml"]
-    command = as_here([program, "--config", str(SETTINGS)])
+    command = as_here([program, command_name, "--config", str(SETTINGS)])
     with systemd_socket() as (path, systemd):
         environ = {"NOTIFY_SOCKET": path, "OMNIREDUCE_SECURITY_SECRET_FILE": str(secret), **HERE}
         with aggregator(command, environ, {}) as (process, addresses):
@@ -135,7 +135,7 @@ def test_without_its_secret_the_service_says_what_is_missing(tmp_path: Path) -> 
         ("", "without a secret all of them may join: give security.secret_file"),
     ):
         environ = {"OMNIREDUCE_SECURITY_SECRET_FILE": file}
-        with Process(*as_here(["omnireduce-aggregator", "--config", str(SETTINGS)]), environ=environ) as process:
+        with Process(*as_here(["omnireduce", "aggregator", "--config", str(SETTINGS)]), environ=environ) as process:
             assert process.wait(READY_S) == 2
             assert said in process.log
 
@@ -250,7 +250,7 @@ def test_an_aggregator_needs_no_call_beyond_the_filter(tmp_path: Path, allowed: 
 
 def test_a_call_beyond_the_filter_would_be_seen(tmp_path: Path, allowed: set[str]) -> None:
     """The filter of the test above ends who calls what it does not allow."""
-    start = as_here(["omnireduce-aggregator", "--listen", "127.0.0.1:0"])
+    start = as_here(["omnireduce", "aggregator", "--listen", "127.0.0.1:0"])
     with Process(*behind(tmp_path, allowed, [int(socket.AF_UNIX)]), *start) as process:
         assert process.wait(READY_S) == -signal.SIGSYS, process.log
     with Daemon(1, prefix=behind(tmp_path, allowed - {"memfd_create"}, unit_families())) as daemon:

@@ -111,7 +111,7 @@ def test_an_aggregator_that_is_not_up_yet_is_tried_again() -> None:
     assert again == Connect(0, LIMIT_S)
     list(joining.unreachable(0, "Name or service not known", LIMIT_S))
     error = failure(joining.timer(LIMIT_S))
-    assert "cannot reach aggregator a:0 by tcp: Name or service not known; is `python -m aggregator`" in str(error)
+    assert "cannot reach aggregator a:0 by tcp: Name or service not known; is `omnireduce aggregator`" in str(error)
 
 
 def test_who_is_missing_is_said_once_and_in_the_end() -> None:

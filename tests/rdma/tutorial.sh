@@ -32,7 +32,7 @@ on() { # NODE COMMAND...
 
 for node in "${NODES[@]}"; do
     # -tt: the aggregator ends with the connection
-    ssh -tt -o BatchMode=yes "$node" "cd $PWD && exec $BIN/python -m aggregator --config $CONFIG" \
+    ssh -tt -o BatchMode=yes "$node" "cd $PWD && exec $BIN/omnireduce aggregator --config $CONFIG" \
         >"$WORK/$node.log" 2>&1 </dev/null &
     pids+=($!)
 done

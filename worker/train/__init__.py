@@ -1,4 +1,4 @@
-"""`worker train`: word embeddings of the standard library's source files, trained data-parallel and verified."""
+"""`omnireduce train`: word embeddings of the standard library's source files, trained data-parallel and verified."""
 
 from worker.train.elastic import run_elastic_train
 from worker.train.run import load_local_corpus, run_train

@@ -29,7 +29,7 @@ from worker.train.corpus import Corpus, load_corpus, source_files
 from worker.train.report import Baseline, Gradients, Result, Timing, Verdict, print_result
 from worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
 
-_COMMAND = "mpirun -n {} python -m worker train"
+_COMMAND = "mpirun -n {} omnireduce train"
 _GRADIENT = "gradient-{}.npy"
 
 
