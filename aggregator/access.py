@@ -8,7 +8,7 @@ import socket
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import ConfigError
 from omnireduce.protocol.handshake import GIVE
-from omnireduce.runtime.access import Access
+from omnireduce.runtime.shard.access import Access
 from omnireduce.secret import Secret
 from omnireduce.teams import load_teams
 from omnireduce.transport.tls import aggregator_context

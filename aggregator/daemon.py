@@ -31,7 +31,7 @@ from aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config, parse_address
 from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
-from omnireduce.runtime.trace import check_trace
+from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret
 
 log = logging.getLogger("omnireduce.aggregator")

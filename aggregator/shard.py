@@ -17,12 +17,12 @@ from omnireduce.config import Aggregator, Config
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime.access import Access
-from omnireduce.runtime.listening import Door
-from omnireduce.runtime.observe import MONITOR
+from omnireduce.runtime.member.observe import MONITOR
 from omnireduce.runtime.reserve import allow_all_descriptors
-from omnireduce.runtime.server import ShardServer
-from omnireduce.runtime.traced import ShardTraces
+from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.listening import Door
+from omnireduce.runtime.shard.server import ShardServer
+from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.secret import Secret
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp

@@ -27,10 +27,10 @@ from omnireduce.errors import (
     TransportError,
     UsageError,
 )
-from omnireduce.runtime.communicator import Communicator, Statistics
-from omnireduce.runtime.elastic import ElasticState, NewcomersError, run_elastic
-from omnireduce.runtime.handle import Handle
-from omnireduce.runtime.launcher import detect_launch, job_name
+from omnireduce.runtime.member.communicator import Communicator, Statistics
+from omnireduce.runtime.member.elastic import ElasticState, NewcomersError, run_elastic
+from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.launcher import detect_launch, job_name
 from omnireduce.version import __version__
 
 __all__ = [

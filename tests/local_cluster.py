@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omnireduce.config import Config, load_config
-from omnireduce.runtime.communicator import Communicator
+from omnireduce.runtime.member.communicator import Communicator
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor

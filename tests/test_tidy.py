@@ -28,6 +28,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("protocol", "transport"),
     ("runtime",),
+    ("tracing",),
+    ("member", "shard"),
     ("bench",),
     ("console",),
     ("aggregator", "worker"),
@@ -62,17 +64,19 @@ MACHINE_PATHS = re.compile(r"(?<![\w.~<>{}-])/(?:home|root|Users|work)/\w|\b[A-Z
 def layer_of(name: str) -> str | None:
     """Return the layer of a dotted module or object name; None if it is not ours.
 
-    The package `omnireduce` itself, the face that users import, and what it exports are of the runtime layer.
+    The package `omnireduce` itself, the face that users import, and what it exports are of the member layer.
     """
     package, _, rest = name.partition(".")
     if package != "omnireduce":
         return package if package in PACKAGES else None
-    part = rest.partition(".")[0]
+    part, _, within = rest.partition(".")
+    if part == "runtime" and (room := within.partition(".")[0]) in ("member", "shard", "tracing"):
+        return room
     if part == "__main__":
         return "program"
     if part in BASE or part.startswith("config"):
         return "base"
-    return part if any(part in level for level in LEVELS[:-1]) else "runtime"
+    return part if any(part in level for level in LEVELS[:-2]) else "member"
 
 
 def level_of(layer: str) -> int:
@@ -94,7 +98,7 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
 
 
 def check_placed(module: str, source: str) -> list[str]:
-    if layer_of(module) != "runtime" or module.split(".")[1] in ("runtime", "__init__"):
+    if layer_of(module) != "member" or module.split(".")[1] in ("runtime", "__init__"):
         return []
     return [f"{module}: belongs to no layer; put it into one, or name it in BASE here"]
 
@@ -297,6 +301,10 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_direction, "omnireduce.transport.tcp", "from ..protocol import worker"),
         (check_direction, "omnireduce.transport.__init__", "from ..runtime import driver"),
         (check_direction, "omnireduce.runtime.driver", "def f():\n    from omnireduce.bench import data"),
+        (check_direction, "omnireduce.runtime.driver", "from omnireduce.runtime.member import engine"),
+        (check_direction, "omnireduce.runtime.member.engine", "from omnireduce.runtime.shard import server"),
+        (check_direction, "omnireduce.runtime.shard.job", "from omnireduce.runtime.member.engine import Engine"),
+        (check_direction, "omnireduce.runtime.tracing.links", "from ..shard import job"),
         (check_direction, "omnireduce.bench.data", "import worker.density"),
         (check_direction, "omnireduce.__init__", "import worker.cli"),
         (check_direction, "worker.cli", "from aggregator.daemon import Daemon"),
@@ -330,7 +338,7 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
     [
         (check_placed, "omnireduce.__init__", ""),
         (check_placed, "omnireduce.runtime.clock", ""),
-        (check_direction, "omnireduce.__init__", "from omnireduce.runtime.communicator import init"),
+        (check_direction, "omnireduce.__init__", "from omnireduce.runtime.member.communicator import init"),
         (
             check_direction,
             "omnireduce.runtime.driver",
@@ -339,6 +347,12 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
         (check_direction, "omnireduce.wire", "from omnireduce.errors import ProtocolError\nimport struct"),
         (check_direction, "worker.bench", "import omnireduce as omni\nfrom omnireduce.bench import data"),
         (check_direction, "worker.bench", "from worker import cli"),
+        (check_direction, "omnireduce.__main__", "from aggregator.cli import main\nimport worker.cli"),
+        (
+            check_direction,
+            "omnireduce.runtime.shard.traced",
+            "from omnireduce.runtime.tracing import links",
+        ),
         (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .. import dtypes"),
         (check_kernels, "omnireduce.kernels.warm", "from . import merge, pack"),
         (check_one_compiler, JIT, "import numba"),

@@ -18,8 +18,8 @@ from omnireduce.bench.report import Row, RowTable, make_console
 from omnireduce.bench.runs import run_case
 from omnireduce.config import Config
 from omnireduce.errors import UsageError
-from omnireduce.runtime.communicator import Communicator
-from omnireduce.runtime.launcher import Launch
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.launcher import Launch
 from worker.progress import PlainProgress
 
 _AGAINST_MPI = "mpirun -n {} omnireduce bench --against mpi"

@@ -67,7 +67,7 @@ def bench(
     wire per worker. The exit status is 1 if any element was wrong.
     """
     config = _load(config_file, overrides)
-    from omnireduce.runtime.launcher import detect_launch
+    from omnireduce.runtime.member.launcher import detect_launch
     from worker.bench import run_bench
 
     launch = detect_launch(rank=rank, size=size)

@@ -14,7 +14,7 @@ from omnireduce.bench.lanes import Lane, exclusive, missing, sizes, wake_ups, wi
 from omnireduce.bench.report import short_count
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.trace import What
+from omnireduce.runtime.tracing.trace import What
 
 WORK = (What.PACK, What.SCATTER, What.MERGE, What.SEND, What.RECEIVE)
 WAITS = ("wake-up", "wait")

@@ -17,7 +17,7 @@ import numpy as np
 from omnireduce.bench.breakdown import WORK
 from omnireduce.bench.lanes import Lane, apart, pairs, wake_ups
 from omnireduce.dtypes import Array
-from omnireduce.runtime.trace import What
+from omnireduce.runtime.tracing.trace import What
 
 COLLECTIVES, WORKING, WAITING = TRACKS = ("collectives", "work", "waits")
 DETAILS = {What.COLLECTIVE: "bytes", What.PACK: "blocks", What.SCATTER: "blocks", What.MERGE: "blocks"}

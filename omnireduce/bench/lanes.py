@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.trace import SUFFIX, Origin, What, read_trace
+from omnireduce.runtime.tracing.trace import SUFFIX, Origin, What, read_trace
 
 Pairs = tuple[Array, Array]  # when each left its sender, and when its receiver had it
 

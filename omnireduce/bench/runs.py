@@ -18,7 +18,7 @@ from omnireduce.bench.mpi import MpiAllreduce
 from omnireduce.bench.report import Row
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
-from omnireduce.runtime.communicator import Communicator
+from omnireduce.runtime.member.communicator import Communicator
 
 
 def run_case(

@@ -21,7 +21,7 @@ from omnireduce.bench.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.bench.report import TABLE_WIDTH
 from omnireduce.config import Trace
 from omnireduce.errors import UsageError
-from omnireduce.runtime.trace import SPAN, Origin, Recorder, What
+from omnireduce.runtime.tracing.trace import SPAN, Origin, Recorder, What
 from worker.cli import main
 
 Span = tuple[What, int, int, int, int]  # what, peer, detail, start, end

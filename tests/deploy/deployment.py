@@ -17,7 +17,7 @@ from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually
 
 from omnireduce import RefusedError
 from omnireduce.config_schema import Aggregator
-from omnireduce.runtime.server import MAX_STRANGERS
+from omnireduce.runtime.shard.server import MAX_STRANGERS
 from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 
 DEPLOY = ROOT / "deploy"

@@ -17,7 +17,7 @@ from local_cluster import Daemon, Ranks, eventually, open_files, unique_job
 from raw_peer import RawPeer, await_pending
 
 from benchmarks.testbed import Host
-from omnireduce.runtime.connections import LINGER_S
+from omnireduce.runtime.shard.connections import LINGER_S
 
 from .crew import Member, complete
 from .site import held

@@ -15,10 +15,10 @@ from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.handshake import Gate
 from omnireduce.protocol.joining import Failed, Joined, Joining, JoiningEffect
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime.access import Access
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.rendezvous import feed
-from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.member.rendezvous import feed
+from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.teams import Teams
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.stream import CONTROL, DATA, FRAME, StreamLink

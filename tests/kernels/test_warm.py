@@ -17,7 +17,7 @@ from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.rows import Pool, RowSet
-from omnireduce.runtime.arguments import combine_duplicates
+from omnireduce.runtime.member.arguments import combine_duplicates
 
 KERNELS = [pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, split_marks]
 

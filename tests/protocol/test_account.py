@@ -10,7 +10,7 @@ from harness import InprocCluster
 from machine_bench import BLOCKS, Bench, aggregator, message
 
 from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.runtime.report import Report
+from omnireduce.runtime.shard.report import Report
 from omnireduce.status import MOST, Late, StatusRequest, Traffic
 from omnireduce.wire import PROTOCOL_VERSION, Status, decode_control, encode_control
 

@@ -16,7 +16,7 @@ from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_jo
 from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, TransportError
-from omnireduce.runtime import assemble, rendezvous
+from omnireduce.runtime.member import assemble, rendezvous
 
 SCRIPT = """
 import json, os, resource, sys

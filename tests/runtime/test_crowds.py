@@ -14,11 +14,11 @@ from local_cluster import descriptors_below
 from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Budget
-from omnireduce.runtime.connections import LINGER_S
-from omnireduce.runtime.listening import Door
-from omnireduce.runtime.questions import STATUSES
 from omnireduce.runtime.reserve import PAUSE_S
-from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.shard.connections import LINGER_S
+from omnireduce.runtime.shard.listening import Door
+from omnireduce.runtime.shard.questions import STATUSES
+from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.transport.tcp import listen_tcp

@@ -12,7 +12,7 @@ from transports import KINDS
 
 from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.config import Config
-from omnireduce.runtime.elastic import NewcomersError
+from omnireduce.runtime.member.elastic import NewcomersError
 
 ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
 

@@ -29,9 +29,9 @@ from omnireduce.logs import BoundLog
 from omnireduce.protocol.effects import Effect
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime import engine
-from omnireduce.runtime.communicator import Communicator
-from omnireduce.runtime.handle import Handle
+from omnireduce.runtime.member import engine
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.handle import Handle
 from omnireduce.transport import stream
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink

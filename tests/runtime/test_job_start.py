@@ -12,9 +12,9 @@ import pytest
 
 from omnireduce.config import Trace
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime import job as runtime_job
-from omnireduce.runtime.server import ShardServer
-from omnireduce.runtime.traced import ShardTraces
+from omnireduce.runtime.shard import job as runtime_job
+from omnireduce.runtime.shard.server import ShardServer
+from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, Hello, Pending, Refused, Welcome, decode_control

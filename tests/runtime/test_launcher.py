@@ -15,7 +15,7 @@ from local_cluster import MPIRUN
 from omnireduce.config import Cluster, Config, Security
 from omnireduce.config_keys import KEYS
 from omnireduce.errors import UsageError
-from omnireduce.runtime.launcher import Launch, detect_launch, job_name, launch_id
+from omnireduce.runtime.member.launcher import Launch, detect_launch, job_name, launch_id
 from omnireduce.teams import Team
 
 OPEN_MPI = {
@@ -151,7 +151,7 @@ def test_every_job_name_is_one_that_the_configuration_allows(job: str | None, te
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_mpirun() -> None:
     program = (
-        "from omnireduce.runtime.launcher import detect_launch as d\n"
+        "from omnireduce.runtime.member.launcher import detect_launch as d\n"
         "import sys\n"
         "l = d()\n"
         "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.launcher}\\n')"  # in one piece
@@ -206,7 +206,8 @@ def test_every_launch_id_is_one_that_a_hello_may_say_and_different_ones_stay_dif
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_launches_have_ids_of_their_own() -> None:
     program = (
-        "import sys; from omnireduce.runtime.launcher import detect_launch, launch_id; launch = detect_launch(); "
+        "import sys; from omnireduce.runtime.member.launcher import detect_launch, launch_id; "
+        "launch = detect_launch(); "
         "sys.stdout.write(launch_id(launch.rank, launch.size) + '\\n')"
     )
     command = [str(MPIRUN), "-n", "2", sys.executable, "-c", program]

@@ -24,11 +24,13 @@ from omnireduce import AbortedError, Communicator, Config, ConfigError
 from omnireduce.bench.lanes import Lane, missing, read_lanes
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Reduction
-from omnireduce.runtime.engine import Engine
-from omnireduce.runtime.listening import Door
-from omnireduce.runtime.server import ShardServer
-from omnireduce.runtime.trace import What
-from omnireduce.runtime.traced import ShardTraces, TracedEngine, TracedLink, TracedReduction, TracedSelector
+from omnireduce.runtime.member.engine import Engine
+from omnireduce.runtime.member.traced import TracedEngine
+from omnireduce.runtime.shard.listening import Door
+from omnireduce.runtime.shard.server import ShardServer
+from omnireduce.runtime.shard.traced import ShardTraces, TracedReduction, TracedSelector
+from omnireduce.runtime.tracing.links import TracedLink
+from omnireduce.runtime.tracing.trace import What
 from omnireduce.transport.shm import ShmLink
 
 ELEMENTS, BLOCK, ROUNDS = 1_000_000, 256, 3

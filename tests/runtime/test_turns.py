@@ -17,10 +17,10 @@ from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import BLOCK_WORK, HALF_WORK, Budget
-from omnireduce.runtime.listening import BESIDE_JOBS, Door
-from omnireduce.runtime.questions import MOST, SHARE
-from omnireduce.runtime.server import ShardServer
-from omnireduce.runtime.turns import LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door
+from omnireduce.runtime.shard.questions import MOST, SHARE
+from omnireduce.runtime.shard.server import ShardServer
+from omnireduce.runtime.shard.turns import LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK
 from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME
@@ -208,7 +208,7 @@ def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.Monk
 
 
 def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnireduce.runtime.questions.MOST", 3)
+    monkeypatch.setattr("omnireduce.runtime.shard.questions.MOST", 3)
     peers = [crowd.connect() for _ in range(4)]
     for peer in peers:
         say(peer, REQUEST)

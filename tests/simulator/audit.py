@@ -9,9 +9,9 @@ from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.connection import Connection
-from omnireduce.runtime.job import Job
-from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
 WORK_BYTES, RANK_BYTES = 1 << 20, 64 << 10  # of work space, as docs/security.md has it: of a job, of each rank

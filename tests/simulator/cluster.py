@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime.access import Access
+from omnireduce.runtime.shard.access import Access
 from omnireduce.secret import Secret
 from omnireduce.teams import Teams
 from omnireduce.transport.base import NO_SLOTS

@@ -9,8 +9,8 @@ from typing import Any
 from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import BLOCK_WORK, Budget
-from omnireduce.runtime.access import Access
-from omnireduce.runtime.server import ShardServer
+from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
 from .audit import audit_server, audit_turn

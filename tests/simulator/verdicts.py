@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, TransportError
-from omnireduce.runtime.connections import LINGER_S
+from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons
 from .plan import RARE, SLOWER, Fault

@@ -18,8 +18,8 @@ from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, 
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.engine import GOODBYE_S
-from omnireduce.runtime.rendezvous import feed
+from omnireduce.runtime.member.engine import GOODBYE_S
+from omnireduce.runtime.member.rendezvous import feed
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink

@@ -18,7 +18,7 @@ from omnireduce.bench.recorded import find_arrays
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.communicator import Communicator
+from omnireduce.runtime.member.communicator import Communicator
 from worker.train import run_train
 from worker.train.run import load_shared_corpus
 

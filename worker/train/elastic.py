@@ -13,8 +13,8 @@ import numpy as np
 from omnireduce.bench.output import check_writable, write_json
 from omnireduce.bench.report import make_console
 from omnireduce.config import Config
-from omnireduce.runtime.communicator import Communicator
-from omnireduce.runtime.elastic import ElasticState, run_elastic
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.elastic import ElasticState, run_elastic
 from worker.progress import PlainProgress
 from worker.train.corpus import Corpus
 from worker.train.report import Verdict, say_verdict

@@ -23,7 +23,7 @@ from omnireduce.bench.report import make_console
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.communicator import Communicator
+from omnireduce.runtime.member.communicator import Communicator
 from worker.progress import PlainProgress
 from worker.train.corpus import Corpus, load_corpus, source_files
 from worker.train.report import Baseline, Gradients, Result, Timing, Verdict, print_result

@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a shard that stood still is not waited for",
-        "omnireduce.runtime.server",
+        "omnireduce.runtime.shard.server",
         "a survivor gives up because an aggregator stood still, though it has time left",
         'no Hello within {self._strangers.limit_s:g} s", temporary=True)',
         'no Hello within {self._strangers.limit_s:g} s")',

@@ -6,8 +6,8 @@ from .base import Mutation
 
 _LINK = "omnireduce.transport.base"
 _DRIVER = "omnireduce.runtime.driver"
-_SERVER = "omnireduce.runtime.server"
-_JOB = "omnireduce.runtime.job"
+_SERVER = "omnireduce.runtime.shard.server"
+_JOB = "omnireduce.runtime.shard.job"
 
 MUTATIONS = (
     Mutation(

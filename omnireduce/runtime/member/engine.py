@@ -22,8 +22,8 @@ from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver, say_last_words
-from omnireduce.runtime.handle import Handle
-from omnireduce.runtime.interrupts import Here, Interruptible, entering
+from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.transport.base import Link
 from omnireduce.wire import Cause
 

@@ -12,7 +12,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
-from omnireduce.runtime.launcher import whole
+from omnireduce.runtime.member.launcher import whole
 from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS
 
 

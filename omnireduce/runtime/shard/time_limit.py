@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from omnireduce.runtime.connection import Connection
+from omnireduce.runtime.shard.connection import Connection
 
 
 class TimeLimit:

@@ -21,7 +21,7 @@ from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
-from omnireduce.runtime.traced import ShardTraces
+from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.status import LISTED, JobKey, JobStatus, Traffic, Waiting
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region

@@ -1,8 +1,8 @@
 """Traces: what one rank, or one shard for one job, did at what time. Kept in memory, written to a file at the end.
 
-A trace is a list of spans, each recorded when it ended. What records them is in `omnireduce.runtime.traced`, and is in
-place only when `trace.folder` is set. Times are nanoseconds of the monotonic clock, which all processes of a host
-share; `Origin` says how to compare them with those of another host.
+A trace is a list of spans, each recorded when it ended. What records them is in `links`, and in `traced` of either
+side. It is in place only when `trace.folder` is set. Times are nanoseconds of the monotonic clock, which all
+processes of a host share; `Origin` says how to compare them with those of another host.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from omnireduce.logs import BoundLog
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
-from omnireduce.runtime.engine import GOODBYE_S, Engine
-from omnireduce.runtime.rendezvous import Arrival
+from omnireduce.runtime.member.engine import GOODBYE_S, Engine
+from omnireduce.runtime.member.rendezvous import Arrival
+from omnireduce.runtime.member.traced import trace_worker
 from omnireduce.runtime.reserve import shortage
-from omnireduce.runtime.traced import trace_worker
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.wire import Cause, Leave, encode_control
 

@@ -9,9 +9,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from omnireduce.protocol.reduction import Budget
-from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.job import Job
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import EVERYTHING
 
 POLL_WORK = 1 << 16  # of one look at a connection, beside the bytes that it brings (see Budget)

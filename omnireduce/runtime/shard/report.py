@@ -10,7 +10,7 @@ import msgspec
 
 from omnireduce.protocol.effects import ABORT_KINDS, End
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.job import Job
+from omnireduce.runtime.shard.job import Job
 from omnireduce.status import JobKey, JobStatus, Status, StatusRequest, Traffic
 from omnireduce.version import __version__
 

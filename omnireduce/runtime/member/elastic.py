@@ -16,7 +16,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, OmniReduceError, UsageError
 from omnireduce.logs import tagged
-from omnireduce.runtime.communicator import Communicator
+from omnireduce.runtime.member.communicator import Communicator
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from omnireduce.logs import tagged
 from omnireduce.protocol.handshake import Gate
-from omnireduce.runtime.job import Job
+from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import Link
 from omnireduce.wire import SHOWN, Hello
 

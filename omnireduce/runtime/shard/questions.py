@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from omnireduce.errors import ProtocolError
-from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.shard.connection import Connection
 from omnireduce.status import StatusRequest
 from omnireduce.wire import ControlMessage, other_version
 

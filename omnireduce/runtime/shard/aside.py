@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from omnireduce.runtime.connection import Connection
-from omnireduce.runtime.connections import Connections
-from omnireduce.runtime.turns import Turns
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.turns import Turns
 from omnireduce.transport.base import Link
 
 

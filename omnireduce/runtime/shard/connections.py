@@ -6,9 +6,9 @@ import itertools
 import selectors
 from collections.abc import Iterator
 
-from omnireduce.runtime.connection import Connection
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.time_limit import TimeLimit
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.time_limit import TimeLimit
 from omnireduce.transport.base import Link
 from omnireduce.wire import ControlMessage, encode_control
 

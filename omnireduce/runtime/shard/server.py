@@ -23,17 +23,17 @@ from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.protocol.reduction import Budget
-from omnireduce.runtime.access import ANYBODY, Access
-from omnireduce.runtime.aside import Aside
-from omnireduce.runtime.connection import Connection
-from omnireduce.runtime.connections import Connections
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.job import WARN_AFTER_S, Job, why_broken_off, why_not_started
-from omnireduce.runtime.listening import BESIDE_JOBS, Door, Listening
-from omnireduce.runtime.questions import Questions
-from omnireduce.runtime.report import Report
-from omnireduce.runtime.traced import ShardTraces
-from omnireduce.runtime.turns import POLL_WORK, Share, Turns
+from omnireduce.runtime.shard.access import ANYBODY, Access
+from omnireduce.runtime.shard.aside import Aside
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, why_broken_off, why_not_started
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door, Listening
+from omnireduce.runtime.shard.questions import Questions
+from omnireduce.runtime.shard.report import Report
+from omnireduce.runtime.shard.traced import ShardTraces
+from omnireduce.runtime.shard.turns import POLL_WORK, Share, Turns
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import EVERYTHING, Control, Event, Link, Lost
 from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, shown

@@ -25,7 +25,7 @@ from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.rows import Pool, RowSet
-from omnireduce.runtime.arguments import (
+from omnireduce.runtime.member.arguments import (
     check_array,
     check_name,
     check_op,
@@ -33,11 +33,11 @@ from omnireduce.runtime.arguments import (
     combine_duplicates,
     flat_view,
 )
-from omnireduce.runtime.assemble import assemble
-from omnireduce.runtime.handle import Handle
-from omnireduce.runtime.launcher import job_name, launch_id, whole
-from omnireduce.runtime.rendezvous import Arrival, hello_of, join
-from omnireduce.runtime.trace import check_trace
+from omnireduce.runtime.member.assemble import assemble
+from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.launcher import job_name, launch_id, whole
+from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
+from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.wire import Hello
 
 MOST_RANKS = (1 << 31) - 1

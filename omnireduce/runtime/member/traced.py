@@ -1,0 +1,89 @@
+"""A rank's parts with a recorder beside each. They take the place of the plain ones in a traced job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from omnireduce.config import Trace
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import Array
+from omnireduce.protocol.operands import Operand, Packed
+from omnireduce.runtime.member.engine import Engine
+from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.tracing.links import traced_links
+from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
+from omnireduce.transport.base import Link
+
+T = TypeVar("T")
+
+
+class TracedOperand:
+    """`operand`, submitted now."""
+
+    def __init__(self, operand: Operand, nbytes: int, recorder: Recorder) -> None:
+        self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
+        self._operand, self._nbytes, self._recorder, self._submitted = operand, nbytes, recorder, now()
+
+    def start(self, shard: int) -> int:
+        start = now()
+        cursor = self._operand.start(shard)
+        self._recorder.add(What.PACK, start, now(), shard)
+        return cursor
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        start = now()
+        packed = self._operand.pack(shard, cursor, span, rows, indices)
+        self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
+        return packed
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        start = now()
+        self._operand.put(rows, indices, unchanged, left_out)
+        self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
+
+    def finish(self) -> None:
+        start = now()
+        self._operand.finish()
+        end = now()
+        self._recorder.add(What.SCATTER, start, end)
+        self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self._nbytes)
+
+
+class TracedEngine(Engine):
+    """An engine that writes its trace when it is shut down."""
+
+    def __init__(self, recorder: Recorder, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._recorder = recorder
+
+    def submit(
+        self,
+        descriptor: Descriptor,
+        operand: Operand,
+        result: Callable[[], T],
+        *,
+        reads: tuple[Array, ...] = (),
+        writes: tuple[Array, ...] = (),
+    ) -> Handle[T]:
+        nbytes = descriptor.layout.elements * descriptor.element.itemsize
+        traced = TracedOperand(operand, nbytes, self._recorder)
+        return super().submit(descriptor, traced, result, reads=reads, writes=writes)
+
+    def _block(self, deadline: float | None) -> None:
+        start = now()
+        super()._block(deadline)
+        self._recorder.add(What.WAIT, start, now())
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._recorder.write()
+
+
+def trace_worker(
+    settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]
+) -> tuple[list[Link], Callable[..., Engine]]:
+    """A recorder for one rank: its links with it, and what makes the engine."""
+    recorder = Recorder(settings, Origin(job=job, kind="rank", number=rank, ranks=size, shards=len(links)))
+    return traced_links(links, recorder), partial(TracedEngine, recorder)

@@ -1,0 +1,83 @@
+"""A shard's parts with a recorder beside each. They take the place of the plain ones in a traced job."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from omnireduce.config import Trace
+from omnireduce.protocol.reduction import Reduction
+from omnireduce.runtime.tracing.links import traced_links
+from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
+from omnireduce.transport.base import Link
+from omnireduce.wire import Hello
+
+
+class TracedReduction(Reduction):
+    """A reduction on an aggregator."""
+
+    def __init__(self, recorder: Recorder, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._recorder = recorder
+
+    def merge(self, slot: int, most: int) -> int:
+        start, before = now(), self.written
+        work = super().merge(slot, most)
+        if work:
+            self._recorder.add(What.MERGE, start, now(), detail=self.written - before)
+        return work
+
+
+class TracedSelector(selectors.EpollSelector):
+    """What a shard waits with; all jobs that it serves share the wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorders: list[Recorder] = []
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        start = now()
+        ready = super().select(timeout)
+        end = now()
+        for recorder in self.recorders:
+            recorder.add(What.WAIT, start, end)
+        return ready
+
+
+class JobTrace:
+    """What records one job on a shard."""
+
+    def __init__(self, recorder: Recorder, selector: TracedSelector) -> None:
+        self._recorder, self._selector = recorder, selector
+        selector.recorders.append(recorder)
+        self.reduction = partial(TracedReduction, recorder)
+
+    def links(self, links: Sequence[Link]) -> list[Link]:
+        """The links of all ranks, in order, each with the recorder."""
+        return traced_links(links, self._recorder)
+
+    def __enter__(self) -> JobTrace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The job did not come about."""
+        self._selector.recorders.remove(self._recorder)
+
+    def close(self) -> None:
+        """Write what was recorded."""
+        self._selector.recorders.remove(self._recorder)
+        self._recorder.write()
+
+
+class ShardTraces:
+    """Makes the traces of all jobs on one shard, which has to wait with `selector`."""
+
+    def __init__(self, settings: Trace) -> None:
+        self._settings, self.selector = settings, TracedSelector()
+
+    def begin(self, job: str, hello: Hello) -> JobTrace:
+        """Record for a job, of whose ranks `hello` is one's."""
+        origin = Origin(job=job, kind="shard", number=hello.shard, ranks=hello.world_size, shards=hello.shards)
+        return JobTrace(Recorder(self._settings, origin), self.selector)

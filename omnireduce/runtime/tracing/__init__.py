@@ -1,0 +1,1 @@
+"""What records a traced job: the spans, and links with a recorder beside them. Each side adds parts of its own."""
