@@ -9,6 +9,10 @@ expected, what came and what to do.
 
 from __future__ import annotations
 
+import traceback
+
+LONGEST_TEXT = 200  # characters of an exception that other ranks read
+
 
 class OmniReduceError(Exception):
     """Base of every exception that this library raises on purpose."""
@@ -64,3 +68,9 @@ class CollectiveTimeoutError(AbortedError):
     `culprit` names the ranks that the others waited for, or the aggregators that hang. It is no TimeoutError: that is
     what `Handle.wait` raises when its own limit has passed, and then waiting again makes sense.
     """
+
+
+def left_because(error: BaseException) -> str:
+    """What the other ranks read when `error` ends a rank: its type and the beginning of its text, in one line."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return f"left because of {text[:LONGEST_TEXT]}"

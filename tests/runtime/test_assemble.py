@@ -80,7 +80,7 @@ def test_a_worker_without_descriptors_tells_the_others_at_once(daemon: Daemon, k
     [
         (MemoryError(), TransportError, "could not begin: no memory left"),
         (OSError(errno.EIO, "Input/output error"), TransportError, "could not begin: Input/output error"),
-        (ZeroDivisionError("a bug"), ZeroDivisionError, "left because of ZeroDivisionError"),
+        (ZeroDivisionError("a bug"), ZeroDivisionError, "left because of ZeroDivisionError: a bug"),
         (KeyboardInterrupt(), KeyboardInterrupt, "left because of KeyboardInterrupt"),
     ],
     ids=["memory", "input", "bug", "Ctrl-C"],

@@ -238,7 +238,7 @@ def test_an_exception_inside_the_context_names_this_rank(config: Config) -> None
     assert isinstance(second, ZeroDivisionError)
     assert isinstance(first, AbortedError)
     assert first.culprit.startswith("rank 1 (host ")
-    assert first.reason == "left because of ZeroDivisionError"
+    assert first.reason == "left because of ZeroDivisionError: a bug in the training loop"
 
 
 def test_after_an_abort_every_call_raises_the_same_and_a_new_generation_may_join(config: Config) -> None:

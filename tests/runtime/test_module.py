@@ -137,6 +137,23 @@ def test_an_aggregator_that_is_not_there() -> None:
         omni.connect(config, aggregators=["127.0.0.1:1"], rank=0, size=1)
 
 
+def test_who_is_left_reads_what_ended_the_other(daemon: Daemon) -> None:
+    """Without a `with` block, and whatever the text of the exception is."""
+    job = unique_job("raises")
+    code = (
+        "import numpy as np, omnireduce as omni\n"
+        f"omni.init(aggregators={daemon.addresses}, job={job!r}, rank=1, size=2)\n"
+        "raise ValueError('no loss\\n\x1b[2J' + 1000 * 'x')\n"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL) as other,
+        omni.connect(aggregators=daemon.addresses, job=job, rank=0, size=2) as comm,
+        pytest.raises(omni.AbortedError, match=r"rank 1 .*: 'left because of ValueError: no loss .x1b\[2Jx{100,200}'$"),
+    ):
+        comm.barrier()
+    assert other.returncode == 1
+
+
 @pytest.mark.parametrize("end", ["", "omni.shutdown()", "raise SystemExit(3)", "1 / 0"])
 def test_a_program_that_ends_leaves_its_job(daemon: Daemon, end: str) -> None:
     """With or without shutdown; collectives nobody waits for do not keep it, and its status is its own."""

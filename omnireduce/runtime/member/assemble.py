@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from omnireduce.config import Config
-from omnireduce.errors import TransportError
+from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.worker import WorkerMachine
@@ -40,11 +40,11 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
         return _assemble(config, job, arrival, me)
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno is None:  # not the system's: a signal handler's
-            _give_up(links, Cause(me, f"left because of {type(error).__name__}"))
+            _give_up(links, Cause(me, left_because(error)))
             raise
         wrong = shortage(error)
     except BaseException as error:
-        _give_up(links, Cause(me, f"left because of {type(error).__name__}"))
+        _give_up(links, Cause(me, left_because(error)))
         raise
     # Not within `except`: the error would keep the memory that is to be given back.
     _give_up(links, Cause(me, f"could not begin: {wrong}"))

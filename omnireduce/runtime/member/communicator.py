@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import re
+import sys
 import threading
 import weakref
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, element_type
-from omnireduce.errors import ClosedError, ConfigError, UsageError
+from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
@@ -166,7 +167,7 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._engine.abort(f"left because of {type(error).__name__}")
+            self._engine.abort(left_because(error))
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -348,5 +349,8 @@ os.register_at_fork(after_in_child=_abandon_in_child)
 
 @atexit.register
 def _shut_down_all() -> None:
+    """At the end of the process. Where an exception ended it the other ranks read which; in an interactive session the
+    last one may be long past."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for communicator in list(_open_communicators):
-        communicator.shutdown()
+        communicator.__exit__(None if error is None else type(error), error, None)
