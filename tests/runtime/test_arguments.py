@@ -23,7 +23,9 @@ INDICES = np.array([1, 3])
 
 REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "a list": (lambda c: c.allreduce([1.0, 2.0]), "x is a list; expected a numpy.ndarray"),
-    "a scalar": (lambda c: c.allreduce(np.float32(1)), "x is a float32; expected a numpy.ndarray"),
+    "a scalar": (lambda c: c.allreduce(np.float32(1)), "x is a float32; expected a numpy.ndarray: numpy.array([x])"),
+    "a number": (lambda c: c.allreduce(1.0), "x is a float; expected a numpy.ndarray: numpy.array([x])"),
+    "a masked array": (lambda c: c.allreduce(np.ma.masked_less(X, 1)), "x is a masked array, and masks are not sent"),
     "Fortran order": (lambda c: c.allreduce(np.asfortranarray(SQUARE)), "ascontiguousarray"),
     "a strided view": (lambda c: c.allreduce(np.ones(64, np.float32)[::2]), "not C-contiguous"),
     "a column": (lambda c: c.allreduce(SQUARE[:, :32]), "not C-contiguous"),
@@ -58,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
         "block_size (or shorter rows), or raise protocol.slot_bytes",
     ),
     "a long name": (lambda c: c.allreduce(X, name="n" * 201), "a name of 201 characters; expected at most 200"),
-    "no name": (lambda c: c.allreduce(X, name=None), "name is a NoneType; expected a str"),
+    "no name": (lambda c: c.allreduce(X, name=None), "name is None; leave it out"),
     "a name that is no text": (lambda c: c.barrier(name=[1]), "name is a list; expected a str"),
     "a name that spoils a log": (lambda c: c.allreduce(X, name="a\nb"), "a name with characters that cannot be shown"),
     "an op that is no text": (lambda c: c.allreduce(X, op=["sum"]), "op ['sum']: expected one of sum"),

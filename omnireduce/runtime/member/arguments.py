@@ -17,10 +17,17 @@ from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS
 
 
 def check_array(x: Array, what: str) -> Array:
-    """`x` itself. Raises UsageError when it is no array."""
-    if not isinstance(x, np.ndarray):
-        raise UsageError(f"{what} is a {type(x).__name__}; expected a numpy.ndarray")
-    return x
+    """`x` itself. Raises UsageError when it is no array, or one with a mask."""
+    if type(x) is np.ndarray:  # no subclass: those are rare
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise UsageError(
+            f"{what} is a masked array, and masks are not sent; pass {what}.filled(0), or what else counts"
+        )
+    if isinstance(x, np.ndarray):
+        return x
+    advice = f": numpy.array([{what}]), which also takes the result" if isinstance(x, np.generic | int | float) else ""
+    raise UsageError(f"{what} is a {type(x).__name__}; expected a numpy.ndarray{advice}")
 
 
 def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a copy") -> Array:
@@ -39,6 +46,8 @@ def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a cop
 def check_name(name: object, owner: threading.Thread) -> str:
     """The name of a collective. Raises UsageError when it is none, or missing in a thread other than the `owner` of the
     communicator: then nothing tells which thread's tensor meets which."""
+    if name is None:
+        raise UsageError("name is None; leave it out for a collective without a name")
     if not isinstance(name, str):
         raise UsageError(f"name is a {type(name).__name__}; expected a str")
     caller = threading.current_thread()
