@@ -6,7 +6,6 @@ worker commands that it prints work by hand too, beside `omnireduce aggregator -
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -93,7 +92,7 @@ def demo(folder: Path) -> None:
     """Run every part."""
     gradients = shlex.quote(str(folder))
     with aggregator(folder / "aggregator.log") as addresses:
-        environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(addresses)}
+        environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(addresses)}
         title = "A real training: word embeddings of Python's own source files; each worker saves its last gradient"
         step(title, f"{TRAIN} --save-gradients {gradients}", environ)
         step("Is such a gradient sparse?", f"omnireduce density {gradients}/gradient-0.npy", environ)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnireduce.config import Config, load_config, override_config
+from omnireduce.config import Config, load_config, override_config, split_list
 from omnireduce.dtypes import Array
 from omnireduce.errors import (
     AbortedError,
@@ -91,7 +91,7 @@ def connect(
     settings = config if isinstance(config, Config) else load_config(config)
     changes: dict[str, object] = {}
     if aggregators is not None:
-        changes["cluster.aggregators"] = aggregators.split(",") if isinstance(aggregators, str) else list(aggregators)
+        changes["cluster.aggregators"] = split_list(aggregators)
     if job is not None:
         changes["cluster.job"] = job
     settings = override_config(settings, changes, source="argument")
@@ -113,32 +113,36 @@ def init(
     rank: int | None = None,
     size: int | None = None,
 ) -> Communicator:
-    """Make the global communicator: see `connect`. As a context manager it leaves its job at the end, and there is none
-    any more. Raises UsageError when there is one already."""
+    """Make the global communicator: see `connect`. `with omnireduce.init():` shuts it down at the end, and `init` may
+    be called again. Raises UsageError when there is one already."""
     global _global
     if is_initialized():
         raise UsageError("omnireduce is initialised already; call omnireduce.shutdown() first")
     _global = connect(config, aggregators=aggregators, job=job, rank=rank, size=size)
+    _global._on_shutdown = _forget
     return _global
 
 
+def _forget() -> None:
+    global _global
+    _global = None
+
+
 def is_initialized() -> bool:
-    """Whether there is a global communicator that was not shut down."""
-    return _global is not None and not _global.is_shut_down
+    """Whether there is a global communicator."""
+    return _global is not None
 
 
 def _communicator() -> Communicator:
-    if _global is None or _global.is_shut_down:
+    if _global is None:
         raise UsageError("omnireduce is not initialised; call omnireduce.init() first")
     return _global
 
 
 def shutdown() -> None:
     """Leave the job of the global communicator; does nothing when there is none."""
-    global _global
     if _global is not None:
-        communicator, _global = _global, None
-        communicator.shutdown()
+        _global.shutdown()
 
 
 def allreduce(

@@ -2,19 +2,17 @@
 parts.
 """
 
-import signal
 import sys
 from pathlib import Path
 
-at_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the imports below take their time
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a user's own worker.py is not taken for ours
+here = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, here)  # a user's own worker.py is not taken for ours
 
 from aggregator.cli import main as aggregator  # noqa: E402  see above
 from omnireduce.console.program import main  # noqa: E402
 from worker.cli import main as worker  # noqa: E402
 
-del sys.path[0]
-signal.signal(signal.SIGINT, at_ctrl_c)
+sys.path.remove(here)
 
 main.add_command(aggregator, "aggregator")
 for name, command in worker.commands.items():

@@ -130,7 +130,7 @@ class _Layers:
         text = text.strip()
         value = _parse(text)
         if isinstance(value, str) and not text.endswith("]") and key.is_list_in(text):
-            value = [_parse(part.strip()) for part in text.split(",")]
+            value = [_parse(part) for part in split_list(value)]
         try:
             self.add(source, key, value)
         except ConfigError as error:
@@ -223,6 +223,12 @@ class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the st
         return "[" + ", ".join(str(self.dump_value(item)) for item in v) + "]"
 
 
+def split_list(values: str | Iterable[str]) -> list[str]:
+    """The values of a list, or of texts that have several with commas between them."""
+    texts = [values] if isinstance(values, str) else values
+    return [part.strip() for text in texts for part in text.split(",")]
+
+
 def dump_config(config: Config) -> str:
     """The whole configuration as TOML; loading it gives an equal one."""
     return toml.dumps(msgspec.to_builtins(config), encoder=_Encoder())
@@ -243,7 +249,8 @@ _REFERENCE_HEAD = """\
 #   omnireduce aggregator --config F
 #   mpirun -n 2 omnireduce bench --config F
 # Without --config, OMNIREDUCE_CONFIG names the file. A variable OMNIREDUCE_<SECTION>_<KEY> replaces one value
-# (OMNIREDUCE_PROTOCOL_BLOCK_SIZE=512), and --set section.key=VALUE wins (--set protocol.block_size=512).
+# (OMNIREDUCE_PROTOCOL_BLOCK_SIZE=512), and --set section.key=VALUE wins (--set protocol.block_size=512). There a list
+# has commas between its values (OMNIREDUCE_CLUSTER_AGGREGATORS=node1:7400,node2:7400).
 """
 
 

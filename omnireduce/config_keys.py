@@ -131,8 +131,8 @@ class Key:
         return f"{self.section}.{self.name}"
 
     def is_list_in(self, text: str) -> bool:
-        """Whether `text`, which is no TOML, is meant as a list: it has a comma where a list is allowed, or nothing else
-        is."""
+        """Whether `text`, which is no TOML, means a list: where only a list is allowed, or where a list is allowed and
+        the text has a comma."""
         hint = _bare(self.type)
         may_be_list = any(get_origin(_bare(each)) is tuple for each in get_args(hint))
         return get_origin(hint) is tuple or (may_be_list and "," in text)

@@ -72,5 +72,5 @@ class CollectiveTimeoutError(AbortedError):
 
 def left_because(error: BaseException) -> str:
     """What the other ranks read when `error` ends a rank: its type and the beginning of its text, in one line."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    return f"left because of {text[:LONGEST_TEXT]}"
+    text = " ".join("".join(traceback.format_exception_only(error)).split())[:LONGEST_TEXT]
+    return "left because of " + text.encode(errors="backslashreplace").decode()  # a file's name may be no UTF-8

@@ -15,6 +15,7 @@ from omnireduce.errors import ConfigError
     [
         ("CLUSTER_AGGREGATORS", "node1:7400", ("node1:7400",)),
         ("CLUSTER_AGGREGATORS", "node1:7400, [::1]:7401", ("node1:7400", "[::1]:7401")),
+        ("CLUSTER_AGGREGATORS", '"node1:7400,node2:7400"', ("node1:7400", "node2:7400")),
         ("BENCH_DENSITY", "0.5,0.01", (0.5, 0.01)),
         ("BENCH_DENSITY", "0.5", 0.5),
         ("BENCH_DTYPE", "float32,int8", ("float32", "int8")),

@@ -7,7 +7,7 @@ import sys
 import click
 
 from omnireduce.cli import Group, config_options
-from omnireduce.config import load_config, override_config
+from omnireduce.config import load_config, override_config, split_list
 from omnireduce.logs import start_logs
 from omnireduce.version import __version__
 
@@ -53,7 +53,7 @@ def status(
     start_logs(config.log)
     from omnireduce.console.status import Look, print_json, print_once, watch_status
 
-    look = Look(addresses or config.cluster.aggregators, config, timeout)
+    look = Look(split_list(addresses) or config.cluster.aggregators, config, timeout)
     if as_json:
         sys.exit(0 if print_json(look) else 1)
     if sys.stdout.isatty() if watch is None else watch:
@@ -75,7 +75,7 @@ def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple
     """
     config = load_config(config_file, overrides=overrides)
     if addresses:
-        config = override_config(config, {"cluster.aggregators": list(addresses)}, source="HOST:PORT")
+        config = override_config(config, {"cluster.aggregators": split_list(addresses)}, source="HOST:PORT")
     start_logs(config.log)
     from omnireduce.console.doctor import examine
 

@@ -112,9 +112,10 @@ def test_it_says_its_version() -> None:
 def test_a_module_of_the_user_is_not_taken_for_ours(tmp_path: Path) -> None:
     for name in ("worker", "aggregator"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the code of the user')\n")
-    status, out, log = run("config", environ={"PYTHONPATH": f"{tmp_path}"})
-    assert (status, log) == (0, "")
-    assert "[cluster]" in out
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*PROGRAM, "config"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[cluster]" in done.stdout
 
 
 def test_all_commands_are_in_one_program(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ done
 echo 'an aggregator on each node: ready'
 
 bench() { # ARGUMENTS OF BENCH: one worker on each node
-    timeout "$LIMIT" "$BIN/mpirun" -hosts node1,node2 -n 2 "$BIN/python" -m worker bench --config "$@" \
+    timeout "$LIMIT" "$BIN/mpirun" -hosts node1,node2 -n 2 "$BIN/omnireduce" bench --config "$@" \
         --set cluster.join_timeout_s=200 --json "$WORK/rows.json" >"$WORK/bench.log" 2>&1 || fail "bench $*"
     grep -v '^bench:' "$WORK/bench.log"
     "$BIN/python" - "$WORK/rows.json" <<'PYTHON' || fail 'rows that are not as expected'

@@ -23,8 +23,14 @@ INDICES = np.array([1, 3])
 
 REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "a list": (lambda c: c.allreduce([1.0, 2.0]), "x is a list; expected a numpy.ndarray"),
-    "a scalar": (lambda c: c.allreduce(np.float32(1)), "x is a float32; expected a numpy.ndarray: numpy.array([x])"),
-    "a number": (lambda c: c.allreduce(1.0), "x is a float; expected a numpy.ndarray: numpy.array([x])"),
+    "a scalar": (
+        lambda c: c.allreduce(np.float32(1)),
+        "x is a float32; expected a numpy.ndarray: make one of it first, x = numpy.array([x])",
+    ),
+    "a number": (
+        lambda c: c.allreduce(1.0),
+        "x is a float; expected a numpy.ndarray: make one of it first, x = numpy.array([x])",
+    ),
     "a masked array": (lambda c: c.allreduce(np.ma.masked_less(X, 1)), "x is a masked array, and masks are not sent"),
     "Fortran order": (lambda c: c.allreduce(np.asfortranarray(SQUARE)), "ascontiguousarray"),
     "a strided view": (lambda c: c.allreduce(np.ones(64, np.float32)[::2]), "not C-contiguous"),

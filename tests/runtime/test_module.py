@@ -79,6 +79,7 @@ def test_with_init_leaves_nothing_behind(daemon: Daemon) -> None:
             assert (omni.allreduce(np.ones(2)).tolist(), comm.shards) == ([1.0, 1.0], 3)
         assert_not_initialised()
         assert not omni.is_initialized()
+        assert omni._global is None  # else it would keep its memory
 
 
 def test_init_twice(daemon: Daemon) -> None:
@@ -137,21 +138,41 @@ def test_an_aggregator_that_is_not_there() -> None:
         omni.connect(config, aggregators=["127.0.0.1:1"], rank=0, size=1)
 
 
-def test_who_is_left_reads_what_ended_the_other(daemon: Daemon) -> None:
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [("no loss\n\x1b[2J" + 1000 * "x", r"no loss .x1b\[2Jx{100,200}"), ("file \udcff", r"file .+udcff")],
+)
+def test_who_is_left_reads_what_ended_the_other(daemon: Daemon, text: str, read: str) -> None:
     """Without a `with` block, and whatever the text of the exception is."""
     job = unique_job("raises")
     code = (
         "import numpy as np, omnireduce as omni\n"
         f"omni.init(aggregators={daemon.addresses}, job={job!r}, rank=1, size=2)\n"
-        "raise ValueError('no loss\\n\x1b[2J' + 1000 * 'x')\n"
+        f"raise ValueError({text!r})\n"
     )
     with (
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL) as other,
         omni.connect(aggregators=daemon.addresses, job=job, rank=0, size=2) as comm,
-        pytest.raises(omni.AbortedError, match=r"rank 1 .*: 'left because of ValueError: no loss .x1b\[2Jx{100,200}'$"),
+        pytest.raises(omni.AbortedError, match=rf"rank 1 .*: '?left because of ValueError: {read}'?$"),
     ):
         comm.barrier()
     assert other.returncode == 1
+
+
+def test_an_exception_that_was_shown_long_ago_does_not_end_the_job(daemon: Daemon) -> None:
+    job = unique_job("ends")
+    code = (
+        "import sys, omnireduce as omni\n"
+        "sys.last_value = ValueError('caught and shown')\n"
+        f"omni.init(aggregators={daemon.addresses}, job={job!r}, rank=1, size=2)\n"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as other,
+        omni.connect(aggregators=daemon.addresses, job=job, rank=0, size=2) as comm,
+        pytest.raises(omni.AbortedError, match="had shut down when"),
+    ):
+        comm.barrier()
+    assert other.returncode == 0
 
 
 @pytest.mark.parametrize("end", ["", "omni.shutdown()", "raise SystemExit(3)", "1 / 0"])

@@ -21,12 +21,11 @@ def check_array(x: Array, what: str) -> Array:
     if type(x) is np.ndarray:  # no subclass: those are rare
         return x
     if isinstance(x, np.ma.MaskedArray):
-        raise UsageError(
-            f"{what} is a masked array, and masks are not sent; pass {what}.filled(0), or what else counts"
-        )
+        raise UsageError(f"{what} is a masked array, and masks are not sent; pass an ordinary array")
     if isinstance(x, np.ndarray):
         return x
-    advice = f": numpy.array([{what}]), which also takes the result" if isinstance(x, np.generic | int | float) else ""
+    is_number = isinstance(x, np.generic | int | float)
+    advice = f": make one of it first, {what} = numpy.array([{what}])" if is_number else ""
     raise UsageError(f"{what} is a {type(x).__name__}; expected a numpy.ndarray{advice}")
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -100,6 +101,7 @@ class Communicator:
         warm_up_worker()
         self._job, self._largest, self._pool = name, size, Pool()
         self._gave_up = False  # by `shutdown`
+        self._on_shutdown: Callable[[], None] = lambda: None
         launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
         self._hello = hello_of(config, name, launch, rank, size)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
@@ -159,6 +161,7 @@ class Communicator:
         self.shards = len(self._links)
         self._owner = threading.current_thread()
         _open_communicators.add(self)
+        _process.watch()
 
     def __enter__(self) -> Self:
         return self
@@ -166,9 +169,11 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._engine.abort(left_because(error))
-        self.shutdown()
+        try:
+            if error is not None:
+                self._engine.abort(left_because(error))
+        finally:
+            self.shutdown()
 
     def shutdown(self) -> None:
         """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing.
@@ -178,6 +183,7 @@ class Communicator:
         """
         self._gave_up = True
         self._hang_up()
+        self._on_shutdown()
 
     @property
     def is_shut_down(self) -> bool:
@@ -347,10 +353,30 @@ def _abandon_in_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_child)
 
 
+class _Process:
+    """Remembers the exception that ends this process: Python shows it by `sys.excepthook`, then the process exits."""
+
+    def __init__(self) -> None:
+        self.ended_by: BaseException | None = None
+        self._show: Callable[..., object] | None = None
+
+    def watch(self) -> None:
+        if self._show is None:
+            self._show, sys.excepthook = sys.excepthook, self._remember
+
+    def _remember(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not hasattr(sys, "ps1"):  # an interactive session goes on
+            self.ended_by = error
+        assert self._show is not None
+        self._show(kind, error, trace)
+
+
+_process = _Process()
+
+
 @atexit.register
 def _shut_down_all() -> None:
-    """At the end of the process. Where an exception ended it the other ranks read which; in an interactive session the
-    last one may be long past."""
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    """At the end of the process. Where an exception ended it the other ranks read which."""
+    error = _process.ended_by
     for communicator in list(_open_communicators):
         communicator.__exit__(None if error is None else type(error), error, None)
