@@ -14,8 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from omnireduce.config import Config, load_config, override_config, split_list
+from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import (
     AbortedError,
@@ -44,17 +49,22 @@ __all__ = [
     "Handle",
     "NewcomersError",
     "OmniReduceError",
+    "Op",
     "RefusedError",
     "Statistics",
     "TransportError",
     "UsageError",
     "__version__",
     "allgather",
+    "allgather_async",
     "allreduce",
     "allreduce_async",
     "allreduce_rows",
+    "allreduce_rows_async",
     "barrier",
+    "barrier_async",
     "broadcast",
+    "broadcast_async",
     "connect",
     "init",
     "is_initialized",
@@ -62,12 +72,14 @@ __all__ = [
     "local_rank",
     "rank",
     "reduce_scatter",
+    "reduce_scatter_async",
     "reform",
     "run_elastic",
     "shutdown",
     "size",
 ]
 
+S = TypeVar("S", bound=np.generic)
 _global: Communicator | None = None
 
 
@@ -146,42 +158,71 @@ def shutdown() -> None:
 
 
 def allreduce(
-    x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
-) -> Array:
+    x: NDArray[S], *, out: NDArray[S] | None = None, op: Op = "sum", name: str = "", block_size: int | None = None
+) -> NDArray[S]:
     """See `Communicator.allreduce`."""
     return _communicator().allreduce(x, out=out, op=op, name=name, block_size=block_size)
 
 
 def allreduce_async(
-    x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
-) -> Handle[Array]:
+    x: NDArray[S], *, out: NDArray[S] | None = None, op: Op = "sum", name: str = "", block_size: int | None = None
+) -> Handle[NDArray[S]]:
     """See `Communicator.allreduce_async`."""
     return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size)
 
 
-def allreduce_rows(indices: Array, values: Array, n_rows: int, *, name: str = "") -> tuple[Array, Array]:
+def allreduce_rows(
+    indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+) -> tuple[NDArray[np.int64], NDArray[S]]:
     """See `Communicator.allreduce_rows`."""
-    return _communicator().allreduce_rows(indices, values, n_rows, name=name)
+    return _communicator().allreduce_rows(indices, values, n_rows, op=op, name=name)
 
 
-def broadcast(x: Array, root: int = 0, *, name: str = "") -> Array:
+def allreduce_rows_async(
+    indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+) -> Handle[tuple[NDArray[np.int64], NDArray[S]]]:
+    """See `Communicator.allreduce_rows_async`."""
+    return _communicator().allreduce_rows_async(indices, values, n_rows, op=op, name=name)
+
+
+def broadcast(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
     """See `Communicator.broadcast`."""
     return _communicator().broadcast(x, root, name=name)
 
 
-def allgather(x: Array, *, name: str = "") -> Array:
+def broadcast_async(x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
+    """See `Communicator.broadcast_async`."""
+    return _communicator().broadcast_async(x, root, name=name)
+
+
+def allgather(x: NDArray[S], *, name: str = "") -> NDArray[S]:
     """See `Communicator.allgather`."""
     return _communicator().allgather(x, name=name)
 
 
-def reduce_scatter(x: Array, *, op: str = "sum", name: str = "") -> Array:
+def allgather_async(x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+    """See `Communicator.allgather_async`."""
+    return _communicator().allgather_async(x, name=name)
+
+
+def reduce_scatter(x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
     """See `Communicator.reduce_scatter`."""
     return _communicator().reduce_scatter(x, op=op, name=name)
+
+
+def reduce_scatter_async(x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
+    """See `Communicator.reduce_scatter_async`."""
+    return _communicator().reduce_scatter_async(x, op=op, name=name)
 
 
 def barrier(*, name: str = "") -> None:
     """See `Communicator.barrier`."""
     _communicator().barrier(name=name)
+
+
+def barrier_async(*, name: str = "") -> Handle[None]:
+    """See `Communicator.barrier_async`."""
+    return _communicator().barrier_async(name=name)
 
 
 def reform(*, smallest: int | None = None, largest: int | None = None) -> None:

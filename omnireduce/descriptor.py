@@ -21,7 +21,10 @@ from omnireduce.wire import EXTRA_BYTES, MAX_BLOCKS, MAX_ELEMENTS, SHOWN, UNDECO
 Kind = Literal["allreduce", "allreduce_rows", "reduce_scatter", "broadcast", "allgather", "barrier"]
 Op = Literal["sum", "mean", "min", "max", "prod"]
 REDUCING = ("allreduce", "allreduce_rows", "reduce_scatter")  # the others move bytes
-CHOOSING = ("allreduce", "reduce_scatter")  # have an op
+ANY_OP: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod")
+OPS_OF: dict[Kind, tuple[Op, ...]] = {  # a row that nobody has is one of zeros, which min and max would have to add
+    "allreduce": ANY_OP, "reduce_scatter": ANY_OP, "allreduce_rows": ("sum", "mean"),
+}  # fmt: skip
 NAME_CHARACTERS = 200
 DTYPE_CHARACTERS = 60
 MAX_DIMENSIONS = 64
@@ -61,8 +64,9 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
             return f"cannot reduce arrays of {self.dtype[:DTYPE_CHARACTERS]!r}"
         if len(self.dtype) > DTYPE_CHARACTERS or not (self.dtype.isascii() and self.dtype.isprintable()):
             return f"the dtype {self.dtype[:DTYPE_CHARACTERS]!r} cannot be shown"
-        if self.op != "sum" and self.kind not in CHOOSING:
-            return f"{self.kind} has no op {self.op}"
+        ops = OPS_OF.get(self.kind, ("sum",))
+        if self.op not in ops:
+            return f"{self.kind} has no op {self.op}" + (f"; expected {' or '.join(ops)}" if len(ops) > 1 else "")
         if self.op == "mean" and not self.element.is_float:
             return f"the mean of {self.dtype} is not an {self.dtype}; convert to a float type first"
         return ""
@@ -130,7 +134,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
         if self.kind == "barrier":
             return said
         if self.kind == "allreduce_rows":
-            return f"{said} of {self.dtype}, n_rows {self.shape[0]}, width {self.shape[1]}"
+            return f"{said} of {self.dtype}, n_rows {self.shape[0]}, width {self.shape[1]}, {self.op}"
         said += f" of {self.dtype} {self._shape_text}"
         if self.kind == "broadcast":
             return f"{said}, root {self.root}"

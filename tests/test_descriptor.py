@@ -65,9 +65,8 @@ def test_calls_in_words() -> None:
     w = Descriptor("allreduce", "fc1.weight", "float32", (10, 100), "sum", 256)
     assert str(w) == "allreduce 'fc1.weight' of float32 (10, 100), sum"
     assert str(Descriptor("reduce_scatter", "", "int8", (9,), "min")) == "reduce_scatter of int8 (9,), min"
-    assert (
-        str(Descriptor("allreduce_rows", "e", "float16", (9, 4))) == "allreduce_rows 'e' of float16, n_rows 9, width 4"
-    )
+    rows = Descriptor("allreduce_rows", "e", "float16", (9, 4))
+    assert str(rows) == "allreduce_rows 'e' of float16, n_rows 9, width 4, sum"
     assert str(Descriptor("broadcast", "", "<U3", (), item_bytes=12, root=2)) == "broadcast of <U3 (), root 2"
     assert str(Descriptor("allgather", "s", "int64", (2, 3), item_bytes=8, parts=4)) == "allgather 's' of int64 (2, 3)"
     assert str(Descriptor("barrier", "", "uint8", (0,), item_bytes=1)) == "barrier"

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from omnireduce.bench.data import Dataset, TensorSource, check_data, check_reduction
 from omnireduce.bench.recorded import RecordedArray, RecordedTensors, find_arrays
 from omnireduce.config import Config
+from omnireduce.descriptor import Op
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ class Case(Protocol):
     def dtype(self) -> str: ...
 
     @property
-    def op(self) -> str: ...
+    def op(self) -> Op: ...
 
     @property
     def block_size(self) -> int: ...
@@ -44,7 +45,7 @@ class SyntheticCase:
 
     elements: int
     dtype: str
-    op: str
+    op: Op
     block_size: int
     overlap: str
     density: float
@@ -80,7 +81,7 @@ class RecordedCase:
     """A `Case` of arrays in files, one file for each rank; see `RecordedTensors`."""
 
     array: RecordedArray
-    op: str
+    op: Op
     block_size: int
 
     def __str__(self) -> str:
@@ -108,11 +109,12 @@ class RecordedCase:
 def synthetic_cases(config: Config) -> list[SyntheticCase]:
     """The sweep: every combination of the values that [bench] lists, the density varying fastest."""
     bench = config.bench
+    ops: tuple[Op, ...] = _listed(bench.op)
     return [
         SyntheticCase(elements, dtype, op, block_size, overlap, density, bench.seed, distribution)
         for elements in _listed(bench.elements)
         for dtype in _listed(bench.dtype)
-        for op in _listed(bench.op)
+        for op in ops
         for block_size in _block_sizes(config)
         for distribution in _listed(bench.distribution)
         for overlap in _listed(bench.overlap)
@@ -126,11 +128,9 @@ def recorded_cases(config: Config, pattern: str, world_size: int) -> list[Record
     Raises FileError or UsageError; see `find_arrays`.
     """
     arrays = find_arrays(pattern, world_size)
+    ops: tuple[Op, ...] = _listed(config.bench.op)
     return [
-        RecordedCase(array, op, block_size)
-        for op in _listed(config.bench.op)
-        for block_size in _block_sizes(config)
-        for array in arrays
+        RecordedCase(array, op, block_size) for op in ops for block_size in _block_sizes(config) for array in arrays
     ]
 
 

@@ -79,8 +79,8 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
     "rows of another table": (
         lambda comm: comm.allreduce_rows(np.array([1]), np.ones((1, 4)), 10, name="t"),
         lambda comm: comm.allreduce_rows(np.array([1]), np.ones((1, 8)), 5, name="t"),
-        "allreduce_rows 't' of float64, n_rows 10, width 4",
-        "allreduce_rows 't' of float64, n_rows 5, width 8",
+        "allreduce_rows 't' of float64, n_rows 10, width 4, sum",
+        "allreduce_rows 't' of float64, n_rows 5, width 8, sum",
     ),
     "name of a barrier": (
         lambda comm: comm.barrier(name="a"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -274,3 +277,70 @@ def test_jobs_of_one_rank(config: Config) -> None:
 def test_spinning_for_long_changes_nothing(daemon: Daemon) -> None:
     config = configured(daemon.addresses, "transport.spin_us=1000")
     assert run_job(config, 3, lambda comm: float(comm.allreduce(np.ones(100))[0])) == [3.0] * 3
+
+
+STARTED: dict[str, Callable[[Communicator], Handle[Any]]] = {
+    "allreduce": lambda comm: comm.allreduce_async(np.full(3, comm.rank + 1)),
+    "rows": lambda comm: comm.allreduce_rows_async(np.array([comm.rank]), np.ones((1, 2)), 5, op="mean"),
+    "broadcast": lambda comm: comm.broadcast_async(np.full(2, comm.rank, np.int16), root=1),
+    "allgather": lambda comm: comm.allgather_async(np.array([comm.rank, 7])),
+    "reduce_scatter": lambda comm: comm.reduce_scatter_async(np.arange(5)),
+    "barrier": lambda comm: comm.barrier_async(),
+}
+
+
+def as_lists(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return [each.tolist() for each in result]
+    return None if result is None else result.tolist()
+
+
+def test_every_collective_has_an_async_form(config: Config) -> None:
+    """All under way at once, waited for in another order than they were started, twice."""
+
+    def run(comm: Communicator) -> dict[str, Any]:
+        handles = {what: start(comm) for what, start in STARTED.items()}
+        found = {what: as_lists(handle.wait()) for what, handle in reversed(handles.items())}
+        assert {what: as_lists(handle.wait()) for what, handle in handles.items()} == found
+        assert handles["reduce_scatter"].wait() is handles["reduce_scatter"].wait()
+        return found
+
+    same = {
+        "allreduce": [3, 3, 3], "rows": [[0, 1], [[0.5, 0.5], [0.5, 0.5]]], "broadcast": [1, 1],
+        "allgather": [[0, 7], [1, 7]], "barrier": None,
+    }  # fmt: skip
+    assert run_job(config, 2, run) == [same | {"reduce_scatter": part} for part in ([0, 2, 4], [6, 8])]
+
+
+def test_a_handle_can_be_awaited(config: Config) -> None:
+    """Several at once, one that has been waited for already, and one whose job ends."""
+
+    async def together(comm: Communicator) -> list[int]:
+        handles = [comm.allreduce_async(np.full(1, n)) for n in range(3)]
+        found = await asyncio.gather(*handles)
+        return [int((await handle)[0]) for handle in handles] + [int(each[0]) for each in found]
+
+    def run(comm: Communicator) -> list[int]:
+        found = asyncio.run(together(comm))
+        if comm.rank == 0:
+
+            async def alone() -> None:
+                await comm.barrier_async()
+
+            with pytest.raises(AbortedError, match="shut down"):
+                asyncio.run(alone())
+        return found
+
+    assert run_job(config, 2, run) == [[0, 2, 4, 0, 2, 4]] * 2
+
+
+def test_it_says_who_it_is(local: Config) -> None:
+    def run(comm: Communicator) -> tuple[str, str]:
+        before = repr(comm)
+        comm.shutdown()
+        return before, repr(comm)
+
+    for rank, (before, after) in enumerate(run_job(local, 2, run)):
+        assert f"rank {rank} of 2 in job '" in before
+        assert "by shm" in before
+        assert after == before[:-1] + ", shut down>"

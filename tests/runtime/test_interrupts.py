@@ -30,6 +30,7 @@ from omnireduce.protocol.effects import Effect
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import engine
+from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.transport import stream
@@ -284,7 +285,7 @@ def test_two_interrupts_in_a_row_raise_nothing_else(monkeypatch: pytest.MonkeyPa
     while True:
         ours, link, far = lone_engine()
         operand = DenseTensor(x, x, called.layout, called.element.zero_mask)
-        handle = ours.submit(called, operand, lambda: x)
+        handle = ours.submit(Call(called, operand, lambda: x))
         with Interrupting(names, (first, first + second), ours._machine) as interrupting:
             with contextlib.suppress(KeyboardInterrupt):
                 try:

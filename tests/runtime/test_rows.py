@@ -10,7 +10,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from oracle import HALVES, assert_results, reduce_in_rank_order
 from tensors import Array
 
-from omnireduce import AbortedError, Communicator, Config
+from omnireduce import AbortedError, Communicator, Config, Op, UsageError
 from omnireduce.dtypes import ELEMENT_TYPES
 
 Rows = tuple[Array, Array]
@@ -26,7 +26,7 @@ def some_rows(rank: int, dtype: str, n: int, length: int, n_rows: int) -> Rows:
     return indices, values.astype(kind)
 
 
-def expected_rows(inputs: Sequence[Rows], n_rows: int) -> Rows:
+def expected_rows(inputs: Sequence[Rows], n_rows: int, op: str = "sum") -> Rows:
     """Add duplicates of each rank in the order given, round, then add the ranks in their order."""
     union = np.unique(np.concatenate([indices for indices, _ in inputs])).astype(np.int64)
     length, dtype = inputs[0][1].shape[1], inputs[0][1].dtype
@@ -37,18 +37,18 @@ def expected_rows(inputs: Sequence[Rows], n_rows: int) -> Rows:
         for index, row in zip(indices, values, strict=True):
             total[index] = (total[index] + row.astype(wide)).astype(wide)
         dense.append(total.astype(dtype))
-    return union, reduce_in_rank_order(dense, "sum")[union]
+    return union, reduce_in_rank_order(dense, op)[union]
 
 
-def check(config: Config, inputs: Sequence[Rows], n_rows: int) -> None:
+def check(config: Config, inputs: Sequence[Rows], n_rows: int, op: Op = "sum") -> None:
     def run(comm: Communicator) -> Rows:
         indices, values = (each.copy() for each in inputs[comm.rank])
-        result = comm.allreduce_rows(indices, values, n_rows)
+        result = comm.allreduce_rows(indices, values, n_rows, op=op)
         assert np.array_equal(indices, inputs[comm.rank][0])
         assert np.array_equal(values, inputs[comm.rank][1])
         return result
 
-    union, sums = expected_rows(inputs, n_rows)
+    union, sums = expected_rows(inputs, n_rows, op)
     results = run_job(config, len(inputs), run)
     for indices, _ in results:
         assert indices.dtype == np.int64
@@ -90,6 +90,22 @@ def test_rows_that_no_two_ranks_share(local: Config) -> None:
 def test_more_rows_than_a_message_holds(daemon: Daemon) -> None:
     config = configured(daemon.addresses, "protocol.slot_bytes=65536", "protocol.slots=2", "protocol.stripe_blocks=5")
     check(config, [some_rows(rank, "float32", 3000, 64, 2000) for rank in range(3)], 2000)
+
+
+@pytest.mark.parametrize("dtype", [name for name, kind in ELEMENT_TYPES.items() if kind.is_float])
+def test_the_mean_divides_by_all_ranks(config: Config, dtype: str) -> None:
+    """Also by those that lack a row."""
+    check(config, [some_rows(rank, dtype, 40 * rank, 12, 300) for rank in range(3)], 300, op="mean")
+
+
+def test_rows_have_no_other_op(local: Config) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="allreduce_rows has no op max; expected sum or mean"):
+            comm.allreduce_rows(np.arange(2), np.ones((2, 2)), 5, op="max")
+        with pytest.raises(UsageError, match="the mean of int8 is not an int8"):
+            comm.allreduce_rows(np.arange(2), np.ones((2, 2), np.int8), 5, op="mean")
+
+    run_job(local, 1, run)
 
 
 def test_a_tall_matrix_costs_no_memory_or_scan(local: Config) -> None:
@@ -141,5 +157,5 @@ def test_disagreement_is_seen(local: Config, n_rows: int, length: int, dtype: st
 
     for error in start_job(local, 2, run).outcomes():
         assert isinstance(error, AbortedError)
-        assert "rank 0 called allreduce_rows 'table' of float32, n_rows 10, width 4" in error.reason
+        assert "rank 0 called allreduce_rows 'table' of float32, n_rows 10, width 4, sum" in error.reason
         assert f"rank 1 called allreduce_rows 'table' of {dtype}, n_rows {n_rows}, width {length}" in error.reason

@@ -12,30 +12,23 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
-from omnireduce.dtypes import BYTES, Array, element_type
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import warm_up_worker
-from omnireduce.layout import Layout
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.rows import Pool, RowSet
-from omnireduce.runtime.member.arguments import (
-    check_array,
-    check_name,
-    check_op,
-    check_rows,
-    combine_duplicates,
-    flat_view,
-)
+from omnireduce.protocol.rows import Pool
+from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.assemble import assemble
+from omnireduce.runtime.member.calls import Call, Place
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.runtime.member.launcher import job_name, launch_id, whole
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
@@ -43,6 +36,9 @@ from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.wire import Hello
 
 MOST_RANKS = (1 << 31) - 1
+T = TypeVar("T")
+S = TypeVar("S", bound=np.generic)
+Rows = tuple[NDArray[np.int64], NDArray[S]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +152,24 @@ class Communicator:
         self._links, self._machine, self._engine = assemble(self.config, self._job, arrival)
         joined = arrival.joined
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
-        self._whole_bytes, self._seat = joined.whole_bytes, joined.seat
+        self._seat = joined.seat
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
-        self._owner = threading.current_thread()
+        protocol = self.config.protocol
+        self._place = Place(
+            rank=self.rank, size=self.size, shards=self.shards, owner=threading.current_thread(),
+            block_size=protocol.block_size, stripe_blocks=protocol.stripe_blocks, whole_bytes=joined.whole_bytes,
+        )  # fmt: skip
         _open_communicators.add(self)
         _process.watch()
+
+    def __repr__(self) -> str:
+        shards = "1 aggregator" if self.shards == 1 else f"{self.shards} aggregators"
+        state = ", shut down" if self.is_shut_down else ""
+        return (
+            f"<omnireduce.Communicator: rank {self.rank} of {self.size} in job '{self._job}', generation "
+            f"{self.generation}, {shards} by {self.transport}{state}>"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -205,8 +213,14 @@ class Communicator:
         )
 
     def allreduce(
-        self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
-    ) -> Array:
+        self,
+        x: NDArray[S],
+        *,
+        out: NDArray[S] | None = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+    ) -> NDArray[S]:
         """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all
         ranks.
 
@@ -223,121 +237,97 @@ class Communicator:
         another thread, and for a name that another thread has under way; AbortedError or its subclass
         CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
-        return self._allreduce("allreduce", x, out, op, name, block_size).wait()
+        return self._start(calls.reduction(self._place, "allreduce", x, out, op, name, block_size)).wait()
 
     def allreduce_async(
-        self, x: Array, *, out: Array | None = None, op: str = "sum", name: str = "", block_size: int | None = None
-    ) -> Handle[Array]:
+        self,
+        x: NDArray[S],
+        *,
+        out: NDArray[S] | None = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+    ) -> Handle[NDArray[S]]:
         """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started.
 
         The arrays belong to the collective until the handle was waited for. Raises what `allreduce` raises, except that
-        a failure after the start is raised by the handle's `wait`.
+        a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
         """
-        handle = self._allreduce("allreduce", x, out, op, name, block_size)
-        self._engine.drive_in_background()
-        return handle
+        return self._start_async(calls.reduction(self._place, "allreduce", x, out, op, name, block_size))
 
-    def broadcast(self, x: Array, root: int = 0, *, name: str = "") -> Array:
+    def broadcast(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
         """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
 
         `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
         """
-        root = whole(root, "root")
-        if not 0 <= root < self.size:
-            raise UsageError(f"root {root}: expected 0 to {self.size - 1}")
-        flat = flat_view(x, "x", writable=True)
-        source = flat if self.rank == root else None
-        self._move_bytes(self._moving("broadcast", name, x, root=root), source, flat)
-        return x
+        return self._start(calls.copy_of_root(self._place, x, root, name)).wait()
 
-    def allgather(self, x: Array, *, name: str = "") -> Array:
+    def broadcast_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
+        """Start a `broadcast`; see `allreduce_async`."""
+        return self._start_async(calls.copy_of_root(self._place, x, root, name))
+
+    def allgather(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
         """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
 
         `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
         """
-        flat = flat_view(x, "x", writable=False)
-        called = self._moving("allgather", name, x, parts=self.size)
-        try:
-            result = np.zeros((self.size, *x.shape), x.dtype)
-        except ValueError as error:
-            raise UsageError(f"the result of an allgather of {x.shape} by {self.size} ranks: {error}") from None
-        result[self.rank] = x
-        target = flat_view(result, "result", writable=True)
-        self._move_bytes(called, target, target, reads=(flat,))
-        return result
+        return self._start(calls.all_parts(self._place, x, name)).wait()
 
-    def reduce_scatter(self, x: Array, *, op: str = "sum", name: str = "") -> Array:
+    def allgather_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+        """Start an `allgather`; see `allreduce_async`."""
+        return self._start_async(calls.all_parts(self._place, x, name))
+
+    def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
         """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
 
         Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
         raises.
         """
-        if check_array(x, "x").ndim == 0:
-            raise UsageError("reduce_scatter needs an array of at least one dimension")
-        result = self._allreduce("reduce_scatter", x, np.empty_like(x), op, name, None).wait()
-        return np.array_split(result, self.size)[self.rank].copy()
+        return self._start(calls.reduced_part(self._place, x, op, name)).wait()
+
+    def reduce_scatter_async(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
+        """Start a `reduce_scatter`; see `allreduce_async`."""
+        return self._start_async(calls.reduced_part(self._place, x, op, name))
 
     def barrier(self, *, name: str = "") -> None:
         """Return when all ranks have called it. Raises what `allreduce` raises."""
-        empty = np.zeros(0, BYTES)
-        self._move_bytes(self._moving("barrier", name, empty), None, empty)
+        self._start(calls.barrier(self._place, name)).wait()
 
-    def allreduce_rows(self, indices: Array, values: Array, n_rows: int, *, name: str = "") -> tuple[Array, Array]:
+    def barrier_async(self, *, name: str = "") -> Handle[None]:
+        """Start a `barrier`; its handle is done when all ranks have started theirs. See `allreduce_async`."""
+        return self._start_async(calls.barrier(self._place, name))
+
+    def allreduce_rows(
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+    ) -> Rows[S]:
         """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
 
         `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first,
         in the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row
-        length may not. Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row
-        length).
+        length may not. `op`: sum, or mean, which divides by the number of ranks, also of those that lack a row.
+        Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
 
         Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
         """
-        element = element_type(check_array(values, "values").dtype)
-        n_rows = check_rows(indices, values, n_rows)
-        shape = n_rows, values.shape[1]
-        called = describe("allreduce_rows", check_name(name, self._owner), element.name, shape)
-        numbers, rows = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
-        layout = self._layout(called)
-        operand = self._engine.exclusively(lambda: RowSet(numbers, rows, layout, self._pool))  # one pool for all
-        return self._engine.submit(called, operand, lambda: operand.result, reads=(indices, values)).wait()
+        return self._start(self._rows(indices, values, n_rows, op, name)).wait()
 
-    def _allreduce(
-        self, kind: Kind, x: Array, out: Array | None, op: str, name: str, block_size: int | None
-    ) -> Handle[Array]:
-        element = element_type(check_array(x, "x").dtype)
-        block_size = self.config.protocol.block_size if block_size is None else whole(block_size, "block_size")
-        called = describe(kind, check_name(name, self._owner), element.name, x.shape, check_op(op), block_size)
-        source = flat_view(x, "x", writable=out is None, instead="pass out=")
-        target = source
-        if out is not None:
-            if check_array(out, "out").shape != x.shape or out.dtype != x.dtype:
-                raise UsageError(
-                    f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same"
-                )
-            target = flat_view(out, "out", writable=True)
-            if np.may_share_memory(source, target):
-                raise UsageError("out overlaps x; leave out away to work in place")
-        operand = DenseTensor(source, target, self._layout(called), element.zero_mask)
-        reads, result = () if target is source else (source,), x if out is None else out
-        return self._engine.submit(called, operand, lambda: result, reads=reads, writes=(target,))
+    def allreduce_rows_async(
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+    ) -> Handle[Rows[S]]:
+        """Start an `allreduce_rows`; see `allreduce_async`."""
+        return self._start_async(self._rows(indices, values, n_rows, op, name))
 
-    def _moving(self, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
-        name, block_size = check_name(name, self._owner), self.config.protocol.block_size
-        return describe(kind, name, dtype_text(x.dtype), x.shape, "sum", block_size, root, x.dtype.itemsize, parts)
+    def _rows(self, indices: Array, values: NDArray[S], n_rows: int, op: Op, name: str) -> Call[Rows[S]]:
+        engine = self._engine
+        return calls.rows(self._place, indices, values, n_rows, op, name, engine.exclusively, self._pool)
 
-    def _move_bytes(
-        self, called: Descriptor, source: Array | None, target: Array, *, reads: tuple[Array, ...] = ()
-    ) -> None:
-        """Copy between ranks as a sum of bytes to which all but one rank contribute zeros."""
-        in_place = source is target
-        target = target.view(BYTES)
-        operand = DenseTensor(target if in_place else source, target, self._layout(called), called.element.zero_mask)
-        self._engine.submit(called, operand, lambda: None, reads=reads, writes=(target,)).wait()
+    def _start(self, call: Call[T]) -> Handle[T]:
+        return self._engine.submit(call)
 
-    def _layout(self, descriptor: Descriptor) -> Layout:
-        return descriptor.layout.dealt(
-            self.shards, self.config.protocol.stripe_blocks, self._whole_bytes, descriptor.block_bytes
-        )
+    def _start_async(self, call: Call[T]) -> Handle[T]:
+        handle = self._engine.submit(call)
+        self._engine.drive_in_background()
+        return handle
 
 
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()

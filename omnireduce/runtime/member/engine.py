@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import End, error_of
-from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver, say_last_words
+from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.transport.base import Link
@@ -85,23 +83,15 @@ class Engine(Interruptible):
     # collectives
 
     @entering
-    def submit(
-        self,
-        descriptor: Descriptor,
-        operand: Operand,
-        result: Callable[[], T],
-        *,
-        reads: tuple[Array, ...] = (),
-        writes: tuple[Array, ...] = (),
-    ) -> Handle[T]:
-        """Start a collective that owns the arrays it reads and writes until it is finished.
+    def submit(self, call: Call[T]) -> Handle[T]:
+        """Start a collective.
 
         Raises UsageError when another collective under way uses them or a block does not fit a slot, when another
         thread has one of the same name under way, and when this thread is inside the engine already; the error of the
         job's end when it is over.
         """
         self._refuse_nested()
-        handle = Handle(self, result, descriptor.name, reads, writes)
+        handle, operand = Handle(self, call), call.operand
         with self._lock:
             if self._machine.ended is not None or self._leaving:
                 raise self.end_error()
@@ -114,7 +104,7 @@ class Engine(Interruptible):
             for other in self._handles.values():
                 other.refuse(handle)
             try:
-                number = self._machine.submit(descriptor, operand, time.monotonic())
+                number = self._machine.submit(call.descriptor, operand, time.monotonic())
                 self._handles[number] = handle
                 is_small = operand.layout.blocks * operand.block_bytes <= SMALL_BYTES
                 self._spin_s = self._longest_spin_s / (1 if is_small else 10)

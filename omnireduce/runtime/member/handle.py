@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Generator
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
+from omnireduce.runtime.member.calls import Call
 
 T = TypeVar("T")
 
@@ -24,16 +25,9 @@ class Waiter(Protocol):
 class Handle(Generic[T]):
     """A collective under way. `wait` returns its result; the arrays belong to the collective until then."""
 
-    def __init__(
-        self,
-        engine: Waiter,
-        result: Callable[[], T],
-        name: str,
-        reads: tuple[Array, ...],
-        writes: tuple[Array, ...],
-    ) -> None:
-        self._engine, self._result, self._name = engine, result, name
-        self._reads, self._writes = reads, writes
+    def __init__(self, engine: Waiter, call: Call[T]) -> None:
+        self._engine, self._result, self._name = engine, call.result, call.descriptor.name
+        self._reads, self._writes = call.reads, call.writes
         self._thread = threading.current_thread()
         self._failed = False
         self.finished = False
@@ -53,6 +47,11 @@ class Handle(Generic[T]):
         if self._failed:
             raise self._engine.end_error(under_way=True)
         return self._result()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """`await handle` in a coroutine: `wait` in a thread of the event loop's executor, which goes on where the
+        coroutine is cancelled."""
+        return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
 
     def finish(self, *, failed: bool = False) -> None:
         """For the engine: the collective is over."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from omnireduce.config import Trace
-from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.protocol.operands import Operand, Packed
+from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.runtime.tracing.links import traced_links
@@ -58,18 +59,9 @@ class TracedEngine(Engine):
         super().__init__(*arguments)
         self._recorder = recorder
 
-    def submit(
-        self,
-        descriptor: Descriptor,
-        operand: Operand,
-        result: Callable[[], T],
-        *,
-        reads: tuple[Array, ...] = (),
-        writes: tuple[Array, ...] = (),
-    ) -> Handle[T]:
-        nbytes = descriptor.layout.elements * descriptor.element.itemsize
-        traced = TracedOperand(operand, nbytes, self._recorder)
-        return super().submit(descriptor, traced, result, reads=reads, writes=writes)
+    def submit(self, call: Call[T]) -> Handle[T]:
+        nbytes = call.descriptor.layout.elements * call.descriptor.element.itemsize
+        return super().submit(replace(call, operand=TracedOperand(call.operand, nbytes, self._recorder)))
 
     def _block(self, deadline: float | None) -> None:
         start = now()

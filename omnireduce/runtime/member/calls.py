@@ -1,0 +1,164 @@
+"""Makes calls of a user ready: checks the arguments, and says what travels and which arrays belong to the collective.
+
+Nothing is started here, so nothing has to be undone when an argument is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
+from omnireduce.dtypes import BYTES, Array, element_type
+from omnireduce.errors import UsageError
+from omnireduce.layout import Layout
+from omnireduce.protocol.operands import DenseTensor, Operand
+from omnireduce.protocol.rows import Pool, RowSet
+from omnireduce.runtime.member.arguments import (
+    check_array,
+    check_name,
+    check_op,
+    check_rows,
+    combine_duplicates,
+    flat_view,
+)
+from omnireduce.runtime.member.launcher import whole
+
+T = TypeVar("T")
+S = TypeVar("S", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A collective that can be started: what travels, this rank's part of it, and what the caller gets in the end.
+
+    The arrays that it `reads` and `writes` are its own until it is finished. `result` gives the same object each time.
+    """
+
+    descriptor: Descriptor
+    operand: Operand
+    result: Callable[[], T]
+    reads: tuple[Array, ...] = ()
+    writes: tuple[Array, ...] = ()
+
+
+class Place(NamedTuple):
+    """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
+    elements; tensors of up to `whole_bytes` go to one shard."""
+
+    rank: int
+    size: int
+    shards: int
+    owner: threading.Thread
+    block_size: int
+    stripe_blocks: int
+    whole_bytes: int
+
+    def layout(self, descriptor: Descriptor) -> Layout:
+        return descriptor.layout.dealt(self.shards, self.stripe_blocks, self.whole_bytes, descriptor.block_bytes)
+
+
+def reduction(
+    place: Place, kind: Kind, x: NDArray[S], out: NDArray[S] | None, op: str, name: str, block_size: int | None
+) -> Call[NDArray[S]]:
+    """All elements of `x` combined, in place or in `out`."""
+    element = element_type(check_array(x, "x").dtype)
+    block_size = place.block_size if block_size is None else whole(block_size, "block_size")
+    called = describe(kind, check_name(name, place.owner), element.name, x.shape, check_op(op), block_size)
+    source = flat_view(x, "x", writable=out is None, instead="pass out=")
+    target = source
+    if out is not None:
+        if check_array(out, "out").shape != x.shape or out.dtype != x.dtype:
+            raise UsageError(f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same")
+        target = flat_view(out, "out", writable=True)
+        if np.may_share_memory(source, target):
+            raise UsageError("out overlaps x; leave out away to work in place")
+    operand = DenseTensor(source, target, place.layout(called), element.zero_mask)
+    reads, result = () if target is source else (source,), x if out is None else out
+    return Call(called, operand, lambda: result, reads, (target,))
+
+
+def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:
+    """This rank's part of the combined `x`, which is kept."""
+    if check_array(x, "x").ndim == 0:
+        raise UsageError("reduce_scatter needs an array of at least one dimension")
+    whole_result = np.empty_like(x)
+    call = reduction(place, "reduce_scatter", x, whole_result, op, name, None)
+    part = cache(lambda: np.array_split(whole_result, place.size)[place.rank].copy())
+    return Call(call.descriptor, call.operand, part, call.reads, call.writes)
+
+
+def rows(
+    place: Place,
+    indices: Array,
+    values: NDArray[S],
+    n_rows: int,
+    op: str,
+    name: str,
+    make: Callable[[Callable[[], RowSet]], RowSet],
+    pool: Pool,
+) -> Call[tuple[NDArray[np.int64], NDArray[S]]]:
+    """Rows of a tall matrix, added by number. `make` returns what it is given to call, while nobody uses `pool`."""
+    element = element_type(check_array(values, "values").dtype)
+    n_rows = check_rows(indices, values, n_rows)
+    shape = n_rows, values.shape[1]
+    called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op))
+    numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
+    layout = place.layout(called)
+    operand = make(lambda: RowSet(numbers, own, layout, pool))
+    return Call(called, operand, lambda: operand.result, reads=(indices, values))
+
+
+def copy_of_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
+    """The bytes of the root's `x` in everybody's."""
+    root = whole(root, "root")
+    if not 0 <= root < place.size:
+        raise UsageError(f"root {root}: expected 0 to {place.size - 1}")
+    flat = flat_view(x, "x", writable=True)
+    called = _moving(place, "broadcast", name, x, root=root)
+    return _movement(place, called, flat if place.rank == root else None, flat, lambda: x)
+
+
+def all_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
+    """The bytes of everybody's `x`, side by side."""
+    flat = flat_view(x, "x", writable=False)
+    called = _moving(place, "allgather", name, x, parts=place.size)
+    try:
+        result = np.zeros((place.size, *x.shape), x.dtype)
+    except ValueError as error:
+        raise UsageError(f"the result of an allgather of {x.shape} by {place.size} ranks: {error}") from None
+    result[place.rank] = x
+    target = flat_view(result, "result", writable=True)
+    return _movement(place, called, target, target, lambda: result, reads=(flat,))
+
+
+def barrier(place: Place, name: str) -> Call[None]:
+    """Nothing, once everybody is there."""
+    empty = np.zeros(0, BYTES)
+    return _movement(place, _moving(place, "barrier", name, empty), None, empty, lambda: None)
+
+
+def _moving(place: Place, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
+    name = check_name(name, place.owner)
+    return describe(kind, name, dtype_text(x.dtype), x.shape, "sum", place.block_size, root, x.dtype.itemsize, parts)
+
+
+def _movement(
+    place: Place,
+    called: Descriptor,
+    source: Array | None,
+    target: Array,
+    result: Callable[[], T],
+    reads: tuple[Array, ...] = (),
+) -> Call[T]:
+    """A copy between ranks, as a sum of bytes to which all but one rank contribute zeros."""
+    data = target.view(BYTES)
+    mask = called.element.zero_mask
+    operand = DenseTensor(data if source is target else source, data, place.layout(called), mask)
+    return Call(called, operand, result, reads, (data,))

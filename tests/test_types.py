@@ -1,0 +1,52 @@
+"""What a type checker says of a user's program: results keep their dtype, and only what is an op is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mypy import api
+
+GOOD = """
+from typing import assert_type
+import numpy as np
+from numpy.typing import NDArray
+import omnireduce as omni
+
+x = np.ones(3, np.float32)
+table = np.ones((3, 2), np.float32)
+assert_type(omni.allreduce(x), NDArray[np.float32])
+assert_type(omni.allreduce_async(x, op="mean").wait(), NDArray[np.float32])
+assert_type(omni.allreduce_rows(np.arange(3), table, 3), tuple[NDArray[np.int64], NDArray[np.float32]])
+assert_type(omni.connect().broadcast(np.ones(3, np.int8)), NDArray[np.int8])
+assert_type(omni.allgather_async(x).wait(), NDArray[np.float32])
+assert_type(omni.reduce_scatter(x), NDArray[np.float32])
+omni.barrier_async().wait()
+
+async def later() -> NDArray[np.float32]:
+    return await omni.allreduce_async(x)
+"""
+WRONG = """
+import numpy as np
+import omnireduce as omni
+
+omni.allreduce(np.ones(3), op="sun")
+omni.broadcast(3)
+omni.allreduce_rows(np.arange(3), [1.0], 3)
+"""
+
+
+def errors(folder: Path, text: str) -> list[str]:
+    file = folder / "user.py"
+    file.write_text(text)
+    out, crashed, _ = api.run(["--strict", "--no-error-summary", str(file)])
+    assert not crashed
+    return [line for line in out.splitlines() if ": error: " in line]
+
+
+def test_results_keep_their_dtype(tmp_path: Path) -> None:
+    assert errors(tmp_path, GOOD) == []
+
+
+def test_what_is_wrong_is_an_error(tmp_path: Path) -> None:
+    found = errors(tmp_path, WRONG)
+    assert [line.split(":")[1] for line in found] == ["5", "6", "7"], found
