@@ -15,7 +15,10 @@ from omnireduce.config_meta import ADDRESS_ALLOWED
 from omnireduce.config_meta import meta as _meta
 from omnireduce.config_security import Metrics, Security
 
-Dtype = Literal["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"]
+Dtype = Literal[
+    "float16", "bfloat16", "float32", "float64",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+]  # fmt: skip
 Op = Literal["sum", "mean", "min", "max", "prod"]
 Overlap = Literal["random", "full", "none"]
 Distribution = Literal["uniform", "zipf"]

@@ -61,7 +61,7 @@ _ALL = (
     _float("bfloat16", ml_dtypes.bfloat16),
     _float("float32", np.float32),
     _float("float64", np.float64),
-    *(_integer(name) for name in ("int8", "int16", "int32", "int64", "uint8")),
+    *(_integer(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")),
 )
 ELEMENT_TYPES: dict[str, ElementType] = {each.name: each for each in _ALL}
 _BY_DTYPE = {each.dtype: each for each in _ALL}

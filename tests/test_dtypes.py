@@ -11,10 +11,10 @@ from omnireduce.dtypes import ELEMENT_TYPES, element_type
 from omnireduce.errors import UsageError
 
 
-def test_the_nine_types() -> None:
+def test_the_types() -> None:
     assert set(DTYPES) == {
         *("float16", "bfloat16", "float32", "float64"),
-        *("int8", "int16", "int32", "int64", "uint8"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     }
 
 
@@ -27,9 +27,7 @@ def test_a_type_is_found_by_its_dtype(name: str) -> None:
     assert element.is_half == (name in ("float16", "bfloat16"))
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.uint16, np.uint32, np.uint64, np.bool_, np.complex64, "S4", "O", ">f4", "M8[s]", ml_dtypes.int4]
-)
+@pytest.mark.parametrize("dtype", [np.bool_, np.complex64, "S4", "O", ">f4", "M8[s]", ml_dtypes.int4])
 def test_other_types_are_refused_with_the_list_of_those_that_work(dtype: object) -> None:
     with pytest.raises(UsageError, match=r"cannot reduce arrays of .*; supported are float16, bfloat16, float32"):
         element_type(dtype)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from omnireduce.wire import (
 from .seeds import FIRST, SLOT_BYTES, TENSOR
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8")
+DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
 
 
@@ -37,7 +37,7 @@ def descriptor_is_proper(found: Descriptor) -> bool:
     else:
         proper = found.dtype in DTYPES and found.item_bytes == 0 and (found.op != "mean" or found.dtype in FLOATS)
     if found.kind == "allreduce_rows":
-        proper = proper and found.op == "sum" and len(shape) == 2 and 1 <= shape[1] < 2**31 - 7
+        proper = proper and found.op in ("sum", "mean") and len(shape) == 2 and 1 <= shape[1] < 2**31 - 7
         block_size = shape[1] if proper else 1
     return (
         proper

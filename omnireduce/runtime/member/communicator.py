@@ -225,10 +225,10 @@ class Communicator:
         ranks.
 
         `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
-        int64 or uint8. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only read). `op`:
-        sum, mean, min, max or prod; mean needs a float type; 16-bit floats are summed in float32 and rounded once;
-        integers wrap. `name` is compared between ranks and appears in errors; threads other than the communicator's own
-        must give one. `block_size` overrides `protocol.block_size`: elements, a multiple of 8.
+        int64 or uint8 … uint64. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only
+        read). `op`: sum, mean, min, max or prod; mean needs a float type; 16-bit floats are summed in float32 and
+        rounded once; integers wrap. `name` is compared between ranks and appears in errors; threads other than the
+        communicator's own must give one. `block_size` overrides `protocol.block_size`: elements, a multiple of 8.
 
         A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
         becomes +0.
