@@ -14,7 +14,6 @@ import os
 import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,13 +28,12 @@ from aggregator.reload import reloaded
 from aggregator.shard import Listeners, open_listeners, run_shard
 from aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config, parse_address
-from omnireduce.kernels.warm import warm_up_aggregator
+from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret
 
 log = logging.getLogger("omnireduce.aggregator")
-MOMENT_S = 1.0  # longer than it takes to load compiled kernels
 STOP_MARGIN_S = 5.0  # beyond drain_s, before a shard that does not stop is killed
 
 
@@ -207,18 +205,15 @@ def _has_terminal() -> bool:
 
 
 def _make_kernels_ready() -> None:
-    """Load or compile the kernels, and say so when that takes long. No thread is left at the end: shards are forked."""
+    """Load or compile the kernels, and say so when that takes long."""
     started = time.monotonic()
-    text = "compiling kernels (at the first start only)"
-    slow = threading.Timer(MOMENT_S, log.info, [text], {"extra": tagged("compiling")})
-    slow.start()
-    try:
-        warm_up_aggregator()
-    finally:
-        slow.cancel()
-        slow.join()
+    warm_up_aggregator(_say_progress)
     seconds = time.monotonic() - started
     log.info("kernels ready after %.1f s", seconds, extra=tagged("kernels_ready", seconds=round(seconds, 1)))
+
+
+def _say_progress(ready: int, total: int) -> None:
+    log.info(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
 
 
 def _check_rdma(config: Config) -> None:

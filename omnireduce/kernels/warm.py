@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
@@ -13,36 +17,65 @@ from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatt
 STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # rows of halves: as float32
 
 
-def warm_up_aggregator() -> None:
-    """Make the aggregator's kernels ready."""
+Progress = Callable[[int, int], None]  # how many kernels are ready, of how many
+COMPILING = "compiling kernels (at the first start only): %d of %d are ready"
+MOMENT_S = 1.0  # longer than it takes to load compiled kernels
+
+
+def _silent(ready: int, total: int) -> None:
+    """Nobody asks."""
+
+
+def warm_up_aggregator(progress: Progress = _silent) -> None:
+    """Make the aggregator's kernels ready; call `progress` about once a second if that takes longer."""
+    make_ready(list(_of_aggregator()), progress)
+
+
+def warm_up_worker(progress: Progress = _silent) -> None:
+    """Make the worker's kernels ready; call `progress` about once a second if that takes longer."""
+    make_ready(list(_of_worker()), progress)
+
+
+def make_ready(kernels: Sequence[Callable[[], object]], progress: Progress) -> None:
+    """Call each of `kernels`, and `progress` between them."""
+    said_at = time.monotonic()
+    for ready, kernel in enumerate(kernels, 1):
+        kernel()
+        if time.monotonic() - said_at >= MOMENT_S:
+            progress(ready, len(kernels))
+            said_at = time.monotonic()
+
+
+def _of_aggregator() -> Iterator[Callable[[], object]]:
     indices, one = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
-    parts = np.zeros((1, 1), np.int64)
-    admit_indices(indices[0], 0, 1, one.copy())
-    all_owned(one, 0, 1, 1)
-    plan_union(indices, np.zeros(1, np.int64), one, np.zeros(1, np.int64), 8, 1, one.copy(), parts, True)
+    parts, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    yield partial(admit_indices, indices[0], 0, 1, one.copy())
+    yield partial(all_owned, one, 0, 1, 1)
+    yield partial(plan_union, indices, zero, one, zero.copy(), 8, 1, one.copy(), parts.copy(), True)
     row = np.zeros((1, 8), np.uint8)
-    leave_out(one, 0, row, row.copy())
-    scratch = np.zeros((2, 8), np.float32)
+    yield partial(leave_out, one, 0, row, row.copy())
     for storage in STORAGES:
-        reduce_blocks(OPS["sum"], np.zeros(8, storage), parts, np.zeros((1, 8), storage))
-    half = np.zeros(8, np.uint16)
-    reduce_half_blocks(OPS["sum"], True, half, parts, half.reshape(1, 8), scratch, scratch.view(np.uint32))
+        yield partial(reduce_blocks, OPS["sum"], np.zeros(8, storage), parts, np.zeros((1, 8), storage))
+    half, scratch = np.zeros(8, np.uint16), np.zeros((2, 8), np.float32)
+    yield partial(
+        reduce_half_blocks, OPS["sum"], True, half, parts, half.reshape(1, 8), scratch, scratch.view(np.uint32)
+    )
 
 
-def warm_up_worker() -> None:
-    """Make the worker's kernels ready."""
+def _of_worker() -> Iterator[Callable[[], object]]:
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
     for source in _as_callers_have_it(words):
-        pack_blocks(source, words, source is words, np.uint64(1), 0, 1, 1, 1, words.copy(), index)
-        pack_rows(index, source.view(np.uint8), 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
+        yield partial(pack_blocks, source, words, source is words, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
+        rows = source.view(np.uint8)
+        yield partial(pack_rows, index, rows, 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):
         for source in _as_callers_have_it(values):
-            add_rows(source, index, np.array([0, 1]), values.copy())
-    admit_indices(index, 0, 1, index.copy())
-    all_owned(index, 0, 1, 1)
+            yield partial(add_rows, source, index, np.array([0, 1]), values.copy())
+    yield partial(admit_indices, index, 0, 1, index.copy())
+    yield partial(all_owned, index, 0, 1, 1)
     unchanged = np.zeros(1, np.bool_)
-    split_marks(index, 0, index.copy(), unchanged)
-    scatter_blocks(words, words.copy(), index, unchanged, False)
+    yield partial(split_marks, index, 0, index.copy(), unchanged)
+    yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
 
 
 def _as_callers_have_it(array: Array) -> tuple[Array, Array]:

@@ -270,7 +270,7 @@ import os, signal, urllib.error, urllib.request
 from aggregator import cli, daemon, monitor
 opened, really = [], monitor.open_http
 monitor.open_http = lambda address: opened.append(really(address)) or opened[0]
-def compiling():
+def compiling(progress):
     for page in ("healthz", "readyz"):
         try:
             print(urllib.request.urlopen(f"http://{opened[0][1]}/{page}", timeout=60).status, flush=True)

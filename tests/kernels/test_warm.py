@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+
+from omnireduce.kernels import warm
 
 PROGRAM = """
 import numpy as np
@@ -50,3 +53,16 @@ def test_no_collective_compiles_anything() -> None:
     """In a process of its own: in this one other tests have compiled whatever they needed."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_takes_long_is_said_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], []
+
+    def compile_for(seconds: float) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    monkeypatch.setattr(warm.time, "monotonic", lambda: now[0])
+    warm.make_ready([compile_for(0.01)] * 20, lambda *progress: said.append(progress))
+    assert said == []
+    warm.make_ready([compile_for(0.4)] * 7, lambda *progress: said.append(progress))
+    assert said == [(3, 7), (6, 7)]

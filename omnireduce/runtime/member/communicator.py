@@ -23,7 +23,7 @@ from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
-from omnireduce.kernels.warm import warm_up_worker
+from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.rows import Pool
 from omnireduce.runtime.member import calls
@@ -94,13 +94,12 @@ class Communicator:
         if config.elastic.enabled and config.elastic.smallest > size:
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
-        warm_up_worker()
+        self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest, self._pool = name, size, Pool()
         self._gave_up = False  # by `shutdown`
         self._on_shutdown: Callable[[], None] = lambda: None
         launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
         self._hello = hello_of(config, name, launch, rank, size)
-        self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         if size > 1 and not launch and config.cluster.job == "auto" and name == job_name(config, None):
             self._log.warning(
                 "nothing tells this launch from another one of %d workers: if two may run at once on these "
@@ -108,7 +107,13 @@ class Communicator:
             )  # fmt: skip
         if config.elastic.enabled:
             self._hello = replace(self._hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
+        warm_up_worker(self._say_progress)
         self._form(self._hello)
+
+    def _say_progress(self, ready: int, total: int) -> None:
+        """A warning: a program that sets up no logs shows nothing less."""
+        if self._hello.rank == 0:
+            self._log.warning(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
 
     def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
         """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
