@@ -52,24 +52,26 @@ def _accumulate(op: int, total: Array, item: Array) -> None:
 @kernel
 def _finish(op: int, total: Array, present: int, ranks: int) -> None:
     """Let absent blocks take part in min and max as zeros, and divide a mean once."""
+    zero = total.dtype.type(0)  # a plain 0 is signed: beside it, uint64 would become float64
     if op == MEAN:
         for i in range(total.size):
             total[i] /= ranks
     elif present < ranks and op == MIN:
         for i in range(total.size):
-            total[i] = 0 if total[i] > 0 else total[i]
+            total[i] = zero if total[i] > zero else total[i]
     elif present < ranks and op == MAX:
         for i in range(total.size):
-            total[i] = 0 if total[i] < 0 else total[i]
+            total[i] = zero if total[i] < zero else total[i]
 
 
 @kernel
 def _product(total: Array, arena: Array, part: Array) -> None:
     """The product with absent blocks as zeros, each in its place: factors that overflow after a zero give 0."""
+    zero = total.dtype.type(0)  # as in _finish
     total[:] = 1
     for at in part:
         for i in range(total.size):
-            total[i] *= arena[at + i] if at >= 0 else 0
+            total[i] *= arena[at + i] if at >= 0 else zero
 
 
 @kernel
