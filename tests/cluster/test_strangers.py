@@ -13,7 +13,7 @@ from cluster_checks import assert_serves
 from local_cluster import Daemon, open_files
 from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
-from omnireduce.runtime.connections import HELLO_LIMIT
+from omnireduce.runtime.shard.connections import HELLO_LIMIT
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
 from omnireduce.wire import Leave, Refused, Welcome
 
