@@ -12,10 +12,11 @@ import numpy as np
 from omnireduce.dtypes import Array
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
+BITS = (8, 16, 32, 64)
 _SAFETENSORS_NAMES = dict(
     zip(
-        ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"),
-        ("F16", "BF16", "F32", "F64", "I8", "I16", "I32", "I64", "U8"),
+        ("float16", "bfloat16", "float32", "float64", *(f"{sign}{bits}" for sign in ("int", "uint") for bits in BITS)),
+        ("F16", "BF16", "F32", "F64", *(f"{sign}{bits}" for sign in "IU" for bits in BITS)),
         strict=True,
     )
 )

@@ -301,7 +301,7 @@ def test_density_reports_the_other_files_beside_a_broken_one(tmp_path: Path) -> 
         f"Error: {broken}: is 20 bytes long, which its header does not fit into",
         f"Error: {missing}: No such file or directory",
         f"Error: {mixed}: names: cannot reduce arrays of <U1; supported are "
-        "float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8",
+        "float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8, uint16, uint32, uint64",
     ]
     assert "gradient" in result.stdout
     assert "ones" in result.stdout

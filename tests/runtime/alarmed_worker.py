@@ -17,6 +17,7 @@ import numpy as np
 from local_cluster import configured
 
 from omnireduce import AbortedError, Communicator
+from omnireduce.runtime.member import calls
 
 SIZE, JOBS, COLLECTIVES = 1 << 20, 6, 300
 
@@ -64,7 +65,7 @@ def one_job(comm: Communicator, alarm: Alarm, chance: random.Random) -> dict[str
     for number in range(COLLECTIVES):
         x = np.full(SIZE, number + 1, np.float32)
         try:
-            handle = comm._allreduce("allreduce", x, None, "sum", "", None)
+            handle = comm._start(calls.reduction(comm._place, "allreduce", x, None, "sum", "", None))
         except AbortedError as error:  # the alarm came when the collective before was complete
             return {"wrong": wrong, "raised": said, "reason": error.reason, "culprit": error.culprit}
         said = ""

@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "read-only": (lambda c: c.allreduce(READ_ONLY), "x is read-only and cannot take the result; pass out="),
     "complex": (lambda c: c.allreduce(np.ones(9, np.complex64)), "cannot reduce arrays of complex64; supported are"),
     "bool": (lambda c: c.allreduce(np.ones(9, bool)), "cannot reduce arrays of bool"),
-    "uint32": (lambda c: c.allreduce(np.ones(9, np.uint32)), "cannot reduce arrays of uint32"),
+    "complex64": (lambda c: c.allreduce(np.ones(9, np.complex64)), "cannot reduce arrays of complex64"),
     "other byte order": (lambda c: c.allreduce(np.ones(9, np.dtype(">f4"))), "cannot reduce arrays of >f4"),
     "objects": (lambda c: c.broadcast(np.array([None])), "Python objects"),
     "an unknown op": (lambda c: c.allreduce(X, op="avg"), "op 'avg': expected one of sum, mean, min, max, prod"),
