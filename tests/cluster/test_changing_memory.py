@@ -107,8 +107,8 @@ def test_an_aggregator_that_rewrites_its_results() -> None:
                 ranks = Ranks(1, lambda _, guard=guard: reduce_one(port, guard))
                 mislead(listener.accept()[0], result, ranks)
                 guard.check()
-                ran = guard.array != 1
-                assert not np.delete(ran, [*range(768, 1024), *range(1280, 1536), *range(9984, ELEMENTS)]).any()
+                written = set((np.flatnonzero(guard.array != 1) // 256).tolist())
+                assert written <= {3, 5, 39, 0}  # its own; and 0, the one lie that may stand in the place of 3
 
 
 def reduce_one(port: int, guard: Guarded) -> None:
