@@ -70,6 +70,7 @@ __all__ = [
     "is_initialized",
     "load_config",
     "local_rank",
+    "local_size",
     "rank",
     "reduce_scatter",
     "reduce_scatter_async",
@@ -113,6 +114,7 @@ def connect(
         rank=launch.rank,
         size=launch.size,
         local_rank=launch.local_rank,
+        local_size=launch.local_size,
         job=job_name(settings, launch.job),
     )
 
@@ -243,3 +245,13 @@ def size() -> int:
 def local_rank() -> int:
     """This worker's number among those on its host, as the launcher gave it."""
     return _communicator().local_rank
+
+
+def local_size() -> int:
+    """How many workers of the launch this host has, as the launcher gave it. Raises UsageError when nobody said it."""
+    found = _communicator().local_size
+    if found is None:
+        raise UsageError(
+            "how many workers this host has is not known: no launcher said it, expected mpirun, srun or torchrun"
+        )
+    return found

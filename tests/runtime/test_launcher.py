@@ -22,15 +22,18 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
     "OMPI_COMM_WORLD_SIZE": "8",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "prterun-host-42@1",
 }
-MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
-TORCHRUN = {"RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "run"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = {"RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "run"}
 SLURM = {
     "SLURM_PROCID": "2",
     "SLURM_NTASKS": "16",
     "SLURM_STEP_NUM_TASKS": "9",
     "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2(x4)",
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "0",
 }
@@ -39,11 +42,11 @@ SLURM = {
 @pytest.mark.parametrize(
     ("environ", "launch"),
     [
-        ({}, Launch(0, 1, 0, None, "none")),
-        (OPEN_MPI, Launch(5, 8, 1, "prterun-host-42@1", "Open MPI")),
-        (MPICH, Launch(3, 4, 1, None, "MPICH")),
-        (TORCHRUN, Launch(6, 7, 2, "run", "torchrun")),
-        (SLURM, Launch(2, 9, 1, "77.0", "Slurm")),
+        ({}, Launch(0, 1, 0, None, "none", 1)),
+        (OPEN_MPI, Launch(5, 8, 1, "prterun-host-42@1", "Open MPI", 4)),
+        (MPICH, Launch(3, 4, 1, None, "MPICH", 2)),
+        (TORCHRUN, Launch(6, 7, 2, "run", "torchrun", 3)),
+        (SLURM, Launch(2, 9, 1, "77.0", "Slurm", 2)),
     ],
     ids=lambda value: value.launcher if isinstance(value, Launch) else "",
 )
@@ -69,9 +72,20 @@ def test_slurm_counts_only_inside_a_step() -> None:
     assert detect_launch(batch_script | {"SLURM_STEP_ID": "3"}) == Launch(2, 16, 1, "77.3", "Slurm")
 
 
+@pytest.mark.parametrize(("tasks", "node", "found"), [("3", 0, 3), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("1,5", 1, 5)])
+def test_tasks_of_a_slurm_node(tasks: str, node: int, found: int) -> None:
+    environ = SLURM | {"SLURM_LOCALID": "0", "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": tasks}
+    assert detect_launch(environ).local_size == found
+
+
+def test_a_launcher_that_does_not_say_how_many_are_on_this_host() -> None:
+    for environ, name in ((OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (SLURM, "SLURM_NODEID")):
+        assert detect_launch({key: value for key, value in environ.items() if key != name}).local_size is None
+
+
 def test_srun_with_pmi2_takes_the_local_rank_from_slurm() -> None:
     pmi2 = {"PMI_RANK": "2", "PMI_SIZE": "9", "PMI_JOBID": "77.0"}
-    assert detect_launch(SLURM | pmi2) == Launch(2, 9, 1, "77.0", "MPICH")
+    assert detect_launch(SLURM | pmi2) == Launch(2, 9, 1, "77.0", "MPICH", 2)
 
 
 def test_torchrun_without_an_id_has_no_job() -> None:
@@ -117,6 +131,10 @@ def test_arguments_may_be_integers_of_numpy() -> None:
         (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK: got '-1', expected an int that is not negative"),
         (MPICH | {"PMI_RANK": "4"}, "MPICH: got PMI_RANK=4 and PMI_SIZE=4, expected 0 <= rank < size"),
         (MPICH | {"PMI_SIZE": "0"}, "expected 0 <= rank < size"),
+        (MPICH | {"MPI_LOCALNRANKS": "1"}, "MPICH: got local rank 1 of 1 on this host and 4 in all, expected"),
+        (MPICH | {"MPI_LOCALNRANKS": "5"}, "MPICH: got local rank 1 of 5 on this host and 4 in all, expected"),
+        (SLURM | {"SLURM_NODEID": "5"}, "SLURM_STEP_TASKS_PER_NODE: got '1,2(x4)', expected a number of tasks for"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: got '2(x', expected a number"),
     ],
 )
 def test_variables_that_do_not_fit_are_named(environ: dict[str, str], message: str) -> None:
@@ -154,7 +172,7 @@ def test_real_mpirun() -> None:
         "from omnireduce.runtime.member.launcher import detect_launch as d\n"
         "import sys\n"
         "l = d()\n"
-        "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.launcher}\\n')"  # in one piece
+        "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.local_size} {l.launcher}\\n')"  # in one piece
     )
     done = subprocess.run(
         [str(MPIRUN), "-n", "2", sys.executable, "-c", program],
@@ -164,7 +182,7 @@ def test_real_mpirun() -> None:
         check=True,
     )
     lines = sorted(done.stdout.splitlines())
-    assert lines in (["0 2 0 MPICH", "1 2 1 MPICH"], ["0 2 0 Open MPI", "1 2 1 Open MPI"])
+    assert lines in (["0 2 0 2 MPICH", "1 2 1 2 MPICH"], ["0 2 0 2 Open MPI", "1 2 1 2 Open MPI"])
 
 
 WITHOUT_ID = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}

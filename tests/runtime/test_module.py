@@ -24,6 +24,7 @@ CALLS: list[Callable[[], object]] = [
     omni.rank,
     omni.size,
     omni.local_rank,
+    omni.local_size,
 ]
 
 
@@ -116,7 +117,13 @@ def test_rank_and_size_from_a_launcher(daemon: Daemon, monkeypatch: pytest.Monke
     for name, value in {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "PMI_JOBID": unique_job()}.items():
         monkeypatch.setenv(name, value)
     comm = omni.init(aggregators=daemon.addresses)
-    assert (comm.rank, comm.size) == (0, 1)
+    assert (comm.rank, comm.size, comm.local_size) == (0, 1, None)
+    with pytest.raises(omni.UsageError, match="how many workers this host has is not known"):
+        omni.local_size()
+    omni.shutdown()
+    monkeypatch.setenv("MPI_LOCALNRANKS", "1")
+    omni.init(aggregators=daemon.addresses)
+    assert (omni.local_rank(), omni.local_size()) == (0, 1)
 
 
 def test_connect_uses_no_global_state(daemon: Daemon) -> None:

@@ -23,6 +23,7 @@ from omnireduce.errors import UsageError
 
 LONGEST = 128  # characters of a job's name and of a launch's id
 LONGEST_BITS = 1024  # of an integer that an error may still show
+TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two on each of three nodes, one on the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Launch:
     """One process of a launch: `0 <= rank < size`; `local_rank` counts the launch's processes on this host.
 
     `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so:
-    "arguments", "Open MPI", "MPICH", "torchrun", "Slurm", or "none" for a process on its own.
+    "arguments", "Open MPI", "MPICH", "torchrun", "Slurm", or "none" for a process on its own. `local_size` is how many
+    processes of the launch this host has, None where nobody said it.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Launch:
     local_rank: int
     job: str | None
     launcher: str
+    local_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class _Variables:
     rank: str
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
     job: tuple[tuple[str, ...], ...]
     guard: str = ""
 
@@ -61,6 +65,7 @@ _LAUNCHERS = (
         rank="OMPI_COMM_WORLD_RANK",
         size=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=(("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
     ),
     _Variables(  # MPICH's mpirun, and srun --mpi=pmi2, which has a job id but no local rank of its own
@@ -68,6 +73,7 @@ _LAUNCHERS = (
         rank="PMI_RANK",
         size=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID", "SLURM_LOCALID"),
+        local_size=("MPI_LOCALNRANKS", TASKS_PER_NODE),
         job=(("PMI_JOBID",),),
     ),
     _Variables(
@@ -75,6 +81,7 @@ _LAUNCHERS = (
         rank="RANK",
         size=("WORLD_SIZE",),
         local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
         job=(("TORCHELASTIC_RUN_ID",),),
     ),
     _Variables(
@@ -82,6 +89,7 @@ _LAUNCHERS = (
         rank="SLURM_PROCID",
         size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),  # NTASKS may count the allocation, not the step
         local_rank=("SLURM_LOCALID",),
+        local_size=(TASKS_PER_NODE,),
         job=(("SLURM_JOB_ID", "SLURM_STEP_ID"),),
         guard="SLURM_STEP_ID",
     ),
@@ -105,7 +113,7 @@ def detect_launch(
     for variables in _LAUNCHERS:
         if _is_inside(variables, environ):
             return _launch(variables, environ)
-    return Launch(0, 1, 0, None, "none")
+    return Launch(0, 1, 0, None, "none", 1)
 
 
 def whole(value: object, what: str) -> int:
@@ -179,7 +187,6 @@ def _is_inside(variables: _Variables, environ: Mapping[str, str]) -> bool:
 def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
     rank_name = variables.rank
     size_name = next((name for name in variables.size if name in environ), variables.size[-1])
-    local_name = next((name for name in variables.local_rank if name in environ), None)
     if rank_name not in environ or size_name not in environ:
         given, missing = (rank_name, size_name) if rank_name in environ else (size_name, rank_name)
         raise UsageError(f"{variables.launcher}: got {given} but not {missing}, expected both or neither")
@@ -188,11 +195,37 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
         raise UsageError(
             f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
         )
-    local_rank = _number(local_name, environ) if local_name else 0
+    local_rank = _local(variables.local_rank, environ) or 0
+    local_size = _local(variables.local_size, environ)
+    if local_size is not None and not local_rank < local_size <= size:
+        raise UsageError(
+            f"{variables.launcher}: got local rank {local_rank} of {local_size} on this host and {size} in all, "
+            "expected local rank < local size <= size"
+        )
     job = _job(variables, environ)
     if job is None and variables.launcher == "MPICH":
         job = _process_manager()
-    return Launch(rank, size, local_rank, job, variables.launcher)
+    return Launch(rank, size, local_rank, job, variables.launcher, local_size)
+
+
+def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    """A number that counts on this host only, under the first of the names that is set."""
+    name = next((name for name in names if name in environ), None)
+    if name == TASKS_PER_NODE:
+        return _tasks_of_node(environ[name], _number("SLURM_NODEID", environ)) if "SLURM_NODEID" in environ else None
+    return _number(name, environ) if name else None
+
+
+def _tasks_of_node(text: str, node: int) -> int:
+    """How many tasks of a Slurm step its node number `node` has."""
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if found is None:
+            break
+        node -= int(found[2] or 1)
+        if node < 0:
+            return int(found[1])
+    raise UsageError(f"{TASKS_PER_NODE}: got {text!r}, expected a number of tasks for each node, such as 2(x3),1")
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:
