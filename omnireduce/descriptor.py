@@ -13,31 +13,37 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import BYTES, ELEMENT_TYPES, ElementType, element_type
+from omnireduce.dtypes import BOOL, BYTES, ELEMENT_TYPES, ElementType, element_type
 from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.layout import Layout
 from omnireduce.wire import EXTRA_BYTES, MAX_BLOCKS, MAX_ELEMENTS, SHOWN, UNDECODABLE, shown
 
-Kind = Literal["allreduce", "allreduce_rows", "reduce_scatter", "broadcast", "allgather", "barrier"]
-Op = Literal["sum", "mean", "min", "max", "prod"]
-REDUCING = ("allreduce", "allreduce_rows", "reduce_scatter")  # the others move bytes
-ANY_OP: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod")
-OPS_OF: dict[Kind, tuple[Op, ...]] = {  # a row that nobody has is one of zeros, which min and max would have to add
-    "allreduce": ANY_OP, "reduce_scatter": ANY_OP, "allreduce_rows": ("sum", "mean"),
-}  # fmt: skip
+Kind = Literal[
+    "allreduce", "allreduce_rows", "reduce_scatter", "reduce",
+    "broadcast", "allgather", "gather", "scatter", "alltoall", "barrier",
+    "allgather_ragged", "broadcast_object", "allgather_object",
+]  # fmt: skip
+Op = Literal["sum", "mean", "min", "max", "prod", "any", "all"]
+REDUCING = ("allreduce", "allreduce_rows", "reduce_scatter", "reduce")  # the others move bytes
+PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")  # parts of any size, in packets
+ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")
+NUMBER_OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod")
+BOOL_OPS: tuple[Op, ...] = ("any", "all")
 NAME_CHARACTERS = 200
 DTYPE_CHARACTERS = 60
 MAX_DIMENSIONS = 64
 MAX_BLOCK_SIZE = (1 << 31) - 8
 MOVED_BLOCK_BYTES = 1 << 15  # at most, where bytes are moved: such blocks fit any slot
+PACKET_BYTES = 1024
+PART_PACKETS = 1 << 24  # that one rank may have: 16 GiB
 REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same ones again and again
 
 
 class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """One call. Raises UsageError for one that cannot be; what a peer sends is checked in the same way.
 
-    `shape`: of the array, (n_rows, width) of `allreduce_rows`; `block_size`: in elements; `item_bytes`: the size of an
-    element where bytes are moved, else 0; `parts`: how many such arrays the result holds.
+    `shape`: of the array, (n_rows, width) of `allreduce_rows`, of one item of `allgather_ragged`; `block_size`: in
+    elements; `item_bytes`: the size of an element where bytes are moved, else 0; `parts`: how many such arrays travel.
     """
 
     kind: Kind
@@ -60,13 +66,14 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
             return f"a name of {len(self.name)} characters; expected at most {NAME_CHARACTERS}"
         if not self.name.isprintable():
             return f"a name with characters that cannot be shown: {self.name[:40]!r}"
-        if self.reduces and self.dtype not in ELEMENT_TYPES:
+        if self.reduces and self.dtype not in (*ELEMENT_TYPES, BOOL.name):
             return f"cannot reduce arrays of {self.dtype[:DTYPE_CHARACTERS]!r}"
         if len(self.dtype) > DTYPE_CHARACTERS or not (self.dtype.isascii() and self.dtype.isprintable()):
             return f"the dtype {self.dtype[:DTYPE_CHARACTERS]!r} cannot be shown"
-        ops = OPS_OF.get(self.kind, ("sum",))
+        ops = self._ops
         if self.op not in ops:
-            return f"{self.kind} has no op {self.op}" + (f"; expected {' or '.join(ops)}" if len(ops) > 1 else "")
+            of = f" of {self.dtype}" if self.reduces else ""
+            return f"{self.kind}{of} has no op {self.op}" + (f"; expected {' or '.join(ops)}" if len(ops) > 1 else "")
         if self.op == "mean" and not self.element.is_float:
             return f"the mean of {self.dtype} is not an {self.dtype}; convert to a float type first"
         return ""
@@ -92,6 +99,14 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return ""
 
     @property
+    def _ops(self) -> tuple[Op, ...]:
+        if not self.reduces:
+            return ("sum",)
+        if self.kind == "allreduce_rows":  # a row that nobody has is one of zeros, which min and max would have to add
+            return () if self.dtype == BOOL.name else ("sum", "mean")
+        return BOOL_OPS if self.dtype == BOOL.name else NUMBER_OPS
+
+    @property
     def reduces(self) -> bool:
         """Numbers are combined. Else bytes move, as a sum to which all ranks but one contribute zeros."""
         return self.kind in REDUCING
@@ -99,7 +114,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def element(self) -> ElementType:
         """The type of element that travels."""
-        return ELEMENT_TYPES[self.dtype] if self.reduces else element_type(BYTES)
+        return element_type(self.dtype if self.reduces else BYTES)
 
     @cached_property
     def layout(self) -> Layout:
@@ -109,6 +124,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
             return Layout(elements, self.shape[1])
         if self.reduces:
             return Layout(elements, self.block_size)
+        if self.kind in PACKED:
+            return Layout(self.parts * PART_PACKETS * PACKET_BYTES, PACKET_BYTES)
         block_bytes = min(self.block_size * self.item_bytes, MOVED_BLOCK_BYTES) // 8 * 8
         return Layout(elements * self.item_bytes * self.parts, block_bytes)
 
@@ -135,10 +152,12 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
             return said
         if self.kind == "allreduce_rows":
             return f"{said} of {self.dtype}, n_rows {self.shape[0]}, width {self.shape[1]}, {self.op}"
-        said += f" of {self.dtype} {self._shape_text}"
-        if self.kind == "broadcast":
-            return f"{said}, root {self.root}"
-        return said if self.kind == "allgather" else f"{said}, {self.op}"
+        if self.kind == "allgather_ragged":
+            said += f" of {self.dtype}, each of its items {self._shape_text}"
+        elif self.kind not in PACKED:
+            said += f" of {self.dtype} {self._shape_text}"
+        said += f", {self.op}" if self.reduces else ""
+        return f"{said}, root {self.root}" if self.kind in ROOTED else said
 
     def __str__(self) -> str:
         return self._text

@@ -64,12 +64,13 @@ _ALL = (
     *(_integer(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")),
 )
 ELEMENT_TYPES: dict[str, ElementType] = {each.name: each for each in _ALL}
-_BY_DTYPE = {each.dtype: each for each in _ALL}
+BOOL = ElementType("bool", np.dtype(np.bool_), np.dtype(np.uint8), ALL_BITS, is_float=False)  # any and all, no sums
+_BY_DTYPE = {each.dtype: each for each in (*_ALL, BOOL)}
 
 
 def element_type(dtype: DTypeLike) -> ElementType:
     """Return the element type of a NumPy dtype. Raises UsageError for one that the service cannot reduce."""
     found = _BY_DTYPE.get(np.dtype(dtype))
     if found is None:
-        raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}")
+        raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}, bool")
     return found

@@ -69,6 +69,11 @@ def test_calls_in_words() -> None:
     assert str(rows) == "allreduce_rows 'e' of float16, n_rows 9, width 4, sum"
     assert str(Descriptor("broadcast", "", "<U3", (), item_bytes=12, root=2)) == "broadcast of <U3 (), root 2"
     assert str(Descriptor("allgather", "s", "int64", (2, 3), item_bytes=8, parts=4)) == "allgather 's' of int64 (2, 3)"
+    assert str(Descriptor("reduce", "", "bool", (2,), "any", root=1)) == "reduce of bool (2,), any, root 1"
+    ragged = Descriptor("allgather_ragged", "", "int64", (3,), item_bytes=8, parts=4)
+    assert str(ragged) == "allgather_ragged of int64, each of its items (3,)"
+    thing = Descriptor("broadcast_object", "state", "uint8", (), item_bytes=1, parts=4, root=2)
+    assert str(thing) == "broadcast_object 'state', root 2"
     assert str(Descriptor("barrier", "", "uint8", (0,), item_bytes=1)) == "barrier"
 
 
@@ -92,6 +97,10 @@ def test_two_that_look_alike_are_told_apart() -> None:
         (Descriptor("broadcast", "", "V9999", (5,), block_size=8, item_bytes=9999), "uint8", 49995, 32768),
         (Descriptor("allgather", "", "float64", (5, 7), item_bytes=8, parts=3), "uint8", 840, 64),
         (Descriptor("barrier", "", "uint8", (0,), item_bytes=1), "uint8", 0, 8),
+        (Descriptor("reduce", "", "float64", (5, 7), block_size=16, root=3), "float64", 35, 16),
+        (Descriptor("scatter", "", "float64", (5, 7), item_bytes=8, parts=3), "uint8", 840, 64),
+        (Descriptor("allgather_ragged", "", "float64", (7,), item_bytes=8, parts=3), "uint8", 3 * 2**34, 1024),
+        (Descriptor("allgather_object", "", "uint8", (), item_bytes=1, parts=2), "uint8", 2 * 2**34, 1024),
     ],
     ids=str,
 )
@@ -131,7 +140,7 @@ def test_dtypes_in_words() -> None:
 
 
 def test_calls_travel_as_before() -> None:
-    """The bytes of protocol version 5: whoever changes them raises PROTOCOL_VERSION."""
+    """The bytes of protocol version 6: whoever changes them raises PROTOCOL_VERSION."""
     called = Descriptor("allreduce_rows", "w", "float32", (125, 8))
     assert called.encoded.hex() == "99ae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001"
 

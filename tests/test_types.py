@@ -20,6 +20,12 @@ assert_type(omni.allreduce_rows(np.arange(3), table, 3), tuple[NDArray[np.int64]
 assert_type(omni.connect().broadcast(np.ones(3, np.int8)), NDArray[np.int8])
 assert_type(omni.allgather_async(x).wait(), NDArray[np.float32])
 assert_type(omni.reduce_scatter(x), NDArray[np.float32])
+assert_type(omni.reduce(x, 0), NDArray[np.float32] | None)
+assert_type(omni.gather(x), NDArray[np.float32] | None)
+assert_type(omni.scatter(x), NDArray[np.float32])
+assert_type(omni.alltoall(x), NDArray[np.float32])
+assert_type(omni.allgather_ragged_async(x).wait(), list[NDArray[np.float32]])
+assert_type(omni.allreduce(x > 0, op="any"), NDArray[np.bool_])
 omni.barrier_async().wait()
 
 async def later() -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from omnireduce.dtypes import Array
 from omnireduce.kernels.jit import kernel
 
 SUM, MEAN, MIN, MAX, PROD = range(5)
-OPS = {"sum": SUM, "mean": MEAN, "min": MIN, "max": MAX, "prod": PROD}
+OPS = {"sum": SUM, "mean": MEAN, "min": MIN, "max": MAX, "prod": PROD, "any": MAX, "all": MIN}
 
 
 @kernel

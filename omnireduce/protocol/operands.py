@@ -46,7 +46,7 @@ class Operand(Protocol):
         ...
 
     def finish(self) -> None:
-        """All results are there."""
+        """All results are there. Raises ProtocolError when they cannot be what the ranks have sent."""
         ...
 
 
@@ -141,3 +141,14 @@ class DenseTensor:
 
     def finish(self) -> None:
         self._target.store_tail()
+
+
+class Contribution(DenseTensor):
+    """A tensor that takes part; of the result nothing is kept. `source` is only read."""
+
+    def __init__(self, source: Array, layout: Layout, zero_mask: np.uint64) -> None:
+        super().__init__(source, source, layout, zero_mask)
+        self._target = _Blocks(source[:0].copy(), self.block_bytes)
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        pass

@@ -251,8 +251,13 @@ class WorkerMachine:
         if done is not None:
             done.shards_left -= 1
         while self._under_way and self._under_way[0].shards_left == 0:
-            collective = self._under_way.popleft()
-            collective.operand.finish()
+            collective = self._under_way[0]
+            try:
+                collective.operand.finish()
+            except ProtocolError as error:
+                yield from self.violated(shard, str(error), now)
+                return
+            self._under_way.popleft()
             self._oldest_since, self._late_s, self._longest, self._waiting_for = now, 0.0, None, ""
             yield Finish(collective.number)
         if self._retired:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from local_cluster import ROOT, Daemon, Ranks, unique_job
 
 import omnireduce as omni
+from omnireduce.runtime.member import world
+from omnireduce.runtime.member.collectives import Collectives
 
 CALLS: list[Callable[[], object]] = [
     lambda: omni.allreduce(np.ones(2)),
@@ -20,6 +24,13 @@ CALLS: list[Callable[[], object]] = [
     lambda: omni.broadcast(np.ones(2)),
     lambda: omni.allgather(np.ones(2)),
     lambda: omni.reduce_scatter(np.ones(2)),
+    lambda: omni.reduce(np.ones(2)),
+    lambda: omni.gather(np.ones(2)),
+    lambda: omni.scatter(np.ones(2), np.ones((1, 2))),
+    lambda: omni.alltoall(np.ones((1, 2))),
+    lambda: omni.allgather_ragged(np.ones(2)),
+    lambda: omni.broadcast_object("x"),
+    lambda: omni.allgather_object("x"),
     omni.barrier,
     omni.rank,
     omni.size,
@@ -64,6 +75,37 @@ def test_everything_on_the_global_communicator(daemon: Daemon) -> None:
     assert comm.statistics().collectives == 8
 
 
+def test_every_method_is_a_function_and_the_other_way_round() -> None:
+    """With the same arguments, so that a program may move from one to the other."""
+    methods = {name: each for name, each in vars(Collectives).items() if not name.startswith("_")}
+    assert len(methods) == 2 * 13
+    for name, method in methods.items():
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        assert list(inspect.signature(getattr(omni, name)).parameters.values()) == parameters
+
+
+def test_both_forms_of_every_collective(daemon: Daemon) -> None:
+    """Of one rank, whose part is all there is."""
+    omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    x = np.arange(3.0)
+    table = np.arange(2), np.ones((2, 2)), 4
+    calls: dict[str, tuple[tuple[Any, ...], Any]] = {
+        "allreduce": ((x,), x), "reduce": ((x,), x), "reduce_scatter": ((x,), x), "allreduce_rows": (table, table[:2]),
+        "broadcast": ((x,), x), "allgather": ((x,), [x]), "gather": ((x,), [x]), "scatter": ((x.copy(), [x]), x),
+        "alltoall": ((x[None],), [x]), "allgather_ragged": ((x,), [x]), "broadcast_object": (("x",), "x"),
+        "allgather_object": (("x",), ["x"]), "barrier": ((), None),
+    }  # fmt: skip
+    assert set(calls) == {name for name in vars(Collectives) if not name.startswith("_") and "async" not in name}
+    for name, (arguments, expected) in calls.items():
+        arguments = tuple(np.array(each) if isinstance(each, list) else each for each in arguments)
+        handle = getattr(omni, f"{name}_async")(*arguments, name="a")
+        for found in (handle.wait(30), getattr(omni, name)(*arguments)):
+            if isinstance(expected, tuple | list) and name != "allgather_object":
+                assert all(map(np.array_equal, found, expected)), name
+            else:
+                assert np.array_equal(found, expected), name
+
+
 def test_before_init_and_after_shutdown(daemon: Daemon) -> None:
     assert_not_initialised()
     omni.shutdown()  # nothing to do
@@ -80,7 +122,7 @@ def test_with_init_leaves_nothing_behind(daemon: Daemon) -> None:
             assert (omni.allreduce(np.ones(2)).tolist(), comm.shards) == ([1.0, 1.0], 3)
         assert_not_initialised()
         assert not omni.is_initialized()
-        assert omni._global is None  # else it would keep its memory
+        assert world._global is None  # else it would keep its memory
 
 
 def test_init_twice(daemon: Daemon) -> None:

@@ -65,6 +65,13 @@ def check_op(op: object) -> Op:
     return cast(Op, str(op))
 
 
+def check_root(root: object, size: int) -> int:
+    number = whole(root, "root")
+    if not 0 <= number < size:
+        raise UsageError(f"root {number}: expected 0 to {size - 1}")
+    return number
+
+
 def check_rows(indices: Array, values: Array, n_rows: object) -> int:
     """`n_rows` of `allreduce_rows`. Raises UsageError unless the three fit together."""
     check_array(indices, "indices")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,13 @@ from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import DenseTensor, Operand
+from omnireduce.protocol.operands import Contribution, DenseTensor, Operand
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.runtime.member.arguments import (
     check_array,
     check_name,
     check_op,
+    check_root,
     check_rows,
     combine_duplicates,
     flat_view,
@@ -48,9 +49,15 @@ class Call(Generic[T]):
     writes: tuple[Array, ...] = ()
 
 
+class WithPool(Protocol):
+    """Returns what `make` makes of the pool, while nobody else uses that."""
+
+    def __call__(self, make: Callable[[Pool], T]) -> T: ...
+
+
 class Place(NamedTuple):
     """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
-    elements; tensors of up to `whole_bytes` go to one shard."""
+    elements; tensors of up to `whole_bytes` go to one shard; `with_pool` lends memory for results."""
 
     rank: int
     size: int
@@ -59,6 +66,7 @@ class Place(NamedTuple):
     block_size: int
     stripe_blocks: int
     whole_bytes: int
+    with_pool: WithPool
 
     def layout(self, descriptor: Descriptor) -> Layout:
         return descriptor.layout.dealt(self.shards, self.stripe_blocks, self.whole_bytes, descriptor.block_bytes)
@@ -94,6 +102,19 @@ def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArra
     return Call(call.descriptor, call.operand, part, call.reads, call.writes)
 
 
+def reduction_at_root(place: Place, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
+    """All elements of `x` combined in the root's `x`; those of the others stay."""
+    root, element = check_root(root, place.size), element_type(check_array(x, "x").dtype)
+    called = describe(
+        "reduce", check_name(name, place.owner), element.name, x.shape, check_op(op), place.block_size, root
+    )
+    layout, is_root = place.layout(called), place.rank == root
+    flat = flat_view(x, "x", writable=is_root)
+    if is_root:
+        return Call(called, DenseTensor(flat, flat, layout, element.zero_mask), lambda: x, writes=(flat,))
+    return Call(called, Contribution(flat, layout, element.zero_mask), lambda: None, reads=(flat,))
+
+
 def rows(
     place: Place,
     indices: Array,
@@ -101,41 +122,90 @@ def rows(
     n_rows: int,
     op: str,
     name: str,
-    make: Callable[[Callable[[], RowSet]], RowSet],
-    pool: Pool,
 ) -> Call[tuple[NDArray[np.int64], NDArray[S]]]:
-    """Rows of a tall matrix, added by number. `make` returns what it is given to call, while nobody uses `pool`."""
+    """Rows of a tall matrix, added by number."""
     element = element_type(check_array(values, "values").dtype)
     n_rows = check_rows(indices, values, n_rows)
     shape = n_rows, values.shape[1]
     called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op))
     numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
     layout = place.layout(called)
-    operand = make(lambda: RowSet(numbers, own, layout, pool))
+    operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool))
     return Call(called, operand, lambda: operand.result, reads=(indices, values))
 
 
 def copy_of_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
     """The bytes of the root's `x` in everybody's."""
-    root = whole(root, "root")
-    if not 0 <= root < place.size:
-        raise UsageError(f"root {root}: expected 0 to {place.size - 1}")
-    flat = flat_view(x, "x", writable=True)
+    root, flat = check_root(root, place.size), flat_view(x, "x", writable=True)
     called = _moving(place, "broadcast", name, x, root=root)
     return _movement(place, called, flat if place.rank == root else None, flat, lambda: x)
 
 
 def all_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     """The bytes of everybody's `x`, side by side."""
-    flat = flat_view(x, "x", writable=False)
+    flat, result = flat_view(x, "x", writable=False), _side_by_side(place, "an allgather", x)
+    target = flat_view(result, "result", writable=True)
     called = _moving(place, "allgather", name, x, parts=place.size)
+    return _movement(place, called, target, target, lambda: result, reads=(flat,))
+
+
+def parts_at_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
+    """The bytes of everybody's `x`, side by side, for the root."""
+    root, flat, own = (
+        check_root(root, place.size),
+        flat_view(x, "x", writable=False),
+        _side_by_side(place, "a gather", x),
+    )
+    called, source = _moving(place, "gather", name, x, root=root, parts=place.size), own.reshape(-1).view(BYTES)
+    if place.rank == root:
+        return _movement(place, called, source, source, lambda: own, reads=(flat,))
+    contribution = Contribution(source, place.layout(called), called.element.zero_mask)
+    return Call(called, contribution, lambda: None, reads=(flat,))
+
+
+def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str) -> Call[NDArray[S]]:
+    """This rank's part of the bytes of the root's `parts`, in `out`."""
+    root, flat = check_root(root, place.size), flat_view(out, "out", writable=True)
+    source, shape = None, (place.size, *out.shape)
+    if place.rank == root:
+        if parts is None:
+            raise UsageError(f"parts is None on the root; expected an array of {shape}")
+        if check_array(parts, "parts").shape != shape or parts.dtype != out.dtype:
+            raise UsageError(f"parts is {parts.dtype}{list(parts.shape)}; expected {out.dtype}{list(shape)}")
+        source = flat_view(parts, "parts", writable=False).view(BYTES)
+    called = _moving(place, "scatter", name, out, root=root, parts=place.size)
+    target = np.empty(shape, out.dtype)
+
+    @cache
+    def part() -> NDArray[S]:
+        out[...] = target[place.rank]
+        return out
+
+    reads = () if parts is None else (parts,)
+    call = _movement(place, called, source, target.reshape(-1).view(BYTES), part, reads=reads)
+    return Call(call.descriptor, call.operand, call.result, call.reads, (*call.writes, flat))
+
+
+def exchanged_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
+    """From each rank the part of its `x` that has this rank's number."""
+    flat = flat_view(x, "x", writable=False)
+    if x.ndim == 0 or len(x) != place.size:
+        raise UsageError(f"x is {list(x.shape)}; expected one part for each of the {place.size} ranks, x[rank]")
+    everything = _side_by_side(place, "an alltoall", x)
+    target = everything.reshape(-1).view(BYTES)
+    called = _moving(place, "alltoall", name, x, parts=place.size)
+    mine = cache(lambda: np.ascontiguousarray(everything[:, place.rank]))
+    return _movement(place, called, target, target, mine, reads=(flat,))
+
+
+def _side_by_side(place: Place, what: str, x: NDArray[S]) -> NDArray[S]:
+    """Room for the `x` of all ranks, with this rank's in place and zeros for the others."""
     try:
         result = np.zeros((place.size, *x.shape), x.dtype)
     except ValueError as error:
-        raise UsageError(f"the result of an allgather of {x.shape} by {place.size} ranks: {error}") from None
+        raise UsageError(f"the result of {what} of {x.shape} by {place.size} ranks: {error}") from None
     result[place.rank] = x
-    target = flat_view(result, "result", writable=True)
-    return _movement(place, called, target, target, lambda: result, reads=(flat,))
+    return result
 
 
 def barrier(place: Place, name: str) -> Call[None]:

@@ -14,22 +14,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
-import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from omnireduce.config import Config, check_config
 from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.descriptor import Op
-from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.rows import Pool
-from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.assemble import assemble
-from omnireduce.runtime.member.calls import Call, Place
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.calls import Place
+from omnireduce.runtime.member.collectives import Collectives
 from omnireduce.runtime.member.launcher import job_name, launch_id, whole
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
@@ -37,8 +32,6 @@ from omnireduce.wire import Hello
 
 MOST_RANKS = (1 << 31) - 1
 T = TypeVar("T")
-S = TypeVar("S", bound=np.generic)
-Rows = tuple[NDArray[np.int64], NDArray[S]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class Statistics:
     shard_bytes: tuple[int, ...]
 
 
-class Communicator:
+class Communicator(Collectives):
     """Membership of this process in one job; every rank must call the same collectives in the same order.
 
     `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
@@ -174,6 +167,7 @@ class Communicator:
         self._place = Place(
             rank=self.rank, size=self.size, shards=self.shards, owner=threading.current_thread(),
             block_size=protocol.block_size, stripe_blocks=protocol.stripe_blocks, whole_bytes=joined.whole_bytes,
+            with_pool=self._with_pool,
         )  # fmt: skip
         _open_communicators.add(self)
         _process.watch()
@@ -227,122 +221,8 @@ class Communicator:
             tuple(each.sent_bytes + each.received_bytes for each in counters),
         )
 
-    def allreduce(
-        self,
-        x: NDArray[S],
-        *,
-        out: NDArray[S] | None = None,
-        op: Op = "sum",
-        name: str = "",
-        block_size: int | None = None,
-    ) -> NDArray[S]:
-        """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all
-        ranks.
-
-        `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
-        int64 or uint8 … uint64. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only
-        read). `op`: sum, mean, min, max or prod; mean needs a float type; 16-bit floats are summed in float32 and
-        rounded once; integers wrap. `name` is compared between ranks and appears in errors; threads other than the
-        communicator's own must give one. `block_size` overrides `protocol.block_size`: elements, a multiple of 8.
-
-        A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
-        becomes +0.
-
-        Raises UsageError for unsuitable arguments, for arrays that a collective under way uses, for a missing name in
-        another thread, and for a name that another thread has under way; AbortedError or its subclass
-        CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
-        """
-        return self._start(calls.reduction(self._place, "allreduce", x, out, op, name, block_size)).wait()
-
-    def allreduce_async(
-        self,
-        x: NDArray[S],
-        *,
-        out: NDArray[S] | None = None,
-        op: Op = "sum",
-        name: str = "",
-        block_size: int | None = None,
-    ) -> Handle[NDArray[S]]:
-        """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started.
-
-        The arrays belong to the collective until the handle was waited for. Raises what `allreduce` raises, except that
-        a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
-        """
-        return self._start_async(calls.reduction(self._place, "allreduce", x, out, op, name, block_size))
-
-    def broadcast(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
-        """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
-
-        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
-        """
-        return self._start(calls.copy_of_root(self._place, x, root, name)).wait()
-
-    def broadcast_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
-        """Start a `broadcast`; see `allreduce_async`."""
-        return self._start_async(calls.copy_of_root(self._place, x, root, name))
-
-    def allgather(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
-        """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
-
-        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
-        """
-        return self._start(calls.all_parts(self._place, x, name)).wait()
-
-    def allgather_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
-        """Start an `allgather`; see `allreduce_async`."""
-        return self._start_async(calls.all_parts(self._place, x, name))
-
-    def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
-        """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
-
-        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
-        raises.
-        """
-        return self._start(calls.reduced_part(self._place, x, op, name)).wait()
-
-    def reduce_scatter_async(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
-        """Start a `reduce_scatter`; see `allreduce_async`."""
-        return self._start_async(calls.reduced_part(self._place, x, op, name))
-
-    def barrier(self, *, name: str = "") -> None:
-        """Return when all ranks have called it. Raises what `allreduce` raises."""
-        self._start(calls.barrier(self._place, name)).wait()
-
-    def barrier_async(self, *, name: str = "") -> Handle[None]:
-        """Start a `barrier`; its handle is done when all ranks have started theirs. See `allreduce_async`."""
-        return self._start_async(calls.barrier(self._place, name))
-
-    def allreduce_rows(
-        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
-    ) -> Rows[S]:
-        """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
-
-        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first,
-        in the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row
-        length may not. `op`: sum, or mean, which divides by the number of ranks, also of those that lack a row.
-        Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
-
-        Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
-        """
-        return self._start(self._rows(indices, values, n_rows, op, name)).wait()
-
-    def allreduce_rows_async(
-        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
-    ) -> Handle[Rows[S]]:
-        """Start an `allreduce_rows`; see `allreduce_async`."""
-        return self._start_async(self._rows(indices, values, n_rows, op, name))
-
-    def _rows(self, indices: Array, values: NDArray[S], n_rows: int, op: Op, name: str) -> Call[Rows[S]]:
-        engine = self._engine
-        return calls.rows(self._place, indices, values, n_rows, op, name, engine.exclusively, self._pool)
-
-    def _start(self, call: Call[T]) -> Handle[T]:
-        return self._engine.submit(call)
-
-    def _start_async(self, call: Call[T]) -> Handle[T]:
-        handle = self._engine.submit(call)
-        self._engine.drive_in_background()
-        return handle
+    def _with_pool(self, make: Callable[[Pool], T]) -> T:
+        return self._engine.exclusively(lambda: make(self._pool))
 
 
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()

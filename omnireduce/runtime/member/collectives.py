@@ -1,0 +1,224 @@
+"""The collectives that a member of a job may ask for. Each has a form that starts it and returns a handle."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
+from omnireduce.runtime.member import calls, packed_calls
+from omnireduce.runtime.member.calls import Call, Place
+from omnireduce.runtime.member.engine import Engine
+from omnireduce.runtime.member.handle import Handle
+
+T = TypeVar("T")
+S = TypeVar("S", bound=np.generic)
+Rows = tuple[NDArray[np.int64], NDArray[S]]
+
+
+class Collectives:
+    """On NumPy arrays; every rank must call the same ones in the same order."""
+
+    _place: Place
+    _engine: Engine
+
+    def allreduce(
+        self,
+        x: NDArray[S],
+        *,
+        out: NDArray[S] | None = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+    ) -> NDArray[S]:
+        """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all
+        ranks.
+
+        `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
+        int64, uint8 … uint64 or bool. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only
+        read). `op`: sum, mean, min, max or prod, and of bool any or all; mean needs a float type; 16-bit floats are
+        summed in float32 and rounded once; integers wrap. `name` is compared between ranks and appears in errors;
+        threads other than the communicator's own must give one. `block_size` overrides `protocol.block_size`: elements,
+        a multiple of 8.
+
+        A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
+        becomes +0.
+
+        Raises UsageError for unsuitable arguments, for arrays that a collective under way uses, for a missing name in
+        another thread, and for a name that another thread has under way; AbortedError or its subclass
+        CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
+        """
+        return self._start(calls.reduction(self._place, "allreduce", x, out, op, name, block_size)).wait()
+
+    def allreduce_async(
+        self,
+        x: NDArray[S],
+        *,
+        out: NDArray[S] | None = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+    ) -> Handle[NDArray[S]]:
+        """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started.
+
+        The arrays belong to the collective until the handle was waited for. Raises what `allreduce` raises, except that
+        a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
+        """
+        return self._start_async(calls.reduction(self._place, "allreduce", x, out, op, name, block_size))
+
+    def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
+        """Combine `x` of all ranks as `allreduce` does, for one of them: replace the root's `x` and return it there.
+
+        The others' `x` is only read; they get None. What travels to the root travels to all. Raises what `allreduce`
+        raises.
+        """
+        return self._start(calls.reduction_at_root(self._place, x, root, op, name)).wait()
+
+    def reduce_async(
+        self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = ""
+    ) -> Handle[NDArray[S] | None]:
+        """Start a `reduce`; see `allreduce_async`."""
+        return self._start_async(calls.reduction_at_root(self._place, x, root, op, name))
+
+    def broadcast(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
+        """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
+
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
+        """
+        return self._start(calls.copy_of_root(self._place, x, root, name)).wait()
+
+    def broadcast_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
+        """Start a `broadcast`; see `allreduce_async`."""
+        return self._start_async(calls.copy_of_root(self._place, x, root, name))
+
+    def allgather(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
+        """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
+
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
+        """
+        return self._start(calls.all_parts(self._place, x, name)).wait()
+
+    def allgather_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+        """Start an `allgather`; see `allreduce_async`."""
+        return self._start_async(calls.all_parts(self._place, x, name))
+
+    def allgather_ragged(self, x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
+        """Return the `x` of all ranks in a list, bit by bit, where the length of the first dimension may differ.
+
+        `x`: a C-contiguous array of at least one dimension, of any dtype without Python objects, up to 16 GiB; dtype
+        and `x.shape[1:]` are the same on all ranks. Raises what `allreduce` raises.
+        """
+        return self._start(packed_calls.ragged_parts(self._place, x, name)).wait()
+
+    def allgather_ragged_async(self, x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
+        """Start an `allgather_ragged`; see `allreduce_async`."""
+        return self._start_async(packed_calls.ragged_parts(self._place, x, name))
+
+    def gather(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
+        """Return the `x` of all ranks, (size, *x.shape), on the root; None on the others.
+
+        What travels to the root travels to all. Otherwise as `allgather`.
+        """
+        return self._start(calls.parts_at_root(self._place, x, root, name)).wait()
+
+    def gather_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S] | None]:
+        """Start a `gather`; see `allreduce_async`."""
+        return self._start_async(calls.parts_at_root(self._place, x, root, name))
+
+    def scatter(self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
+        """Replace `out` on each rank by the root's `parts[rank]`, bit by bit; return it.
+
+        `out`: a C-contiguous array, of the same dtype and shape on all ranks; `parts`: (size, *out.shape) of that dtype
+        on the root, not looked at elsewhere. What travels to one rank travels to all. Raises what `allreduce` raises.
+        """
+        return self._start(calls.part_of_root(self._place, out, parts, root, name)).wait()
+
+    def scatter_async(
+        self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = ""
+    ) -> Handle[NDArray[S]]:
+        """Start a `scatter`; see `allreduce_async`."""
+        return self._start_async(calls.part_of_root(self._place, out, parts, root, name))
+
+    def alltoall(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
+        """Send part `x[r]` to rank r; return what the ranks have sent here, (size, *x.shape[1:]), bit by bit.
+
+        `x`: a C-contiguous array of `size` parts, of the same dtype and shape on all ranks. All parts travel to all
+        ranks, so this moves `size` times what would do. Raises what `allreduce` raises.
+        """
+        return self._start(calls.exchanged_parts(self._place, x, name)).wait()
+
+    def alltoall_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+        """Start an `alltoall`; see `allreduce_async`."""
+        return self._start_async(calls.exchanged_parts(self._place, x, name))
+
+    def broadcast_object(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
+        """Return the root's `x` on all ranks: there itself, elsewhere one that is equal. The others' `x` is ignored.
+
+        `x` is plain data: None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates, arrays. With `trust`, on
+        all ranks, it is anything that can be pickled; then each rank and each aggregator of the job can run code in
+        this process. Up to 16 GiB. Raises UsageError for other objects; otherwise what `allreduce` raises.
+        """
+        return self._start(packed_calls.object_of_root(self._place, x, root, name, trust)).wait()
+
+    def broadcast_object_async(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
+        """Start a `broadcast_object`; see `allreduce_async`."""
+        return self._start_async(packed_calls.object_of_root(self._place, x, root, name, trust))
+
+    def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
+        """Return what is equal to the `x` of each rank, in a list. See `broadcast_object` for what `x` may be."""
+        return self._start(packed_calls.all_objects(self._place, x, name, trust)).wait()
+
+    def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
+        """Start an `allgather_object`; see `allreduce_async`."""
+        return self._start_async(packed_calls.all_objects(self._place, x, name, trust))
+
+    def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
+        """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
+
+        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
+        raises.
+        """
+        return self._start(calls.reduced_part(self._place, x, op, name)).wait()
+
+    def reduce_scatter_async(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
+        """Start a `reduce_scatter`; see `allreduce_async`."""
+        return self._start_async(calls.reduced_part(self._place, x, op, name))
+
+    def barrier(self, *, name: str = "") -> None:
+        """Return when all ranks have called it. Raises what `allreduce` raises."""
+        self._start(calls.barrier(self._place, name)).wait()
+
+    def barrier_async(self, *, name: str = "") -> Handle[None]:
+        """Start a `barrier`; its handle is done when all ranks have started theirs. See `allreduce_async`."""
+        return self._start_async(calls.barrier(self._place, name))
+
+    def allreduce_rows(
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+    ) -> Rows[S]:
+        """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
+
+        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first,
+        in the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row
+        length may not. `op`: sum, or mean, which divides by the number of ranks, also of those that lack a row.
+        Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
+
+        Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
+        """
+        return self._start(calls.rows(self._place, indices, values, n_rows, op, name)).wait()
+
+    def allreduce_rows_async(
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+    ) -> Handle[Rows[S]]:
+        """Start an `allreduce_rows`; see `allreduce_async`."""
+        return self._start_async(calls.rows(self._place, indices, values, n_rows, op, name))
+
+    def _start(self, call: Call[T]) -> Handle[T]:
+        return self._engine.submit(call)
+
+    def _start_async(self, call: Call[T]) -> Handle[T]:
+        handle = self._engine.submit(call)
+        self._engine.drive_in_background()
+        return handle

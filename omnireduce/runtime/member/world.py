@@ -1,0 +1,266 @@
+"""The one communicator of a process that needs no more: `init` makes it, and functions stand for its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnireduce.config import Config, load_config, override_config, split_list
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.launcher import detect_launch, job_name
+
+S = TypeVar("S", bound=np.generic)
+_global: Communicator | None = None
+
+
+def connect(
+    config: str | Path | Config | None = None,
+    *,
+    aggregators: str | Sequence[str] | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> Communicator:
+    """Join a job and return its communicator.
+
+    `config`: a Config, a TOML file, or None for OMNIREDUCE_CONFIG or the defaults; `aggregators` ("host:port",
+    several with commas between them, or a list) and `job` override it. `rank` and `size` come from the launcher unless
+    given, both or neither.
+
+    Raises ConfigError, also for a file that cannot be read; UsageError, also when the launcher's variables make no
+    sense; otherwise what `Communicator` raises.
+    """
+    settings = config if isinstance(config, Config) else load_config(config)
+    changes: dict[str, object] = {}
+    if aggregators is not None:
+        changes["cluster.aggregators"] = split_list(aggregators)
+    if job is not None:
+        changes["cluster.job"] = job
+    settings = override_config(settings, changes, source="argument")
+    launch = detect_launch(rank=rank, size=size)
+    return Communicator(
+        settings,
+        rank=launch.rank,
+        size=launch.size,
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        job=job_name(settings, launch.job),
+    )
+
+
+def init(
+    config: str | Path | Config | None = None,
+    *,
+    aggregators: str | Sequence[str] | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> Communicator:
+    """Make the global communicator: see `connect`. `with omnireduce.init():` shuts it down at the end, and `init` may
+    be called again. Raises UsageError when there is one already."""
+    global _global
+    if is_initialized():
+        raise UsageError("omnireduce is initialised already; call omnireduce.shutdown() first")
+    _global = connect(config, aggregators=aggregators, job=job, rank=rank, size=size)
+    _global._on_shutdown = _forget
+    return _global
+
+
+def _forget() -> None:
+    global _global
+    _global = None
+
+
+def is_initialized() -> bool:
+    """Whether there is a global communicator."""
+    return _global is not None
+
+
+def _communicator() -> Communicator:
+    if _global is None:
+        raise UsageError("omnireduce is not initialised; call omnireduce.init() first")
+    return _global
+
+
+def shutdown() -> None:
+    """Leave the job of the global communicator; does nothing when there is none."""
+    if _global is not None:
+        _global.shutdown()
+
+
+def allreduce(
+    x: NDArray[S], *, out: NDArray[S] | None = None, op: Op = "sum", name: str = "", block_size: int | None = None
+) -> NDArray[S]:
+    """See `Communicator.allreduce`."""
+    return _communicator().allreduce(x, out=out, op=op, name=name, block_size=block_size)
+
+
+def allreduce_async(
+    x: NDArray[S], *, out: NDArray[S] | None = None, op: Op = "sum", name: str = "", block_size: int | None = None
+) -> Handle[NDArray[S]]:
+    """See `Communicator.allreduce_async`."""
+    return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size)
+
+
+def allreduce_rows(
+    indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+) -> tuple[NDArray[np.int64], NDArray[S]]:
+    """See `Communicator.allreduce_rows`."""
+    return _communicator().allreduce_rows(indices, values, n_rows, op=op, name=name)
+
+
+def allreduce_rows_async(
+    indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+) -> Handle[tuple[NDArray[np.int64], NDArray[S]]]:
+    """See `Communicator.allreduce_rows_async`."""
+    return _communicator().allreduce_rows_async(indices, values, n_rows, op=op, name=name)
+
+
+def reduce(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
+    """See `Communicator.reduce`."""
+    return _communicator().reduce(x, root, op=op, name=name)
+
+
+def reduce_async(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> Handle[NDArray[S] | None]:
+    """See `Communicator.reduce_async`."""
+    return _communicator().reduce_async(x, root, op=op, name=name)
+
+
+def broadcast(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
+    """See `Communicator.broadcast`."""
+    return _communicator().broadcast(x, root, name=name)
+
+
+def broadcast_async(x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
+    """See `Communicator.broadcast_async`."""
+    return _communicator().broadcast_async(x, root, name=name)
+
+
+def allgather(x: NDArray[S], *, name: str = "") -> NDArray[S]:
+    """See `Communicator.allgather`."""
+    return _communicator().allgather(x, name=name)
+
+
+def allgather_async(x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+    """See `Communicator.allgather_async`."""
+    return _communicator().allgather_async(x, name=name)
+
+
+def allgather_ragged(x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
+    """See `Communicator.allgather_ragged`."""
+    return _communicator().allgather_ragged(x, name=name)
+
+
+def allgather_ragged_async(x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
+    """See `Communicator.allgather_ragged_async`."""
+    return _communicator().allgather_ragged_async(x, name=name)
+
+
+def gather(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
+    """See `Communicator.gather`."""
+    return _communicator().gather(x, root, name=name)
+
+
+def gather_async(x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S] | None]:
+    """See `Communicator.gather_async`."""
+    return _communicator().gather_async(x, root, name=name)
+
+
+def scatter(out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
+    """See `Communicator.scatter`."""
+    return _communicator().scatter(out, parts, root, name=name)
+
+
+def scatter_async(
+    out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = ""
+) -> Handle[NDArray[S]]:
+    """See `Communicator.scatter_async`."""
+    return _communicator().scatter_async(out, parts, root, name=name)
+
+
+def alltoall(x: NDArray[S], *, name: str = "") -> NDArray[S]:
+    """See `Communicator.alltoall`."""
+    return _communicator().alltoall(x, name=name)
+
+
+def alltoall_async(x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+    """See `Communicator.alltoall_async`."""
+    return _communicator().alltoall_async(x, name=name)
+
+
+def broadcast_object(x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
+    """See `Communicator.broadcast_object`."""
+    return _communicator().broadcast_object(x, root, name=name, trust=trust)
+
+
+def broadcast_object_async(x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
+    """See `Communicator.broadcast_object_async`."""
+    return _communicator().broadcast_object_async(x, root, name=name, trust=trust)
+
+
+def allgather_object(x: object, *, name: str = "", trust: bool = False) -> list[Any]:
+    """See `Communicator.allgather_object`."""
+    return _communicator().allgather_object(x, name=name, trust=trust)
+
+
+def allgather_object_async(x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
+    """See `Communicator.allgather_object_async`."""
+    return _communicator().allgather_object_async(x, name=name, trust=trust)
+
+
+def reduce_scatter(x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
+    """See `Communicator.reduce_scatter`."""
+    return _communicator().reduce_scatter(x, op=op, name=name)
+
+
+def reduce_scatter_async(x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
+    """See `Communicator.reduce_scatter_async`."""
+    return _communicator().reduce_scatter_async(x, op=op, name=name)
+
+
+def barrier(*, name: str = "") -> None:
+    """See `Communicator.barrier`."""
+    _communicator().barrier(name=name)
+
+
+def barrier_async(*, name: str = "") -> Handle[None]:
+    """See `Communicator.barrier_async`."""
+    return _communicator().barrier_async(name=name)
+
+
+def reform(*, smallest: int | None = None, largest: int | None = None) -> None:
+    """See `Communicator.reform`."""
+    _communicator().reform(smallest=smallest, largest=largest)
+
+
+def rank() -> int:
+    """This worker's rank in the global communicator."""
+    return _communicator().rank
+
+
+def size() -> int:
+    """How many workers the global communicator has."""
+    return _communicator().size
+
+
+def local_rank() -> int:
+    """This worker's number among those on its host, as the launcher gave it."""
+    return _communicator().local_rank
+
+
+def local_size() -> int:
+    """How many workers of the launch this host has, as the launcher gave it. Raises UsageError when nobody said it."""
+    found = _communicator().local_size
+    if found is None:
+        raise UsageError(
+            "how many workers this host has is not known: no launcher said it, expected mpirun, srun or torchrun"
+        )
+    return found

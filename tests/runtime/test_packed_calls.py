@@ -1,0 +1,181 @@
+"""Parts that differ in size: ragged arrays and objects."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import os
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from local_cluster import Daemon, configured, run_job, start_job
+from oracle import bits
+from test_movement import DTYPES, raw
+
+from omnireduce import AbortedError, Communicator, Config, UsageError
+from omnireduce.runtime.member.objects import PLAIN, from_bytes, to_bytes
+
+PLAIN_DATA: list[Any] = [
+    None, True, 3, 2**200, 1.5, 1j, "text", b"bytes", bytearray(b"more"), (1, (2, 3)), [1, [2]], {"a": {1: None}},
+    {1, 2}, frozenset([3]), range(4), slice(1, 2), collections.OrderedDict(a=1), collections.deque([1], 3),
+    datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), datetime.time(1),
+    datetime.timedelta(3), decimal.Decimal("1.5"), fractions.Fraction(1, 3),
+]  # fmt: skip
+ARRAYS: list[Any] = [
+    np.arange(6).reshape(2, 3), np.zeros((0, 4)), np.array(3), np.ones(2, ml_dtypes.bfloat16), np.array(["ab", "c"]),
+    np.array(["2026-01-02"], "M8[D]"), np.arange(10)[::3], np.ones(2, ">f8"), np.float32(1.5), np.bool_(True),
+]  # fmt: skip
+
+
+class Loud:
+    """Runs code in its reader."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.getcwd, ()
+
+
+def same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).str)
+@pytest.mark.parametrize("items", [(0, 0, 0), (3, 0, 1), (1, 700, 20_000)])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0)])
+def test_ragged_allgather(config: Config, dtype: Any, items: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    def run(comm: Communicator) -> list[tuple[Any, ...]]:
+        found = comm.allgather_ragged(raw(comm.rank, dtype, (items[comm.rank], *shape)))
+        return [(each.dtype, each.shape, bits(each)) for each in found]
+
+    parts = [raw(rank, dtype, (items[rank], *shape)) for rank in range(3)]
+    assert run_job(config, 3, run) == [[(each.dtype, each.shape, bits(each)) for each in parts]] * 3
+
+
+def test_ragged_allgather_takes_one_exchange_and_moves_no_more_than_there_is(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> tuple[int, int]:
+        comm.allgather_ragged(np.ones(100_000 if comm.rank == 0 else 0))
+        return comm.statistics().collectives, comm.statistics().sent_bytes
+
+    found = run_job(configured(daemon.addresses, "transport.kind=tcp"), 3, run)
+    assert [collectives for collectives, _ in found] == [1, 1, 1]
+    assert found[0][1] < 830_000
+    assert max(sent for _, sent in found[1:]) < 10_000
+
+
+def test_ragged_parts_that_do_not_fit_together(daemon: Daemon) -> None:
+    run = lambda comm: comm.allgather_ragged(np.ones((2, 3 + comm.rank)))  # noqa: E731
+    for outcome in start_job(configured(daemon.addresses), 2, run).outcomes():
+        assert isinstance(outcome, AbortedError)
+        assert "allgather_ragged of float64, each of its items (3,)" in outcome.reason
+        assert "(4,)" in outcome.reason
+
+
+def test_objects(config: Config) -> None:
+    def run(comm: Communicator) -> None:
+        for root in range(3):
+            mine = {"rank": comm.rank, "data": PLAIN_DATA}
+            found = comm.broadcast_object(mine, root)
+            assert (found is mine) == (comm.rank == root)
+            assert found == {"rank": root, "data": PLAIN_DATA}
+        for size in (0, 1015, 1016, 1017, 100_000):
+            assert comm.allgather_object("x" * size * comm.rank) == ["x" * size * rank for rank in range(3)]
+        assert comm.allgather_object(Loud, trust=True) == [Loud] * 3
+
+    run_job(config, 3, run)
+
+
+@pytest.mark.parametrize("x", PLAIN_DATA, ids=repr)
+def test_plain_data_reads_back(x: Any) -> None:
+    found = from_bytes(to_bytes(x, trust=False), trust=False, sender="rank 1")
+    assert found == x
+    assert type(found) is type(x)
+
+
+@pytest.mark.parametrize("x", ARRAYS, ids=repr)
+def test_arrays_read_back(x: Any) -> None:
+    [found] = from_bytes(to_bytes([x], trust=False), trust=False, sender="rank 1")  # type: ignore[misc]
+    assert same(found, np.ascontiguousarray(x) if x.ndim else x)
+    assert isinstance(x, np.generic) or found.flags.writeable
+
+
+@given(x=arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(min_dims=0, min_side=0)))
+def test_any_array_reads_back(x: Any) -> None:
+    assert same(from_bytes(to_bytes(x, trust=False), trust=False, sender="rank 1"), x)
+
+
+@pytest.mark.parametrize(
+    ("x", "what"),
+    [
+        (Loud(), "Loud is no plain data"),
+        ([Loud], "Loud is no plain data"),
+        (os.getcwd, "getcwd is no plain data"),
+        ({"f": lambda: 0}, "<lambda> is no plain data"),
+        (np.array([None]), "an array of object cannot be sent as plain data"),
+        (np.zeros(2, [("a", "f4")]), "cannot be sent as plain data"),
+        (np.ma.array([1.0]), "MaskedArray is no plain data"),
+        (np.dtype("f4"), "is no plain data"),
+        (ValueError("x"), "ValueError is no plain data"),
+    ],
+)
+def test_what_is_no_plain_data_is_refused_by_its_sender(x: object, what: str) -> None:
+    with pytest.raises(UsageError, match=what) as caught:
+        to_bytes(x, trust=False)
+    assert "trust=True" in str(caught.value)
+
+
+def test_what_cannot_be_pickled_at_all() -> None:
+    with pytest.raises(UsageError, match="the generator cannot be sent: cannot pickle"):
+        to_bytes((i for i in range(3)), trust=True)
+
+
+def test_code_of_a_peer_is_not_run() -> None:
+    """Neither by its name nor by what stands for an array."""
+    for x in (Loud(), Loud, np.arange(3), print):
+        with pytest.raises(
+            UsageError, match=r"the object of rank 1 cannot be read: it has a .*, which is no plain data"
+        ):
+            from_bytes(pickle.dumps(x), trust=False, sender="rank 1")
+
+
+class _Liar(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj[1:] if isinstance(obj, tuple) and obj[:1] == ("array",) else None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (), (1,), (False, "O", (1,), bytes(8)), (False, "f8", (2,), bytes(8)), (False, "f8", (-1, -1), bytes(8)),
+        (False, "no type", (1,), bytes(8)), (False, "V0", (2**40,), b""), (False, "f8", (2**62, 4), bytes(8)),
+        (False, "f8", ("a",), bytes(8)), (False, "f8", (1,), 8), (False, "O,f4", (1,), bytes(12)),
+        (False, "f8", 1, bytes(8)),
+    ],
+)  # fmt: skip
+def test_arrays_of_a_liar_are_refused(said: tuple[Any, ...]) -> None:
+    file = io.BytesIO()
+    _Liar(file).dump(("array", *said))
+    with pytest.raises(UsageError, match="the object of rank 1 cannot be read"):
+        from_bytes(file.getvalue(), trust=False, sender="rank 1")
+
+
+@given(data=st.binary(max_size=200))
+def test_bytes_that_are_no_object(data: bytes) -> None:
+    with suppress(UsageError):  # nothing else; some bytes are an object
+        from_bytes(data, trust=False, sender="rank 1")
+
+
+def test_plain_data_has_no_way_to_code() -> None:
+    assert not {
+        each
+        for each in PLAIN
+        if each.split(".")[0] not in ("builtins", "collections", "datetime", "decimal", "fractions")
+    }

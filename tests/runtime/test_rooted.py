@@ -1,0 +1,102 @@
+"""reduce, gather, scatter and alltoall: what one rank gives, or gets, differs from the others'."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from local_cluster import WAIT_S, Daemon, configured, run_job, start_job
+from oracle import assert_results, bits, reduce_in_rank_order
+from tensors import Array, sparse
+from test_movement import DTYPES, SHAPES, raw
+
+from omnireduce import AbortedError, Communicator, Config, UsageError
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
+@pytest.mark.parametrize("root", range(3))
+def test_reduce_changes_only_the_array_of_the_root(config: Config, op: str, root: int) -> None:
+    def run(comm: Communicator) -> Array:
+        x = sparse(comm.rank, "float32", (5, 1001))
+        x.flags.writeable = comm.rank == root
+        result = comm.reduce(x, root, op=op)  # type: ignore[arg-type]
+        assert result is (x if comm.rank == root else None)
+        return x
+
+    results = run_job(config, 3, run)
+    tensors = [sparse(rank, "float32", (5, 1001)) for rank in range(3)]
+    assert_results([results.pop(root)], reduce_in_rank_order(tensors, op))
+    del tensors[root]
+    assert [bits(each) for each in results] == [bits(each) for each in tensors]
+
+
+def test_reduce_of_large_tensors(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, "protocol.slot_bytes=65536", "protocol.slots=2")
+    tensors = [sparse(rank, "float64", (300_001,)) for rank in range(3)]
+    results = run_job(config, 3, lambda comm: comm.reduce(tensors[comm.rank].copy(), 1))
+    assert results[0] is results[2] is None
+    assert_results([results[1]], reduce_in_rank_order(tensors, "sum"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).str)
+def test_gather_scatter_and_alltoall_of_any_dtype(config: Config, dtype: object) -> None:
+    def run(comm: Communicator) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for shape in SHAPES:
+            x = raw(comm.rank, dtype, shape)
+            x.flags.writeable = False
+            for root in range(3):
+                gathered = comm.gather(x, root)
+                found.append(None if gathered is None else bits(gathered))
+                out = np.zeros(shape, dtype)  # type: ignore[call-overload]
+                assert comm.scatter(out, raw(root, dtype, (3, *shape)) if comm.rank == root else None, root) is out
+                found.append(bits(out))
+            found.append(bits(comm.alltoall(raw(comm.rank, dtype, (3, *shape)))))
+        return found
+
+    results = run_job(config, 3, run)
+    for rank, found in enumerate(results):
+        expected: list[bytes | None] = []
+        for shape in SHAPES:
+            whole = [raw(each, dtype, (3, *shape)) for each in range(3)]
+            for root in range(3):
+                everybody = b"".join(bits(raw(each, dtype, shape)) for each in range(3))
+                expected += [everybody if rank == root else None, bits(whole[root][rank : rank + 1])]
+            expected.append(b"".join(bits(each[rank : rank + 1]) for each in whole))
+        assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["reduce", "gather", "scatter", "broadcast_object"])
+def test_ranks_that_mean_different_roots_are_told(daemon: Daemon, kind: str) -> None:
+    def run(comm: Communicator) -> None:
+        root, x = comm.rank, np.ones(3)
+        if kind == "scatter":
+            comm.scatter(x, np.ones((2, 3)), root)
+        else:
+            getattr(comm, kind)(x, root)
+
+    for outcome in start_job(configured(daemon.addresses), 2, run).outcomes(WAIT_S):
+        assert isinstance(outcome, AbortedError)
+        assert f"called {kind}" in outcome.reason
+        assert "root 0" in outcome.reason
+        assert "root 1" in outcome.reason
+
+
+def test_arguments_that_cannot_be(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        x = np.ones(3, np.float32)
+        for call in (comm.reduce, comm.gather, comm.scatter, comm.broadcast_object):
+            with pytest.raises(UsageError, match="root 2: expected 0 to 1"):
+                call(x, root=2)  # type: ignore[operator]
+        if comm.rank == 0:
+            with pytest.raises(UsageError, match=r"parts is None on the root; expected an array of \(2, 3\)"):
+                comm.scatter(x)
+            with pytest.raises(UsageError, match=r"parts is float32\[3, 3\]; expected float32\[2, 3\]"):
+                comm.scatter(x, np.ones((3, 3), np.float32))
+            with pytest.raises(UsageError, match="parts is float64"):
+                comm.scatter(x, np.ones((2, 3)))  # type: ignore[arg-type]
+        for wrong in (x, np.float32(1)[...]):
+            with pytest.raises(UsageError, match="expected one part for each of the 2 ranks"):
+                comm.alltoall(wrong)
+        comm.barrier()
+
+    run_job(configured(daemon.addresses), 2, run)
