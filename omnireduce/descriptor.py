@@ -31,6 +31,7 @@ NUMBER_OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod")
 BOOL_OPS: tuple[Op, ...] = ("any", "all")
 NAME_CHARACTERS = 200
 DTYPE_CHARACTERS = 60
+GROUP_CHARACTERS = 60
 MAX_DIMENSIONS = 64
 MAX_BLOCK_SIZE = (1 << 31) - 8
 MOVED_BLOCK_BYTES = 1 << 15  # at most, where bytes are moved: such blocks fit any slot
@@ -43,7 +44,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """One call. Raises UsageError for one that cannot be; what a peer sends is checked in the same way.
 
     `shape`: of the array, (n_rows, width) of `allreduce_rows`, of one item of `allgather_ragged`; `block_size`: in
-    elements; `item_bytes`: the size of an element where bytes are moved, else 0; `parts`: how many such arrays travel.
+    elements; `item_bytes`: the size of an element where bytes are moved, else 0; `parts`: how many such arrays travel;
+    `group`: which arrays of a grouped call these are.
     """
 
     kind: Kind
@@ -55,6 +57,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     root: int = 0
     item_bytes: int = 0
     parts: int = 1
+    group: str = ""
 
     def __post_init__(self) -> None:
         wrong = self._wrong_words() or self._wrong_shape() or self._wrong_numbers()
@@ -66,6 +69,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
             return f"a name of {len(self.name)} characters; expected at most {NAME_CHARACTERS}"
         if not self.name.isprintable():
             return f"a name with characters that cannot be shown: {self.name[:40]!r}"
+        if len(self.group) > GROUP_CHARACTERS or not (self.group.isascii() and self.group.isprintable()):
+            return f"the group {self.group[:GROUP_CHARACTERS]!r} cannot be shown"
         if self.reduces and self.dtype not in (*ELEMENT_TYPES, BOOL.name):
             return f"cannot reduce arrays of {self.dtype[:DTYPE_CHARACTERS]!r}"
         if len(self.dtype) > DTYPE_CHARACTERS or not (self.dtype.isascii() and self.dtype.isprintable()):
@@ -148,6 +153,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def _text(self) -> str:
         said = self.kind + (f" '{self.name}'" if self.name else "")
+        said += f" of a group, {self.group}:" if self.group else ""
         if self.kind == "barrier":
             return said
         if self.kind == "allreduce_rows":

@@ -24,10 +24,12 @@ class Packed(NamedTuple):
 
 
 class Operand(Protocol):
-    """One worker's part of one collective. Blocks are handled as rows of `row_dtype`."""
+    """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
+    tensor that it is a part of."""
 
     layout: Layout
     block_bytes: int
+    nbytes: int
     row_dtype: np.dtype[Any]
 
     def start(self, shard: int) -> int:
@@ -82,6 +84,7 @@ class DenseTensor:
     def __init__(self, source: Array | None, target: Array, layout: Layout, zero_mask: np.uint64) -> None:
         self.layout = layout
         self.block_bytes = layout.block_size * target.itemsize
+        self.nbytes = target.nbytes
         self._mask = zero_mask
         self._target = _Blocks(target, self.block_bytes)
         self._in_place = source is target

@@ -38,6 +38,7 @@ class Packets(RowSet):
     ) -> None:
         rows = np.empty((0, PACKET_BYTES), np.uint8) if part is None else _wrapped(part)
         super().__init__(rank * PART_PACKETS + np.arange(len(rows)), rows, layout, pool)
+        self.nbytes = rows.nbytes  # the other parts are as large as they are
         self._senders, self._item_bytes = senders, item_bytes
         self.parts: list[Part] = []
 

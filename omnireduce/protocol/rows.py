@@ -52,6 +52,7 @@ class RowSet:
     def __init__(self, numbers: Array, values: Array, layout: Layout, pool: Pool) -> None:
         self.layout = layout
         self.block_bytes = layout.block_size * values.itemsize
+        self.nbytes = layout.elements * values.itemsize
         self._numbers = numbers
         self._dtype = values.dtype
         self._bytes = values.view(np.uint8).reshape(len(numbers), self.block_bytes)

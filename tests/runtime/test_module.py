@@ -21,6 +21,8 @@ CALLS: list[Callable[[], object]] = [
     lambda: omni.allreduce(np.ones(2)),
     lambda: omni.allreduce_async(np.ones(2)),
     lambda: omni.allreduce_rows(np.arange(1), np.ones((1, 2)), 2),
+    lambda: omni.allreduce([np.ones(2)]),
+    lambda: omni.allreduce_tables([]),
     lambda: omni.broadcast(np.ones(2)),
     lambda: omni.allgather(np.ones(2)),
     lambda: omni.reduce_scatter(np.ones(2)),
@@ -78,7 +80,7 @@ def test_everything_on_the_global_communicator(daemon: Daemon) -> None:
 def test_every_method_is_a_function_and_the_other_way_round() -> None:
     """With the same arguments, so that a program may move from one to the other."""
     methods = {name: each for name, each in vars(Collectives).items() if not name.startswith("_")}
-    assert len(methods) == 2 * 13
+    assert len(methods) == 2 * 14
     for name, method in methods.items():
         parameters = list(inspect.signature(method).parameters.values())[1:]
         assert list(inspect.signature(getattr(omni, name)).parameters.values()) == parameters
@@ -91,16 +93,17 @@ def test_both_forms_of_every_collective(daemon: Daemon) -> None:
     table = np.arange(2), np.ones((2, 2)), 4
     calls: dict[str, tuple[tuple[Any, ...], Any]] = {
         "allreduce": ((x,), x), "reduce": ((x,), x), "reduce_scatter": ((x,), x), "allreduce_rows": (table, table[:2]),
-        "broadcast": ((x,), x), "allgather": ((x,), [x]), "gather": ((x,), [x]), "scatter": ((x.copy(), [x]), x),
+        "broadcast": ((x,), x), "allgather": ((x,), [x]), "gather": ((x,), [x]), "scatter": ((x.copy(), x[None]), x),
         "alltoall": ((x[None],), [x]), "allgather_ragged": ((x,), [x]), "broadcast_object": (("x",), "x"),
-        "allgather_object": (("x",), ["x"]), "barrier": ((), None),
+        "allgather_object": (("x",), ["x"]), "barrier": ((), None), "allreduce_tables": (([table],), [table[:2]]),
     }  # fmt: skip
     assert set(calls) == {name for name in vars(Collectives) if not name.startswith("_") and "async" not in name}
     for name, (arguments, expected) in calls.items():
-        arguments = tuple(np.array(each) if isinstance(each, list) else each for each in arguments)
         handle = getattr(omni, f"{name}_async")(*arguments, name="a")
         for found in (handle.wait(30), getattr(omni, name)(*arguments)):
-            if isinstance(expected, tuple | list) and name != "allgather_object":
+            if name == "allreduce_tables":
+                assert all(map(np.array_equal, found[0], expected[0]))
+            elif isinstance(expected, tuple | list) and name != "allgather_object":
                 assert all(map(np.array_equal, found, expected)), name
             else:
                 assert np.array_equal(found, expected), name

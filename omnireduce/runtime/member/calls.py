@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -49,6 +48,19 @@ class Call(Generic[T]):
     writes: tuple[Array, ...] = ()
 
 
+def once(make: Callable[[], T]) -> Callable[[], T]:
+    """What returns `make()`, which is called once, whatever threads ask for it."""
+    lock, found = threading.Lock(), list[T]()
+
+    def get() -> T:
+        with lock:
+            if not found:
+                found.append(make())
+            return found[0]
+
+    return get
+
+
 class WithPool(Protocol):
     """Returns what `make` makes of the pool, while nobody else uses that."""
 
@@ -73,12 +85,20 @@ class Place(NamedTuple):
 
 
 def reduction(
-    place: Place, kind: Kind, x: NDArray[S], out: NDArray[S] | None, op: str, name: str, block_size: int | None
+    place: Place,
+    kind: Kind,
+    x: NDArray[S],
+    out: NDArray[S] | None,
+    op: str,
+    name: str,
+    block_size: int | None,
+    group: str = "",
 ) -> Call[NDArray[S]]:
     """All elements of `x` combined, in place or in `out`."""
     element = element_type(check_array(x, "x").dtype)
     block_size = place.block_size if block_size is None else whole(block_size, "block_size")
-    called = describe(kind, check_name(name, place.owner), element.name, x.shape, check_op(op), block_size)
+    name, op = check_name(name, place.owner), check_op(op)
+    called = describe(kind, name, element.name, x.shape, op, block_size, group=group)
     source = flat_view(x, "x", writable=out is None, instead="pass out=")
     target = source
     if out is not None:
@@ -98,7 +118,7 @@ def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArra
         raise UsageError("reduce_scatter needs an array of at least one dimension")
     whole_result = np.empty_like(x)
     call = reduction(place, "reduce_scatter", x, whole_result, op, name, None)
-    part = cache(lambda: np.array_split(whole_result, place.size)[place.rank].copy())
+    part = once(lambda: np.array_split(whole_result, place.size)[place.rank].copy())
     return Call(call.descriptor, call.operand, part, call.reads, call.writes)
 
 
@@ -122,12 +142,13 @@ def rows(
     n_rows: int,
     op: str,
     name: str,
+    group: str = "",
 ) -> Call[tuple[NDArray[np.int64], NDArray[S]]]:
     """Rows of a tall matrix, added by number."""
     element = element_type(check_array(values, "values").dtype)
     n_rows = check_rows(indices, values, n_rows)
     shape = n_rows, values.shape[1]
-    called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op))
+    called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op), group=group)
     numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
     layout = place.layout(called)
     operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool))
@@ -176,7 +197,7 @@ def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: 
     called = _moving(place, "scatter", name, out, root=root, parts=place.size)
     target = np.empty(shape, out.dtype)
 
-    @cache
+    @once
     def part() -> NDArray[S]:
         out[...] = target[place.rank]
         return out
@@ -194,7 +215,7 @@ def exchanged_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     everything = _side_by_side(place, "an alltoall", x)
     target = everything.reshape(-1).view(BYTES)
     called = _moving(place, "alltoall", name, x, parts=place.size)
-    mine = cache(lambda: np.ascontiguousarray(everything[:, place.rank]))
+    mine = once(lambda: np.ascontiguousarray(everything[:, place.rank]))
     return _movement(place, called, target, target, mine, reads=(flat,))
 
 

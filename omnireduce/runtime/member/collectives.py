@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
-from omnireduce.runtime.member import calls, packed_calls
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member import calls, groups, packed_calls
 from omnireduce.runtime.member.calls import Call, Place
 from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.groups import Table
+from omnireduce.runtime.member.handle import Handle, Together
 
+GROUPS = list, tuple, dict
 T = TypeVar("T")
+G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 S = TypeVar("S", bound=np.generic)
 Rows = tuple[NDArray[np.int64], NDArray[S]]
 
@@ -25,15 +30,21 @@ class Collectives:
     _place: Place
     _engine: Engine
 
+    @overload
+    def allreduce(self, x: G, *, op: Op = ..., name: str = ...) -> G: ...
+    @overload
     def allreduce(
         self,
         x: NDArray[S],
         *,
-        out: NDArray[S] | None = None,
-        op: Op = "sum",
-        name: str = "",
-        block_size: int | None = None,
-    ) -> NDArray[S]:
+        out: NDArray[S] | None = ...,
+        op: Op = ...,
+        name: str = ...,
+        block_size: int | None = ...,
+    ) -> NDArray[S]: ...
+    def allreduce(
+        self, x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None
+    ) -> Any:
         """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all
         ranks.
 
@@ -44,6 +55,10 @@ class Collectives:
         threads other than the communicator's own must give one. `block_size` overrides `protocol.block_size`: elements,
         a multiple of 8.
 
+        A list, tuple or dict of arrays, also nested, is a group: all its arrays are combined in place, and it is
+        returned. Those of up to 256 KiB travel together, one exchange for each dtype; larger ones travel on their own,
+        at the same time. Keys and shapes are the same on all ranks; `out` and `block_size` are not for groups.
+
         A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
         becomes +0.
 
@@ -51,22 +66,32 @@ class Collectives:
         another thread, and for a name that another thread has under way; AbortedError or its subclass
         CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
+        if isinstance(x, GROUPS):
+            return self._start_group(x, out, op, name, block_size).wait()
         return self._start(calls.reduction(self._place, "allreduce", x, out, op, name, block_size)).wait()
 
+    @overload
+    def allreduce_async(self, x: G, *, op: Op = ..., name: str = ...) -> Handle[G]: ...
+    @overload
     def allreduce_async(
         self,
         x: NDArray[S],
         *,
-        out: NDArray[S] | None = None,
-        op: Op = "sum",
-        name: str = "",
-        block_size: int | None = None,
-    ) -> Handle[NDArray[S]]:
+        out: NDArray[S] | None = ...,
+        op: Op = ...,
+        name: str = ...,
+        block_size: int | None = ...,
+    ) -> Handle[NDArray[S]]: ...
+    def allreduce_async(
+        self, x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None
+    ) -> Handle[Any]:
         """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started.
 
         The arrays belong to the collective until the handle was waited for. Raises what `allreduce` raises, except that
         a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
         """
+        if isinstance(x, GROUPS):
+            return self._in_background(self._start_group(x, out, op, name, block_size))
         return self._start_async(calls.reduction(self._place, "allreduce", x, out, op, name, block_size))
 
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
@@ -215,10 +240,36 @@ class Collectives:
         """Start an `allreduce_rows`; see `allreduce_async`."""
         return self._start_async(calls.rows(self._place, indices, values, n_rows, op, name))
 
+    def allreduce_tables(self, tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> list[Rows[Any]]:
+        """`allreduce_rows` of several tables at once: small ones of one dtype and row length travel in one exchange.
+
+        `tables`: of each its indices, values and n_rows. Returns (indices, values) of each. Raises what
+        `allreduce_rows` raises.
+        """
+        return self._start_tables(tables, op, name).wait()
+
+    def allreduce_tables_async(
+        self, tables: Sequence[Table], *, op: Op = "sum", name: str = ""
+    ) -> Handle[list[Rows[Any]]]:
+        """Start an `allreduce_tables`; see `allreduce_async`."""
+        return self._in_background(self._start_tables(tables, op, name))
+
     def _start(self, call: Call[T]) -> Handle[T]:
-        return self._engine.submit(call)
+        [handle] = self._engine.submit(call)
+        return handle
 
     def _start_async(self, call: Call[T]) -> Handle[T]:
-        handle = self._engine.submit(call)
+        return self._in_background(self._start(call))
+
+    def _start_group(self, x: T, out: object, op: Op, name: str, block_size: object) -> Handle[T]:
+        if out is not None or block_size is not None:
+            raise UsageError("out and block_size go with one array; a group is combined in place, in blocks of its own")
+        return Together(self._engine.submit(*groups.arrays(self._place, x, op, name)), lambda _: x)
+
+    def _start_tables(self, tables: Sequence[Table], op: Op, name: str) -> Handle[list[Rows[Any]]]:
+        batch = groups.tables(self._place, tables, op, name)
+        return Together(self._engine.submit(*batch.calls), batch.result)
+
+    def _in_background(self, handle: Handle[T]) -> Handle[T]:
         self._engine.drive_in_background()
         return handle

@@ -20,7 +20,7 @@ from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver, say_last_words
 from omnireduce.runtime.member.calls import Call
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.transport.base import Link
 from omnireduce.wire import Cause
@@ -48,7 +48,7 @@ class Engine(Interruptible):
             on_end=self._on_end,
             on_warn=lambda text: log.warning(text, extra=tagged("waiting")),
         )
-        self._handles: dict[int, Handle[Any]] = {}
+        self._handles: dict[int, Started[Any]] = {}
         self._start_afresh()
         self._poll = select.poll()
         self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
@@ -83,30 +83,28 @@ class Engine(Interruptible):
     # collectives
 
     @entering
-    def submit(self, call: Call[T]) -> Handle[T]:
-        """Start a collective.
+    def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
+        """Start collectives, all or none.
 
-        Raises UsageError when another collective under way uses them or a block does not fit a slot, when another
-        thread has one of the same name under way, and when this thread is inside the engine already; the error of the
-        job's end when it is over.
+        Raises UsageError when another collective under way uses their arrays or a block does not fit a slot, when
+        another thread has one of the same name under way, and when this thread is inside the engine already; the error
+        of the job's end when it is over.
         """
         self._refuse_nested()
-        handle, operand = Handle(self, call), call.operand
+        handles = [Started(self, call) for call in calls]
         with self._lock:
             if self._machine.ended is not None or self._leaving:
                 raise self.end_error()
-            if not self._machine.fits(operand.block_bytes):
-                raise UsageError(
-                    f"a block of {operand.block_bytes} bytes does not fit a slot, which holds one of up to "
-                    f"{self._machine.largest_block_bytes} bytes; choose a smaller block_size (or shorter rows), "
-                    "or raise protocol.slot_bytes"
-                )
-            for other in self._handles.values():
-                other.refuse(handle)
+            for call in calls:
+                self._check_fits(call.operand.block_bytes)
+            for handle in handles:
+                for other in self._handles.values():
+                    other.refuse(handle)
             try:
-                number = self._machine.submit(call.descriptor, operand, time.monotonic())
-                self._handles[number] = handle
-                is_small = operand.layout.blocks * operand.block_bytes <= SMALL_BYTES
+                for call, handle in zip(calls, handles, strict=True):
+                    number = self._machine.submit(call.descriptor, call.operand, time.monotonic())
+                    self._handles[number] = handle
+                is_small = sum(call.operand.nbytes for call in calls) <= SMALL_BYTES
                 self._spin_s = self._longest_spin_s / (1 if is_small else 10)
                 self._driver.push()  # whoever drives keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
@@ -115,10 +113,18 @@ class Engine(Interruptible):
                 self._cut_by = error.__class__.__name__
                 self._leave()
                 raise
-        return handle
+        return handles
+
+    def _check_fits(self, block_bytes: int) -> None:
+        if not self._machine.fits(block_bytes):
+            raise UsageError(
+                f"a block of {block_bytes} bytes does not fit a slot, which holds one of up to "
+                f"{self._machine.largest_block_bytes} bytes; choose a smaller block_size (or shorter rows), "
+                "or raise protocol.slot_bytes"
+            )
 
     @entering
-    def wait(self, handle: Handle[Any], timeout_s: float | None = None) -> None:
+    def wait(self, handle: Started[Any], timeout_s: float | None = None) -> None:
         """Drive, or let another thread drive, until `handle` is finished. Raises TimeoutError after `timeout_s`."""
         if not handle.finished:
             self._refuse_nested()
@@ -137,7 +143,7 @@ class Engine(Interruptible):
         if not in_time:
             raise TimeoutError("the collective is still under way")
 
-    def _wait(self, handle: Handle[Any], deadline: float | None) -> bool:
+    def _wait(self, handle: Started[Any], deadline: float | None) -> bool:
         """Return whether `handle` is finished, rather than the time over."""
         while not handle.finished and not self._settle_end(handle):
             if deadline is not None and time.monotonic() >= deadline:
@@ -159,7 +165,7 @@ class Engine(Interruptible):
                 self._lock.acquire()
             raise
 
-    def _settle_end(self, handle: Handle[Any]) -> bool:
+    def _settle_end(self, handle: Started[Any]) -> bool:
         """Finish handles that an interrupted abort left behind; return whether `handle` is finished."""
         if self._machine.ended is not None and not handle.finished:
             self._on_end(self._machine.ended)

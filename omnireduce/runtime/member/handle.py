@@ -1,10 +1,12 @@
-"""What a collective under way looks like to its caller, and the errors that it may end with."""
+"""What collectives under way look like to their caller, and the errors that they may end with."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,12 +20,48 @@ T = TypeVar("T")
 class Waiter(Protocol):
     """What a handle needs of the engine."""
 
-    def wait(self, handle: Handle[T], timeout_s: float | None) -> None: ...
+    def wait(self, handle: Started[Any], timeout_s: float | None) -> None: ...
     def end_error(self, *, under_way: bool = False) -> OmniReduceError: ...
 
 
-class Handle(Generic[T]):
-    """A collective under way. `wait` returns its result; the arrays belong to the collective until then."""
+class Handle(Generic[T], ABC):
+    """Collectives under way. `wait` returns their result; the arrays belong to the collectives until then."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the result. Any thread may wait, also several.
+
+        Raises AbortedError or its subclass CollectiveTimeoutError when the job failed, ClosedError when this process
+        shut the communicator down, and TimeoutError after `timeout_s` seconds (None: no such limit; `cluster.timeout_s`
+        always applies); the collective is then still under way and may be waited for again.
+        """
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """`await handle` in a coroutine: `wait` in a thread of the event loop's executor, which goes on where the
+        coroutine is cancelled."""
+        return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
+
+
+class Together(Handle[T]):
+    """Several collectives as one; `result` makes one of their results."""
+
+    def __init__(self, handles: Sequence[Handle[Any]], result: Callable[[list[Any]], T]) -> None:
+        self._handles, self._result = handles, result
+
+    def done(self) -> bool:
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._result([handle.wait(None if end is None else end - time.monotonic()) for handle in self._handles])
+
+
+class Started(Handle[T]):
+    """One collective, which an engine has started."""
 
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
         self._engine, self._result, self._name = engine, call.result, call.descriptor.name
@@ -33,25 +71,13 @@ class Handle(Generic[T]):
         self.finished = False
 
     def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
         return self.finished
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Return the result. Any thread may wait, also several.
-
-        Raises AbortedError or its subclass CollectiveTimeoutError when the job failed, ClosedError when this process
-        shut the communicator down, and TimeoutError after `timeout_s` seconds (None: no such limit; `cluster.timeout_s`
-        always applies); the collective is then still under way and may be waited for again.
-        """
         self._engine.wait(self, timeout_s)
         if self._failed:
             raise self._engine.end_error(under_way=True)
         return self._result()
-
-    def __await__(self) -> Generator[Any, None, T]:
-        """`await handle` in a coroutine: `wait` in a thread of the event loop's executor, which goes on where the
-        coroutine is cancelled."""
-        return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
 
     def finish(self, *, failed: bool = False) -> None:
         """For the engine: the collective is over."""
@@ -59,7 +85,7 @@ class Handle(Generic[T]):
         self._failed = failed
         self.finished = True
 
-    def refuse(self, new: Handle[T]) -> None:
+    def refuse(self, new: Started[Any]) -> None:
         """Raise UsageError if `new` may not be under way together with this one."""
         if new._name and new._name == self._name and new._thread is not self._thread:
             raise UsageError(

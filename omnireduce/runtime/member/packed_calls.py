@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from omnireduce.dtypes import BYTES
 from omnireduce.errors import UsageError
 from omnireduce.protocol.packets import Packets, Part
 from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
-from omnireduce.runtime.member.calls import Call, Place
+from omnireduce.runtime.member.calls import Call, Place, once
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
 
 S = TypeVar("S", bound=np.generic)
@@ -30,7 +29,7 @@ def ragged_parts(place: Place, x: NDArray[S], name: str) -> Call[list[NDArray[S]
     item_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     packets = _packets(place, called, own, range(place.size), item_bytes)
 
-    @cache
+    @once
     def arrays() -> list[NDArray[S]]:
         return [part.data.view(dtype).reshape(part.items, *shape) for part in packets.parts]
 
@@ -43,14 +42,14 @@ def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -
     own = _part(to_bytes(x, trust)) if place.rank == root else None
     called = _described(place, "broadcast_object", name, OBJECT, (), root)
     packets = _packets(place, called, own, [root], 1)
-    return Call(called, packets, cache(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
+    return Call(called, packets, once(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
 
 
 def all_objects(place: Place, x: object, name: str, trust: bool) -> Call[list[Any]]:
     """What is equal to everybody's `x`."""
     called = _described(place, "allgather_object", name, OBJECT, ())
     packets = _packets(place, called, _part(to_bytes(x, trust)), range(place.size), 1)
-    return Call(called, packets, cache(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
+    return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
 
 
 def _described(

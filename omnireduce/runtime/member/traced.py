@@ -12,7 +12,7 @@ from omnireduce.dtypes import Array
 from omnireduce.protocol.operands import Operand, Packed
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
@@ -23,9 +23,10 @@ T = TypeVar("T")
 class TracedOperand:
     """`operand`, submitted now."""
 
-    def __init__(self, operand: Operand, nbytes: int, recorder: Recorder) -> None:
+    def __init__(self, operand: Operand, recorder: Recorder) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
-        self._operand, self._nbytes, self._recorder, self._submitted = operand, nbytes, recorder, now()
+        self.nbytes = operand.nbytes
+        self._operand, self._recorder, self._submitted = operand, recorder, now()
 
     def start(self, shard: int) -> int:
         start = now()
@@ -49,7 +50,7 @@ class TracedOperand:
         self._operand.finish()
         end = now()
         self._recorder.add(What.SCATTER, start, end)
-        self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self._nbytes)
+        self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self.nbytes)
 
 
 class TracedEngine(Engine):
@@ -59,9 +60,8 @@ class TracedEngine(Engine):
         super().__init__(*arguments)
         self._recorder = recorder
 
-    def submit(self, call: Call[T]) -> Handle[T]:
-        nbytes = call.descriptor.layout.elements * call.descriptor.element.itemsize
-        return super().submit(replace(call, operand=TracedOperand(call.operand, nbytes, self._recorder)))
+    def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
+        return super().submit(*(replace(each, operand=TracedOperand(each.operand, self._recorder)) for each in calls))
 
     def _block(self, deadline: float | None) -> None:
         start = now()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,14 @@ from omnireduce.config import Config, load_config, override_config, split_list
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.collectives import Rows
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.runtime.member.launcher import detect_launch, job_name
 
 S = TypeVar("S", bound=np.generic)
+G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 _global: Communicator | None = None
 
 
@@ -96,16 +99,26 @@ def shutdown() -> None:
         _global.shutdown()
 
 
+@overload
+def allreduce(x: G, *, op: Op = ..., name: str = ...) -> G: ...
+@overload
 def allreduce(
-    x: NDArray[S], *, out: NDArray[S] | None = None, op: Op = "sum", name: str = "", block_size: int | None = None
-) -> NDArray[S]:
+    x: NDArray[S], *, out: NDArray[S] | None = ..., op: Op = ..., name: str = ..., block_size: int | None = ...
+) -> NDArray[S]: ...
+def allreduce(x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None) -> Any:
     """See `Communicator.allreduce`."""
     return _communicator().allreduce(x, out=out, op=op, name=name, block_size=block_size)
 
 
+@overload
+def allreduce_async(x: G, *, op: Op = ..., name: str = ...) -> Handle[G]: ...
+@overload
 def allreduce_async(
-    x: NDArray[S], *, out: NDArray[S] | None = None, op: Op = "sum", name: str = "", block_size: int | None = None
-) -> Handle[NDArray[S]]:
+    x: NDArray[S], *, out: NDArray[S] | None = ..., op: Op = ..., name: str = ..., block_size: int | None = ...
+) -> Handle[NDArray[S]]: ...
+def allreduce_async(
+    x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None
+) -> Handle[Any]:
     """See `Communicator.allreduce_async`."""
     return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size)
 
@@ -132,6 +145,16 @@ def reduce(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> N
 def reduce_async(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> Handle[NDArray[S] | None]:
     """See `Communicator.reduce_async`."""
     return _communicator().reduce_async(x, root, op=op, name=name)
+
+
+def allreduce_tables(tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> list[Rows[Any]]:
+    """See `Communicator.allreduce_tables`."""
+    return _communicator().allreduce_tables(tables, op=op, name=name)
+
+
+def allreduce_tables_async(tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> Handle[list[Rows[Any]]]:
+    """See `Communicator.allreduce_tables_async`."""
+    return _communicator().allreduce_tables_async(tables, op=op, name=name)
 
 
 def broadcast(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:

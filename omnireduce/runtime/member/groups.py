@@ -1,0 +1,171 @@
+"""Many arrays, or tables, in one call: small ones of one type travel in one exchange, large ones each in their own.
+
+All exchanges of a group are under way together. What a group is made of travels with each, so that ranks whose groups
+differ are told, not summed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnireduce.descriptor import BOOL_OPS
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view
+from omnireduce.runtime.member.calls import Call, Place, once, reduction, rows
+
+T = TypeVar("T")
+Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
+Rows = tuple[NDArray[np.int64], NDArray[Any]]
+FUSED_BYTES = 1 << 18  # of an array that is copied to travel with others; copying more takes longer than an exchange
+DEEPEST = 50
+SHOWN = 40  # characters of a path
+
+
+class _Leaf(NamedTuple):
+    """An array of a group, and where in the group it is, as in Python: ['layer'][0]."""
+
+    path: str
+    array: Array
+
+
+def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
+    """All arrays in `x`, combined in place."""
+    leaves = list(_leaves(x, ""))
+    _check_apart(leaves)
+    calls: list[Call[Any]] = []
+    for few in _together(leaves, lambda leaf: leaf.array.dtype, lambda leaf: leaf.array.nbytes):
+        if len(few) == 1:
+            calls.append(reduction(place, "allreduce", few[0].array, None, op, name, None, _shown(few[0].path)))
+        else:
+            calls.append(_fused(place, few, op, name))
+    return calls or [_fused(place, [], op, name)]  # the others may have more: then all are told
+
+
+class Batch(NamedTuple):
+    """Calls for several tables, and what makes the result of each table from theirs."""
+
+    calls: list[Call[Rows]]
+    result: Callable[[list[Rows]], list[Rows]]
+
+
+def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
+    """Row-sparse sums of several tables."""
+    for indices, values, n_rows in given:
+        check_rows(indices, check_array(values, "values"), n_rows)
+    together = _together(list(enumerate(given)), lambda each: _format(each[1]), lambda each: each[1][1].nbytes)
+    calls = []
+    for few in together or [[]]:
+        group = f"{_many(len(few), 'table')} {_digest([(at, int(table[2])) for at, table in few])}"
+        calls.append(rows(place, *_stacked([table for _, table in few]), op, name, group))
+
+    def result(found: list[Rows]) -> list[Rows]:
+        placed = dict[int, Rows]()
+        for few, one in zip(together, found, strict=False):
+            parts = _unstacked([table for _, table in few], one)
+            placed.update(zip([at for at, _ in few], parts, strict=True))
+        return [placed[at] for at in range(len(given))]
+
+    return Batch(calls, result)
+
+
+def _format(table: Table) -> Hashable:
+    return table[1].dtype, table[1].shape[1]
+
+
+def _together(items: Sequence[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int]) -> list[list[T]]:
+    """Those that travel together: the small ones of each kind, the large ones alone."""
+    found: dict[Hashable, list[T]] = {}
+    for at, item in enumerate(items):
+        found.setdefault(at if nbytes(item) > FUSED_BYTES else (kind(item),), []).append(item)
+    return list(found.values())
+
+
+def _leaves(x: Any, path: str, depth: int = 0) -> Iterator[_Leaf]:
+    """The arrays in `x`, in an order that is the same on all ranks."""
+    if depth > DEEPEST:
+        raise UsageError(f"x is nested more than {DEEPEST} deep")
+    if isinstance(x, dict):
+        for key in sorted(x, key=lambda key: (type(key).__name__, repr(key))):
+            yield from _leaves(x[key], f"{path}[{key!r}]", depth + 1)
+    elif isinstance(x, list | tuple):
+        for at, each in enumerate(x):
+            yield from _leaves(each, f"{path}[{at}]", depth + 1)
+    else:
+        array = check_array(x, f"x{path}")
+        flat_view(array, f"x{path}", writable=True)
+        yield _Leaf(path, array)
+
+
+def _check_apart(leaves: Sequence[_Leaf]) -> None:
+    placed = sorted((leaf.array.ctypes.data, leaf.array.nbytes, leaf.path) for leaf in leaves if leaf.array.nbytes)
+    for (start, nbytes, path), (next_start, _, other) in pairwise(placed):
+        if start + nbytes > next_start:
+            raise UsageError(f"x{path} and x{other} share memory; expected each array once")
+
+
+def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str) -> Call[None]:
+    """Arrays of one dtype as one, which is copied back in the end."""
+    flats = [np.asarray(leaf.array).reshape(-1) for leaf in leaves]
+    dtype = flats[0].dtype if flats else np.dtype(np.bool_ if op in BOOL_OPS else np.float32)
+    stops = np.cumsum([0, *(flat.size for flat in flats)])
+    nbytes = int(stops[-1]) * dtype.itemsize
+    whole = place.with_pool(lambda pool: pool.take(nbytes))[:nbytes].view(dtype)
+    parts = [whole[start:stop] for start, stop in pairwise(stops.tolist())]
+    for part, flat in zip(parts, flats, strict=True):
+        part[:] = flat
+
+    def put_back() -> None:
+        for part, flat in zip(parts, flats, strict=True):
+            flat[:] = part
+
+    group = f"{_many(len(leaves), 'array')} {_digest([(leaf.path, leaf.array.shape) for leaf in leaves])}"
+    call = reduction(place, "allreduce", whole, None, op, name, None, group)
+    return Call(call.descriptor, call.operand, once(put_back), writes=(*call.writes, *flats))
+
+
+def _stacked(given: Sequence[Table]) -> Table:
+    """Tables of one width as one, each behind the one before."""
+    if not given:
+        return np.zeros(0, np.int64), np.zeros((0, 1), np.float32), 0
+    if len(given) == 1:
+        return given[0]
+    starts = _starts(given)
+    numbers = np.concatenate([each[0].astype(np.int64) + start for each, start in zip(given, starts, strict=False)])
+    return numbers, np.concatenate([each[1] for each in given]), starts[-1]
+
+
+def _unstacked(given: Sequence[Table], found: Rows) -> list[Rows]:
+    """The rows of each table again."""
+    numbers, values = found
+    starts = _starts(given)
+    cuts = np.searchsorted(numbers, starts).tolist()
+    return [
+        (numbers[cut:end] - start, values[cut:end]) for start, (cut, end) in zip(starts, pairwise(cuts), strict=False)
+    ]
+
+
+def _starts(given: Sequence[Table]) -> list[int]:
+    starts = [0]
+    for _, _, n_rows in given:
+        starts.append(starts[-1] + int(n_rows))
+    return starts
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _shown(path: str) -> str:
+    text = path.encode("ascii", "backslashreplace").decode()
+    return text if text == path and len(text) <= SHOWN else f"{text[:SHOWN]}.. {_digest(path)[:16]}"
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(repr(what).encode(errors="backslashreplace")).hexdigest()[:16]
