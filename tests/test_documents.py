@@ -1,0 +1,165 @@
+"""The blocks of the README and the documents: examples run, commands and options exist, settings are read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon
+
+from omnireduce.config import load_config
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"python", "sh", "toml", "yaml", "text"}
+FENCE = re.compile(r"^```(.*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {
+    "cd",
+    "chgrp",
+    "chmod",
+    "cp",
+    "export",
+    "kill",
+    "mv",
+    "openssl",
+    "source",
+    "systemctl",
+    "umask",
+    "mkdir",
+    "cat",
+}
+BIN = Path(sys.executable).parent
+
+
+class Block(NamedTuple):
+    document: str
+    line: int
+    language: str
+    text: str
+
+
+def blocks(language: str = "") -> Iterator[Block]:
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for found in FENCE.finditer(text):
+            line = text.count("\n", 0, found.start()) + 1
+            if found[1] == language or not language:
+                yield Block(document.name, line, found[1], found[2])
+
+
+def named(block: Block) -> str:
+    return f"{block.document}:{block.line}"
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each command of the blocks of shell, with where it is; comments and what only the shell does are gone."""
+    for block in blocks("sh"):
+        for at, line in enumerate(block.text.splitlines(), block.line + 1):
+            for each in re.split(r"&&|;|\||&", re.sub(r"(^|\s)#.*", "", line)):
+                command = re.sub(r"[<>]\s*\S+", "", each).strip(" ()")
+                if command:
+                    yield f"{block.document}:{at}", command
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_block_says_its_language(document: Path) -> None:
+    text = document.read_text()
+    assert {found[1] for found in FENCE.finditer(text)} <= LANGUAGES
+    outside = FENCE.sub("", text)
+    assert "```" not in outside
+    assert not re.search(r"\n\n    \S", outside), "a block that is only indented; fence it and say its language"
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+@pytest.mark.parametrize("block", blocks("python"), ids=named)
+def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) -> None:
+    """With the aggregator that the document starts before it."""
+    (tmp_path / "example.py").write_text(block.text)
+    done = subprocess.run(
+        [str(MPIRUN), "-n", "2", sys.executable, "example.py"],
+        cwd=tmp_path, env=os.environ | {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)},
+        capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+def test_the_quickstart_runs_as_it_is() -> None:
+    """But for what installs, which has happened, and for the port, which another program may have."""
+    block = next(blocks("sh"))
+    assert "omnireduce aggregator &" in block.text
+    lines = [line for line in block.text.splitlines() if not line.startswith(("make", "source"))]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    script = [*lines, "status=$?", "kill %1", "wait %1", "exit $status"]
+    environ = {"OMNIREDUCE_AGGREGATOR_LISTEN": address, "OMNIREDUCE_CLUSTER_AGGREGATORS": address}
+    done = subprocess.run(
+        ["bash", "-m", "-c", "\n".join(script)],
+        env=os.environ | environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=4 * WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"ready {address}" in done.stdout
+    shown = next(block for block in blocks("text") if block.document == "README.md").text
+    assert done.stdout.splitlines()[1:4] == shown.splitlines()[:3]
+    assert [row.split()[:5] for row in done.stdout.splitlines()[4:]] == [
+        row.split()[:5] for row in shown.splitlines()[3:]
+    ]
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=named)
+def test_settings_can_be_read(block: Block) -> None:
+    assert tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=named)
+def test_yaml_can_be_read(block: Block) -> None:
+    assert yaml.safe_load(block.text)
+
+
+@pytest.mark.parametrize(("where", "command"), commands())
+def test_commands_and_options_exist(where: str, command: str) -> None:
+    words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word) or "make" in command]
+    if words[:2] == ["mpirun", "-n"]:
+        words = words[3:]
+    program, *arguments = words or ["export"]
+    if program == "make":
+        targets = [word for word in arguments if "=" not in word]
+        for target in targets:
+            assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE) or "/" in target
+    elif program == "omnireduce":
+        assert_options(("-m", "omnireduce"), arguments)
+    elif program == "python" and arguments[0] == "-m":
+        assert_options(("-m", arguments[1]), arguments[2:])
+    elif program == "python":
+        assert arguments[0].isupper() or arguments[0] == "train.py" or (ROOT / arguments[0]).exists()
+    else:
+        assert program in PROGRAMS, f"{where}: {command}"
+
+
+def assert_options(program: tuple[str, ...], arguments: list[str]) -> None:
+    """The program has that command, the command has these options, and the settings are ones."""
+    found = help_of(program)
+    if arguments and re.search(rf"^\s+{re.escape(arguments[0])}\b", found, re.MULTILINE):
+        found = help_of((*program, arguments[0]))
+    for option in (each for each in arguments if each.startswith("--")):
+        assert re.search(rf"{re.escape(option.partition('=')[0])}\b", found), f"{program} has no {option}"
+    settings = [value for option, value in pairwise(arguments) if option == "--set"]
+    load_config(overrides=settings, environ={})
+
+
+@cache
+def help_of(program: tuple[str, ...]) -> str:
+    command = [sys.executable, *program, "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
