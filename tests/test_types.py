@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 import omnireduce as omni
 
-x = np.ones(3, np.float32)
+x: NDArray[np.float32] = np.ones(3, np.float32)
+doubles: NDArray[np.float64] = np.ones(3)
 table = np.ones((3, 2), np.float32)
 assert_type(omni.allreduce(x), NDArray[np.float32])
 assert_type(omni.allreduce_async(x, op="mean").wait(), NDArray[np.float32])
@@ -21,7 +22,7 @@ assert_type(omni.connect().broadcast(np.ones(3, np.int8)), NDArray[np.int8])
 assert_type(omni.allgather_async(x).wait(), NDArray[np.float32])
 assert_type(omni.allreduce([x, x]), list[NDArray[np.float32]])
 assert_type(omni.allreduce_async({"w": x, "b": x}).wait(), dict[str, NDArray[np.float32]])
-assert_type(omni.allreduce((x, np.ones(3))), tuple[NDArray[np.float32], NDArray[np.float64]])
+assert_type(omni.allreduce((x, doubles)), tuple[NDArray[np.float32], NDArray[np.float64]])
 assert_type(omni.reduce_scatter(x), NDArray[np.float32])
 assert_type(omni.reduce(x, 0), NDArray[np.float32] | None)
 assert_type(omni.gather(x), NDArray[np.float32] | None)
