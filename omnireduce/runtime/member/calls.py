@@ -202,7 +202,7 @@ def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: 
         out[...] = target[place.rank]
         return out
 
-    reads = () if parts is None else (parts,)
+    reads = () if source is None else (source,)
     call = _movement(place, called, source, target.reshape(-1).view(BYTES), part, reads=reads)
     return Call(call.descriptor, call.operand, call.result, call.reads, (*call.writes, flat))
 

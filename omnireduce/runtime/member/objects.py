@@ -1,87 +1,117 @@
 """Python objects as bytes, and back.
 
-A pickle may make its reader call anything. So it is read as plain data, in which only the types of this module stand,
-unless the caller trusts all who take part. Arrays travel as their dtype, shape and bytes: NumPy's own pickles run code
-that was not written for bytes of strangers.
+Objects of peers are read as plain data: msgpack, where no part refers to another one, so that what is read is about as
+large as its bytes. Tuples, sets, dates, arrays and the like are extensions of it. A pickle could say them, but may make
+its reader call anything. So it is read only by callers that trust all who take part.
 """
 
 from __future__ import annotations
 
-import collections
 import datetime
 import decimal
-import fractions
-import io
 import math
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.msgpack import Ext, decode, encode
 
 from omnireduce.errors import UsageError
 
-PROTOCOL = 5
-PLAIN = {  # beside None, bool, int, float, str, bytes, tuple, list, dict, set and frozenset, which a pickle just says
-    f"{each.__module__}.{each.__qualname__}": each
-    for each in (
-        bytearray, complex, range, slice, set, frozenset, collections.OrderedDict, collections.deque,
-        datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
-        decimal.Decimal, fractions.Fraction,
-    )
-}  # fmt: skip
 SAID = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
 ADVICE = "pass trust=True on every rank if all that take part may run code in this process"
+AS_THEY_ARE = (bool, float, str, bytes)
+LONGEST_INT = 63  # bits, beside the sign
+
+
+class _Form(NamedTuple):
+    """How objects of one type are said, in what msgpack has, and made again."""
+
+    said: Callable[[Any], object]
+    made: Callable[[Any], object]
+
+
+def _flattened(x: dict[Any, Any]) -> list[object]:
+    return [_lowered(each) for pair in x.items() for each in pair]
+
+
+def _paired(x: list[Any]) -> dict[Any, Any]:
+    return dict(zip(x[::2], x[1::2], strict=True))
+
+
+def _array_said(x: Any) -> list[object]:
+    array = np.asarray(x)
+    if array.dtype.hasobject or array.dtype.names or array.dtype.subdtype:
+        raise UsageError(f"an array of {array.dtype} is no plain data; {ADVICE}")
+    text = array.dtype.str
+    text = text if np.dtype(text) == array.dtype else array.dtype.name  # of bfloat16, "<V2" is not all
+    return [text, list(array.shape), array.tobytes()]
+
+
+def _array_made(x: Any) -> Any:
+    text, shape, data = x
+    dtype = np.dtype(str(text))
+    if dtype.hasobject or dtype.itemsize == 0 or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for an array of {dtype} {shape}")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+FORMS: dict[type[Any], _Form] = {  # the number of a form is its place: new ones come last
+    int: _Form(hex, lambda x: int(x, 16)),
+    tuple: _Form(lambda x: [*map(_lowered, x)], tuple),
+    set: _Form(lambda x: [*map(_lowered, x)], set),
+    frozenset: _Form(lambda x: [*map(_lowered, x)], frozenset),
+    dict: _Form(_flattened, _paired),
+    bytearray: _Form(bytes, lambda x: bytearray(x[:])),
+    complex: _Form(lambda x: [x.real, x.imag], lambda x: complex(*x)),
+    decimal.Decimal: _Form(str, decimal.Decimal),
+    datetime.date: _Form(str, datetime.date.fromisoformat),
+    datetime.time: _Form(str, datetime.time.fromisoformat),
+    datetime.datetime: _Form(str, datetime.datetime.fromisoformat),
+    datetime.timedelta: _Form(
+        lambda x: [x.days, x.seconds, x.microseconds], lambda x: datetime.timedelta(x[0], x[1], x[2])
+    ),
+    np.ndarray: _Form(_array_said, _array_made),
+    np.generic: _Form(_array_said, lambda x: _array_made(x)[()]),
+}
+_NUMBER = {each: number for number, each in enumerate(FORMS)}
+_MADE = [form.made for form in FORMS.values()]
 
 
 def to_bytes(x: object, trust: bool) -> bytes:
-    """Raises UsageError for what cannot be pickled, and for what the others would not read."""
-    file = io.BytesIO()
+    """Raises UsageError for what cannot be sent, and for what the others would not read."""
     try:
-        (pickle.Pickler if trust else _PlainPickler)(file, PROTOCOL).dump(x)
+        return pickle.dumps(x, pickle.HIGHEST_PROTOCOL) if trust else encode(_lowered(x))
     except UsageError:
         raise
-    except Exception as error:  # any: what is pickled says itself how
+    except Exception as error:  # any: an object says itself how it is pickled
         raise UsageError(f"the {type(x).__name__} cannot be sent: {error}") from error
-    return file.getvalue()
 
 
 def from_bytes(data: bytes, trust: bool, sender: str) -> object:
-    """Raises UsageError for bytes that are no object, or another than may be read."""
+    """Raises UsageError for bytes that are no object."""
     try:
-        return (pickle.Unpickler if trust else _PlainUnpickler)(io.BytesIO(data)).load()
-    except Exception as error:  # any: a pickle can make its reader raise what it likes
+        return pickle.loads(data) if trust else decode(data, ext_hook=_made)
+    except Exception as error:  # any: constructors raise what they like, pickles even more
         raise UsageError(f"the object of {sender} cannot be read: {error}") from error
 
 
-class _PlainPickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> object:
-        if isinstance(obj, np.ndarray | np.generic) and type(obj) is not np.ma.MaskedArray:
-            array = np.asarray(obj)
-            if array.dtype.hasobject or array.dtype.names or array.dtype.subdtype:
-                raise UsageError(f"an array of {array.dtype} cannot be sent as plain data; {ADVICE}")
-            text = array.dtype.str
-            text = text if np.dtype(text) == array.dtype else array.dtype.name  # of bfloat16, "<V2" is not all
-            return isinstance(obj, np.generic), text, array.shape, array.tobytes()
-        return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in PLAIN.values() or any(obj is each for each in PLAIN.values()):
-            return NotImplemented
-        what = obj.__qualname__ if isinstance(obj, type) or callable(obj) else type(obj).__qualname__
+def _lowered(x: Any) -> object:
+    """What msgpack has for `x`."""
+    kind = type(x)
+    if x is None or kind in AS_THEY_ARE or (kind is int and x.bit_length() <= LONGEST_INT):
+        return x
+    if kind is list:
+        return [*map(_lowered, x)]
+    kind = np.generic if isinstance(x, np.generic) else kind
+    if kind not in FORMS:
+        what = x.__qualname__ if callable(x) and hasattr(x, "__qualname__") else kind.__qualname__
         raise UsageError(f"{what} is no plain data, which is {SAID}; {ADVICE}")
+    return Ext(_NUMBER[kind], encode(FORMS[kind].said(x)))
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = PLAIN.get(f"{module}.{name}")
-        if found is None:
-            raise UsageError(f"it has a {module}.{name}, which is no plain data; {ADVICE}")
-        return found
-
-    def persistent_load(self, pid: Any) -> object:
-        is_scalar, dtype, shape, data = pid
-        kind = np.dtype(str(dtype))
-        if kind.hasobject or kind.itemsize == 0 or math.prod(shape) * kind.itemsize != len(data):
-            raise UsageError(f"it has {len(data)} bytes for an array of {kind} {shape}")
-        array = np.frombuffer(data, kind).reshape(shape).copy()
-        return array[()] if is_scalar else array
+def _made(code: int, data: memoryview) -> object:
+    if not 0 <= code < len(_MADE):
+        raise ValueError(f"an extension {code}, expected 0 to {len(_MADE) - 1}; install the same omnireduce everywhere")
+    return _MADE[code](decode(data, ext_hook=_made))
