@@ -68,8 +68,17 @@ BOOL = ElementType("bool", np.dtype(np.bool_), np.dtype(np.uint8), ALL_BITS, is_
 _BY_DTYPE = {each.dtype: each for each in (*_ALL, BOOL)}
 
 
+def number_type(dtype: DTypeLike) -> ElementType:
+    """Return the element type of a NumPy dtype of numbers. Raises UsageError for one that the service cannot add."""
+    found = _BY_DTYPE.get(np.dtype(dtype))
+    if found is None or found is BOOL:
+        raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}")
+    return found
+
+
 def element_type(dtype: DTypeLike) -> ElementType:
-    """Return the element type of a NumPy dtype. Raises UsageError for one that the service cannot reduce."""
+    """Return the element type of a NumPy dtype, which may be bool. Raises UsageError for one that the service cannot
+    reduce."""
     found = _BY_DTYPE.get(np.dtype(dtype))
     if found is None:
         raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}, bool")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from samples import DTYPES
 
 from omnireduce.descriptor import (
+    GROUP_CHARACTERS,
     MAX_BLOCK_SIZE,
     MAX_DIMENSIONS,
     NAME_CHARACTERS,
@@ -55,6 +56,7 @@ def test_the_longest_call_fits(kind: Any, dimensions: list[int]) -> None:
     called = Descriptor(
         kind, name, "bfloat16" if reduces else longest, tuple(dimensions), "mean" if reduces else "sum",
         MAX_BLOCK_SIZE, 2**32 - 1, 0 if reduces else 2**31 - 8 if many else 1, 2**32 - 1 if many else 1,
+        "g" * GROUP_CHARACTERS,
     )  # fmt: skip
     assert len(called.encoded) <= EXTRA_BYTES
     assert decode_descriptor(called.encoded) == called
@@ -74,6 +76,8 @@ def test_calls_in_words() -> None:
     assert str(ragged) == "allgather_ragged of int64, each of its items (3,)"
     thing = Descriptor("broadcast_object", "state", "uint8", (), item_bytes=1, parts=4, root=2)
     assert str(thing) == "broadcast_object 'state', root 2"
+    grouped = Descriptor("allreduce", "", "int8", (5,), group="2 arrays 0123456789abcdef")
+    assert str(grouped) == "allreduce of a group, 2 arrays 0123456789abcdef: of int8 (5,), sum"
     assert str(Descriptor("barrier", "", "uint8", (0,), item_bytes=1)) == "barrier"
 
 
@@ -142,7 +146,7 @@ def test_dtypes_in_words() -> None:
 def test_calls_travel_as_before() -> None:
     """The bytes of protocol version 6: whoever changes them raises PROTOCOL_VERSION."""
     called = Descriptor("allreduce_rows", "w", "float32", (125, 8))
-    assert called.encoded.hex() == "99ae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001"
+    assert called.encoded.hex() == "9aae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a0"
 
 
 def test_the_same_call_is_described_once() -> None:

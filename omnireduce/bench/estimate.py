@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import Array, ElementType, element_type
+from omnireduce.dtypes import Array, ElementType, number_type
 from omnireduce.errors import UsageError
 from omnireduce.kernels.density import nonzero_blocks
 from omnireduce.wire import HEADER_BYTES
@@ -80,7 +80,7 @@ def measure(values: Array, block_sizes: Sequence[int]) -> Density:
 
     `block_sizes`: elements, multiples of 8. Raises UsageError for another dtype.
     """
-    kind = element_type(values.dtype.newbyteorder("="))
+    kind = number_type(values.dtype.newbyteorder("="))
     unit = math.gcd(*block_sizes)
     units = np.zeros(-(-values.size // unit), np.bool_)
     bits = np.dtype(f"u{kind.itemsize}")
@@ -95,7 +95,7 @@ def measure(values: Array, block_sizes: Sequence[int]) -> Density:
 
 def find_blocks(values: Array, block_size: int) -> Array:
     """Which blocks of `values`, (elements,), are not zero: bool (blocks,). Takes and raises what `measure` does."""
-    kind = element_type(values.dtype.newbyteorder("="))
+    kind = number_type(values.dtype.newbyteorder("="))
     found = np.zeros(-(-values.size // block_size), np.bool_)
     for first, chunk in _chunks(values, kind, block_size):
         _find(chunk, kind, block_size, found[first:])

@@ -21,7 +21,7 @@ import numpy as np
 from omnireduce.bench.data import check_reduction, reduce_in_rank_order, share_set
 from omnireduce.bench.estimate import find_blocks
 from omnireduce.bench.tensor_files import FileError, Tensor, read_tensors
-from omnireduce.dtypes import Array, element_type
+from omnireduce.dtypes import Array, number_type
 from omnireduce.errors import UsageError
 
 RANK = "{rank}"
@@ -147,7 +147,7 @@ def _contents(path: Path) -> dict[str | None, tuple[tuple[int, ...], str]]:
 
 def _supported(path: Path, tensor: Tensor) -> tuple[tuple[int, ...], str]:
     try:
-        element_type(tensor.values.dtype.newbyteorder("="))
+        number_type(tensor.values.dtype.newbyteorder("="))
     except UsageError as error:
         raise FileError(f"{path}: {tensor.name}: {error}") from None
     return _describe(tensor)

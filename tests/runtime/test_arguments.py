@@ -22,7 +22,7 @@ ROWS = np.ones((2, 8), np.float32)
 INDICES = np.array([1, 3])
 
 REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
-    "a list": (lambda c: c.allreduce([1.0, 2.0]), "x is a list; expected a numpy.ndarray"),
+    "a list": (lambda c: c.allreduce([1.0, 2.0]), "x[0] is a float; expected a numpy.ndarray"),
     "a scalar": (
         lambda c: c.allreduce(np.float32(1)),
         "x is a float32; expected a numpy.ndarray: make one of it first, x = numpy.array([x])",
@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "a broadcast view": (lambda c: c.allreduce(np.broadcast_to(np.float32(1), 64)), "not C-contiguous"),
     "read-only": (lambda c: c.allreduce(READ_ONLY), "x is read-only and cannot take the result; pass out="),
     "complex": (lambda c: c.allreduce(np.ones(9, np.complex64)), "cannot reduce arrays of complex64; supported are"),
-    "bool": (lambda c: c.allreduce(np.ones(9, bool)), "cannot reduce arrays of bool"),
+    "bool": (lambda c: c.allreduce(np.ones(9, bool)), "allreduce of bool has no op sum; expected any or all"),
     "complex64": (lambda c: c.allreduce(np.ones(9, np.complex64)), "cannot reduce arrays of complex64"),
     "other byte order": (lambda c: c.allreduce(np.ones(9, np.dtype(">f4"))), "cannot reduce arrays of >f4"),
     "objects": (lambda c: c.broadcast(np.array([None])), "Python objects"),

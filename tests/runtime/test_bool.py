@@ -15,19 +15,24 @@ def flags(rank: int, shape: tuple[int, ...]) -> Array:
     return rng.random(shape) < rng.choice([0, 0.001, 0.5, 1], shape[:1] + (1,) * (len(shape) - 1))
 
 
-@pytest.mark.parametrize("shape", [(0,), (1,), (257,), (40, 300)])
-def test_any_and_all(config: Config, shape: tuple[int, ...]) -> None:
-    def run(comm: Communicator) -> list[Array]:
-        found = [comm.allreduce(flags(comm.rank, shape), op=op) for op in ("any", "all")]  # type: ignore[arg-type]
-        found += [comm.reduce_scatter(flags(comm.rank, shape), op="any")]
-        assert {each.dtype for each in found} == {np.dtype(bool)}
+def test_any_and_all(config: Config) -> None:
+    shapes: list[tuple[int, ...]] = [(0,), (1,), (257,), (40, 300)]
+
+    def run(comm: Communicator) -> list[list[Array]]:
+        found = []
+        for shape in shapes:
+            some = comm.allreduce(flags(comm.rank, shape), op="any")
+            every = comm.allreduce(flags(comm.rank, shape), op="all")
+            found.append([some, every, comm.reduce_scatter(flags(comm.rank, shape), op="any")])
+            assert {each.dtype for each in found[-1]} == {np.dtype(bool)}
         return found
 
-    everybody = np.array([flags(rank, shape) for rank in range(3)])
-    for rank, (some, every, part) in enumerate(run_job(config, 3, run)):
-        assert some.tolist() == everybody.any(axis=0).tolist()
-        assert every.tolist() == everybody.all(axis=0).tolist()
-        assert part.tolist() == np.array_split(everybody.any(axis=0), 3)[rank].tolist()
+    for rank, found in enumerate(run_job(config, 3, run)):
+        for shape, (some, every, part) in zip(shapes, found, strict=True):
+            everybody = np.array([flags(each, shape) for each in range(3)])
+            assert some.tolist() == everybody.any(axis=0).tolist()
+            assert every.tolist() == everybody.all(axis=0).tolist()
+            assert part.tolist() == np.array_split(everybody.any(axis=0), 3)[rank].tolist()
 
 
 def test_other_ops_and_other_types(daemon: Daemon) -> None:

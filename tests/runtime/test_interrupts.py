@@ -285,7 +285,7 @@ def test_two_interrupts_in_a_row_raise_nothing_else(monkeypatch: pytest.MonkeyPa
     while True:
         ours, link, far = lone_engine()
         operand = DenseTensor(x, x, called.layout, called.element.zero_mask)
-        handle = ours.submit(Call(called, operand, lambda: x))
+        [handle] = ours.submit(Call(called, operand, lambda: x))
         with Interrupting(names, (first, first + second), ours._machine) as interrupting:
             with contextlib.suppress(KeyboardInterrupt):
                 try:

@@ -100,7 +100,7 @@ def test_the_mean_divides_by_all_ranks(config: Config, dtype: str) -> None:
 
 def test_rows_have_no_other_op(local: Config) -> None:
     def run(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match="allreduce_rows has no op max; expected sum or mean"):
+        with pytest.raises(UsageError, match="allreduce_rows of float64 has no op max; expected sum or mean"):
             comm.allreduce_rows(np.arange(2), np.ones((2, 2)), 5, op="max")
         with pytest.raises(UsageError, match="the mean of int8 is not an int8"):
             comm.allreduce_rows(np.arange(2), np.ones((2, 2), np.int8), 5, op="mean")

@@ -23,8 +23,9 @@ from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.rows import Pool
 from omnireduce.runtime.member.assemble import assemble
-from omnireduce.runtime.member.calls import Place
+from omnireduce.runtime.member.calls import Place, WithPool
 from omnireduce.runtime.member.collectives import Collectives
+from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.launcher import job_name, launch_id, whole
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
@@ -167,7 +168,7 @@ class Communicator(Collectives):
         self._place = Place(
             rank=self.rank, size=self.size, shards=self.shards, owner=threading.current_thread(),
             block_size=protocol.block_size, stripe_blocks=protocol.stripe_blocks, whole_bytes=joined.whole_bytes,
-            with_pool=self._with_pool,
+            with_pool=_lending(self._engine, self._pool),
         )  # fmt: skip
         _open_communicators.add(self)
         _process.watch()
@@ -221,8 +222,14 @@ class Communicator(Collectives):
             tuple(each.sent_bytes + each.received_bytes for each in counters),
         )
 
-    def _with_pool(self, make: Callable[[Pool], T]) -> T:
-        return self._engine.exclusively(lambda: make(self._pool))
+
+def _lending(engine: Engine, pool: Pool) -> WithPool:
+    """No method: a communicator that refers to itself would keep its memory until the cycle collector runs."""
+
+    def with_pool(make: Callable[[Pool], T]) -> T:
+        return engine.exclusively(lambda: make(pool))
+
+    return with_pool
 
 
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
