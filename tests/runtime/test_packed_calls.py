@@ -115,10 +115,19 @@ TEXTS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 KEYS = TEXTS | st.tuples(TEXTS, TEXTS) | st.frozensets(TEXTS, max_size=3)
 
 
+def typed(x: Any) -> Any:
+    """`x` with the type of each of its parts: True is no 1 here, 0.0 no -0.0; sets have no order, dicts have one."""
+    if isinstance(x, frozenset):
+        return frozenset, frozenset(map(typed, x))
+    if isinstance(x, dict):
+        return dict, tuple((typed(key), typed(value)) for key, value in x.items())
+    return (type(x), tuple(map(typed, x))) if isinstance(x, list | tuple) else (type(x), repr(x))
+
+
 @given(x=st.recursive(TEXTS, lambda each: st.lists(each) | st.dictionaries(KEYS, each) | st.tuples(each, each)))
 def test_anything_plain_reads_back(x: Any) -> None:
     found = from_bytes(to_bytes(x, trust=False), trust=False, sender="rank 1")
-    assert repr(found) == repr(x)
+    assert typed(found) == typed(x)
 
 
 @pytest.mark.parametrize(
