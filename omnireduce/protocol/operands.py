@@ -144,14 +144,3 @@ class DenseTensor:
 
     def finish(self) -> None:
         self._target.store_tail()
-
-
-class Contribution(DenseTensor):
-    """A tensor that takes part; of the result nothing is kept. `source` is only read."""
-
-    def __init__(self, source: Array, layout: Layout, zero_mask: np.uint64) -> None:
-        super().__init__(source, source, layout, zero_mask)
-        self._target = _Blocks(source[:0].copy(), self.block_bytes)
-
-    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
-        pass

@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from local_cluster import WAIT_S, Daemon, configured, run_job, start_job
 from oracle import assert_results, bits, reduce_in_rank_order
 from tensors import Array, sparse
 from test_rows import expected_rows, some_rows
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
-from omnireduce.runtime.member.groups import FUSED_BYTES, _digest, _leaves, _shown
+from omnireduce.runtime.member.groups import FUSED_BYTES, _leaves
 
 LARGE = FUSED_BYTES // 4 + 1  # elements of float32
 SHAPES = [(3, 5), (), (0,), (LARGE,), (257,), (2, LARGE)]
@@ -88,6 +86,8 @@ def test_dicts_may_have_been_filled_in_another_order(daemon: Daemon) -> None:
         ({"a": np.ones(3)}, {"b": np.ones(3)}),
         ([np.ones(3)], np.ones(3)),
         ([np.ones(3)], []),
+        ([np.ones(3), np.ones(LARGE)], [np.ones(3)]),
+        ([np.ones(3), np.ones(3, np.int8)], [np.ones(3)]),
     ],
 )
 def test_ranks_whose_groups_differ_are_told(daemon: Daemon, pair: tuple[Any, Any]) -> None:
@@ -166,14 +166,17 @@ def test_tables(config: Config, op: str) -> None:
     def some(rank: int) -> list[tuple[Array, Array, int]]:
         kinds = [("float32", 30, 4, 100), ("float32", 0, 4, 50), ("float64", 5, 4, 9), ("float32", 8, 3, 40),
                  ("float32", 40_000, 4, 90_000), ("float32", 60, 4, 70)]  # fmt: skip
-        return [(*some_rows(rank, dtype, n, length, n_rows), n_rows) for dtype, n, length, n_rows in kinds]
+        return [
+            (*some_rows(rank, dtype, 0 if n == 40_000 and rank == 1 else n, length, n_rows), n_rows)
+            for dtype, n, length, n_rows in kinds
+        ]
 
     def run(comm: Communicator) -> tuple[int, list[tuple[Array, Array]]]:
         found = comm.allreduce_tables(some(comm.rank), op=op)  # type: ignore[arg-type]
         return comm.statistics().collectives, found
 
     results = run_job(config, 3, run)
-    assert {collectives for collectives, _ in results} == {4}
+    assert {collectives for collectives, _ in results} == {3}
     for at in range(6):
         tables = [some(rank)[at] for rank in range(3)]
         union, sums = expected_rows([each[:2] for each in tables], tables[0][2], op)
@@ -193,14 +196,6 @@ def test_no_tables_and_tables_that_differ(daemon: Daemon) -> None:
     for outcome in start_job(config, 2, run).outcomes():
         assert isinstance(outcome, AbortedError)
         assert "of a group, 2 tables " in outcome.reason
-
-
-@given(st.text(), st.text())
-def test_paths_that_differ_are_shown_differently(one: str, other: str) -> None:
-    assert (_shown(one) == _shown(other)) == (one == other)
-    assert _shown(one).isascii()
-    assert len(_shown(one)) <= 60
-    assert (_digest(one) == _digest(other)) == (one == other)
 
 
 def test_bits_of_a_group_are_those_of_its_arrays_alone(config: Config) -> None:

@@ -30,6 +30,17 @@ def test_reduce_changes_only_the_array_of_the_root(config: Config, root: int) ->
         assert all(bits(results[rank][at]) == bits(tensors[rank]) for rank in range(3) if rank != root)
 
 
+def test_blocks_of_minus_zero(config: Config) -> None:
+    """They are zero, though not all of their bits are."""
+
+    def run(comm: Communicator) -> float:
+        x = np.full(5000, -0.0, np.float32)
+        comm.reduce(x, 1)
+        return float(np.abs(x).sum())
+
+    assert run_job(config, 3, run) == [0.0] * 3
+
+
 def test_reduce_of_large_tensors(daemon: Daemon) -> None:
     config = configured(daemon.addresses, "protocol.slot_bytes=65536", "protocol.slots=2")
     tensors = [sparse(rank, "float64", (300_001,)) for rank in range(3)]

@@ -17,7 +17,7 @@ from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import Contribution, DenseTensor, Operand
+from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import Pool, RowSet
 from omnireduce.runtime.member.arguments import (
     check_array,
@@ -132,7 +132,8 @@ def reduction_at_root(place: Place, x: NDArray[S], root: int, op: str, name: str
     flat = flat_view(x, "x", writable=is_root)
     if is_root:
         return Call(called, DenseTensor(flat, flat, layout, element.zero_mask), lambda: x, writes=(flat,))
-    return Call(called, Contribution(flat, layout, element.zero_mask), lambda: None, reads=(flat,))
+    dropped = np.empty_like(flat)  # the result comes to all
+    return Call(called, DenseTensor(flat, dropped, layout, element.zero_mask), lambda: None, reads=(flat,))
 
 
 def rows(
@@ -180,8 +181,7 @@ def parts_at_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDA
     called, source = _moving(place, "gather", name, x, root=root, parts=place.size), own.reshape(-1).view(BYTES)
     if place.rank == root:
         return _movement(place, called, source, source, lambda: own, reads=(flat,))
-    contribution = Contribution(source, place.layout(called), called.element.zero_mask)
-    return Call(called, contribution, lambda: None, reads=(flat,))
+    return _movement(place, called, source, source, lambda: None, reads=(flat,))
 
 
 def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str) -> Call[NDArray[S]]:

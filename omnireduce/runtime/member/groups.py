@@ -25,7 +25,6 @@ Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
 Rows = tuple[NDArray[np.int64], NDArray[Any]]
 FUSED_BYTES = 1 << 18  # of an array that is copied to travel with others; copying more takes longer than an exchange
 DEEPEST = 50
-SHOWN = 40  # characters of a path
 
 
 class _Leaf(NamedTuple):
@@ -40,12 +39,14 @@ def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
     leaves = list(_leaves(x, ""))
     _check_apart(leaves)
     calls: list[Call[Any]] = []
+    everything = _digest([(leaf.path, leaf.array.shape, str(leaf.array.dtype)) for leaf in leaves])
+    group = f"{_many(len(leaves), 'array')} {everything}"
     for few in _together(leaves, lambda leaf: leaf.array.dtype, lambda leaf: leaf.array.nbytes):
         if len(few) == 1:
-            calls.append(reduction(place, "allreduce", few[0].array, None, op, name, None, _shown(few[0].path)))
+            calls.append(reduction(place, "allreduce", few[0].array, None, op, name, None, group))
         else:
-            calls.append(_fused(place, few, op, name))
-    return calls or [_fused(place, [], op, name)]  # the others may have more: then all are told
+            calls.append(_fused(place, few, op, name, group))
+    return calls or [_fused(place, [], op, name, group)]  # the others may have more: then all are told
 
 
 class Batch(NamedTuple):
@@ -59,11 +60,11 @@ def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
     """Row-sparse sums of several tables."""
     for indices, values, n_rows in given:
         check_rows(indices, check_array(values, "values"), n_rows)
-    together = _together(list(enumerate(given)), lambda each: _format(each[1]), lambda each: each[1][1].nbytes)
-    calls = []
-    for few in together or [[]]:
-        group = f"{_many(len(few), 'table')} {_digest([(at, int(table[2])) for at, table in few])}"
-        calls.append(rows(place, *_stacked([table for _, table in few]), op, name, group))
+    together = _together(
+        list(enumerate(given)), lambda each: _format(each[1]), lambda _: 0
+    )  # ranks may have any number of rows
+    group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
+    calls = [rows(place, *_stacked([table for _, table in few]), op, name, group) for few in together or [[]]]
 
     def result(found: list[Rows]) -> list[Rows]:
         placed = dict[int, Rows]()
@@ -110,7 +111,7 @@ def _check_apart(leaves: Sequence[_Leaf]) -> None:
             raise UsageError(f"x{path} and x{other} share memory; expected each array once")
 
 
-def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str) -> Call[None]:
+def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[None]:
     """Arrays of one dtype as one, which is copied back in the end."""
     flats = [np.asarray(leaf.array).reshape(-1) for leaf in leaves]
     dtype = flats[0].dtype if flats else np.dtype(np.bool_ if op in BOOL_OPS else np.float32)
@@ -125,7 +126,6 @@ def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str) -> Call[No
         for part, flat in zip(parts, flats, strict=True):
             flat[:] = part
 
-    group = f"{_many(len(leaves), 'array')} {_digest([(leaf.path, leaf.array.shape) for leaf in leaves])}"
     call = reduction(place, "allreduce", whole, None, op, name, None, group)
     return Call(call.descriptor, call.operand, once(put_back), writes=(*call.writes, *flats))
 
@@ -160,11 +160,6 @@ def _starts(given: Sequence[Table]) -> list[int]:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _shown(path: str) -> str:
-    text = path.encode("ascii", "backslashreplace").decode()
-    return text if text == path and len(text) <= SHOWN else f"{text[:SHOWN]}.. {_digest(path)[:16]}"
 
 
 def _digest(what: object) -> str:
