@@ -115,12 +115,7 @@ def test_what_cannot_be_in_a_group(daemon: Daemon) -> None:
         for more in ({"out": [x]}, {"block_size": 8}):
             with pytest.raises(UsageError, match="out and block_size go with one array"):
                 comm.allreduce([x], **more)  # type: ignore[call-overload]
-        handle = comm.allreduce_async([x, np.ones(3)])
-        for again in (x, [x]):
-            with pytest.raises(UsageError, match="in use by a collective that is under way"):
-                comm.allreduce(again)  # type: ignore[call-overload]
-        handle.wait()
-        assert comm.statistics().collectives == 1
+        assert comm.statistics().collectives == 0
         assert comm.allreduce([x, np.ones(3)])[0] is x
 
     run_job(configured(daemon.addresses), 1, run)
