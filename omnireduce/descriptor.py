@@ -45,7 +45,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     `shape`: of the array, (n_rows, width) of `allreduce_rows`, of one item of `allgather_ragged`; `block_size`: in
     elements; `item_bytes`: the size of an element where bytes are moved, else 0; `parts`: how many such arrays travel;
-    `group`: which arrays of a grouped call these are.
+    `group`: what the call of many arrays, of which these are some, is made of.
     """
 
     kind: Kind

@@ -19,6 +19,7 @@ import yaml
 from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon
 
 from omnireduce.config import load_config
+from omnireduce.kernels.warm import warm_up_worker
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "sh", "toml", "yaml", "text"}
@@ -86,7 +87,8 @@ def test_every_block_says_its_language(document: Path) -> None:
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 @pytest.mark.parametrize("block", blocks("python"), ids=named)
 def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) -> None:
-    """With the aggregator that the document starts before it."""
+    """With the aggregator that the document starts before it, and kernels that need not be compiled."""
+    warm_up_worker()
     (tmp_path / "example.py").write_text(block.text)
     done = subprocess.run(
         [str(MPIRUN), "-n", "2", sys.executable, "example.py"],
@@ -136,9 +138,10 @@ def test_commands_and_options_exist(where: str, command: str) -> None:
         words = words[3:]
     program, *arguments = words or ["export"]
     if program == "make":
-        targets = [word for word in arguments if "=" not in word]
-        for target in targets:
-            assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE) or "/" in target
+        assert (
+            subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=False).returncode
+            == 0
+        )
     elif program == "omnireduce":
         assert_options(("-m", "omnireduce"), arguments)
     elif program == "python" and arguments[0] == "-m":

@@ -13,7 +13,7 @@ from oracle import assert_results, bits, reduce_in_rank_order
 from tensors import Array, sparse
 from test_rows import expected_rows, some_rows
 
-from omnireduce import AbortedError, Communicator, Config, UsageError
+from omnireduce import AbortedError, Communicator, Config, Op, UsageError
 from omnireduce.runtime.member.groups import FUSED_BYTES, _leaves
 
 LARGE = FUSED_BYTES // 4 + 1  # elements of float32
@@ -35,7 +35,7 @@ def leaves(x: Any) -> list[Array]:
 
 
 @pytest.mark.parametrize("op", ["sum", "max"])
-def test_every_array_of_a_group_is_combined_in_place(config: Config, op: str) -> None:
+def test_every_array_of_a_group_is_combined_in_place(config: Config, op: Op) -> None:
     def run(comm: Communicator) -> list[Array]:
         for start in (comm.allreduce, lambda x, op: comm.allreduce_async(x, op=op).wait(30)):
             x = model(comm.rank)
@@ -157,7 +157,7 @@ def test_the_result_is_put_back_once(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_tables(config: Config, op: str) -> None:
+def test_tables(config: Config, op: Op) -> None:
     def some(rank: int) -> list[tuple[Array, Array, int]]:
         kinds = [("float32", 30, 4, 100), ("float32", 0, 4, 50), ("float64", 5, 4, 9), ("float32", 8, 3, 40),
                  ("float32", 40_000, 4, 90_000), ("float32", 60, 4, 70)]  # fmt: skip
@@ -167,7 +167,7 @@ def test_tables(config: Config, op: str) -> None:
         ]
 
     def run(comm: Communicator) -> tuple[int, list[tuple[Array, Array]]]:
-        found = comm.allreduce_tables(some(comm.rank), op=op)  # type: ignore[arg-type]
+        found = comm.allreduce_tables(some(comm.rank), op=op)
         return comm.statistics().collectives, found
 
     results = run_job(config, 3, run)

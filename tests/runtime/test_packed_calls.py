@@ -71,7 +71,9 @@ def test_ragged_allgather_takes_one_exchange_and_moves_no_more_than_there_is(dae
 
 
 def test_ragged_parts_that_do_not_fit_together(daemon: Daemon) -> None:
-    run = lambda comm: comm.allgather_ragged(np.ones((2, 3 + comm.rank)))  # noqa: E731
+    def run(comm: Communicator) -> None:
+        comm.allgather_ragged(np.ones((2, 3 + comm.rank)))
+
     for outcome in start_job(configured(daemon.addresses), 2, run).outcomes():
         assert isinstance(outcome, AbortedError)
         assert "allgather_ragged of float64, each of its items (3,)" in outcome.reason

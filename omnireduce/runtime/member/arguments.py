@@ -66,6 +66,7 @@ def check_op(op: object) -> Op:
 
 
 def check_root(root: object, size: int) -> int:
+    """A rank as an int. Raises UsageError unless the job has it."""
     number = whole(root, "root")
     if not 0 <= number < size:
         raise UsageError(f"root {number}: expected 0 to {size - 1}")

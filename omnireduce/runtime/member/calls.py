@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from omnireduce.runtime.member.launcher import whole
 
 T = TypeVar("T")
 S = TypeVar("S", bound=np.generic)
+Rows = tuple[NDArray[np.int64], NDArray[S]]  # the numbers of rows, and the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArra
     whole_result = np.empty_like(x)
     call = reduction(place, "reduce_scatter", x, whole_result, op, name, None)
     part = once(lambda: np.array_split(whole_result, place.size)[place.rank].copy())
-    return Call(call.descriptor, call.operand, part, call.reads, call.writes)
+    return replace(call, result=part)
 
 
 def reduction_at_root(place: Place, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
@@ -144,7 +145,7 @@ def rows(
     op: str,
     name: str,
     group: str = "",
-) -> Call[tuple[NDArray[np.int64], NDArray[S]]]:
+) -> Call[Rows[S]]:
     """Rows of a tall matrix, added by number."""
     element = element_type(check_array(values, "values").dtype)
     n_rows = check_rows(indices, values, n_rows)
@@ -173,15 +174,11 @@ def all_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
 
 def parts_at_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
     """The bytes of everybody's `x`, side by side, for the root."""
-    root, flat, own = (
-        check_root(root, place.size),
-        flat_view(x, "x", writable=False),
-        _side_by_side(place, "a gather", x),
-    )
-    called, source = _moving(place, "gather", name, x, root=root, parts=place.size), own.reshape(-1).view(BYTES)
-    if place.rank == root:
-        return _movement(place, called, source, source, lambda: own, reads=(flat,))
-    return _movement(place, called, source, source, lambda: None, reads=(flat,))
+    root, flat = check_root(root, place.size), flat_view(x, "x", writable=False)
+    result = _side_by_side(place, "a gather", x)
+    target = result.reshape(-1).view(BYTES)
+    called = _moving(place, "gather", name, x, root=root, parts=place.size)
+    return _movement(place, called, target, target, lambda: result if place.rank == root else None, reads=(flat,))
 
 
 def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str) -> Call[NDArray[S]]:
@@ -204,7 +201,7 @@ def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: 
 
     reads = () if source is None else (source,)
     call = _movement(place, called, source, target.reshape(-1).view(BYTES), part, reads=reads)
-    return Call(call.descriptor, call.operand, call.result, call.reads, (*call.writes, flat))
+    return replace(call, writes=(*call.writes, flat))
 
 
 def exchanged_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
@@ -236,8 +233,15 @@ def barrier(place: Place, name: str) -> Call[None]:
 
 
 def _moving(place: Place, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
+    return moving(place, kind, name, x.dtype, x.shape, root, parts)
+
+
+def moving(
+    place: Place, kind: Kind, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, parts: int
+) -> Descriptor:
+    """What travels where bytes move: `parts` arrays of that dtype and shape."""
     name = check_name(name, place.owner)
-    return describe(kind, name, dtype_text(x.dtype), x.shape, "sum", place.block_size, root, x.dtype.itemsize, parts)
+    return describe(kind, name, dtype_text(dtype), shape, "sum", place.block_size, root, dtype.itemsize, parts)
 
 
 def _movement(

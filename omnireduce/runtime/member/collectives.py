@@ -12,7 +12,7 @@ from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member import calls, groups, packed_calls
-from omnireduce.runtime.member.calls import Call, Place
+from omnireduce.runtime.member.calls import Call, Place, Rows
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle, Together
@@ -21,7 +21,6 @@ GROUPS = list, tuple, dict
 T = TypeVar("T")
 G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 S = TypeVar("S", bound=np.generic)
-Rows = tuple[NDArray[np.int64], NDArray[S]]
 
 
 class Collectives:
@@ -241,7 +240,7 @@ class Collectives:
         return self._start_async(calls.rows(self._place, indices, values, n_rows, op, name))
 
     def allreduce_tables(self, tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> list[Rows[Any]]:
-        """`allreduce_rows` of several tables at once: small ones of one dtype and row length travel in one exchange.
+        """`allreduce_rows` of several tables at once: those of one dtype and row length travel in one exchange.
 
         `tables`: of each its indices, values and n_rows. Returns (indices, values) of each. Raises what
         `allreduce_rows` raises.

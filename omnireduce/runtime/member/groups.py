@@ -1,4 +1,4 @@
-"""Many arrays, or tables, in one call: small ones of one type travel in one exchange, large ones each in their own.
+"""Many arrays, or tables, in one call. Those of one type travel in one exchange, but for large arrays, each in its own.
 
 All exchanges of a group are under way together. What a group is made of travels with each, so that ranks whose groups
 differ are told, not summed.
@@ -7,7 +7,7 @@ differ are told, not summed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,11 +18,10 @@ from omnireduce.descriptor import BOOL_OPS
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view
-from omnireduce.runtime.member.calls import Call, Place, once, reduction, rows
+from omnireduce.runtime.member.calls import Call, Place, Rows, once, reduction, rows
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
-Rows = tuple[NDArray[np.int64], NDArray[Any]]
 FUSED_BYTES = 1 << 18  # of an array that is copied to travel with others; copying more takes longer than an exchange
 DEEPEST = 50
 
@@ -41,7 +40,7 @@ def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
     calls: list[Call[Any]] = []
     everything = _digest([(leaf.path, leaf.array.shape, str(leaf.array.dtype)) for leaf in leaves])
     group = f"{_many(len(leaves), 'array')} {everything}"
-    for few in _together(leaves, lambda leaf: leaf.array.dtype, lambda leaf: leaf.array.nbytes):
+    for few in _together(leaves, _exchange_of):
         if len(few) == 1:
             calls.append(reduction(place, "allreduce", few[0].array, None, op, name, None, group))
         else:
@@ -52,22 +51,20 @@ def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
 class Batch(NamedTuple):
     """Calls for several tables, and what makes the result of each table from theirs."""
 
-    calls: list[Call[Rows]]
-    result: Callable[[list[Rows]], list[Rows]]
+    calls: list[Call[Rows[Any]]]
+    result: Callable[[list[Rows[Any]]], list[Rows[Any]]]
 
 
 def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
     """Row-sparse sums of several tables."""
     for indices, values, n_rows in given:
         check_rows(indices, check_array(values, "values"), n_rows)
-    together = _together(
-        list(enumerate(given)), lambda each: _format(each[1]), lambda _: 0
-    )  # ranks may have any number of rows
+    together = _together(enumerate(given), lambda each: _format(each[1]))
     group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
     calls = [rows(place, *_stacked([table for _, table in few]), op, name, group) for few in together or [[]]]
 
-    def result(found: list[Rows]) -> list[Rows]:
-        placed = dict[int, Rows]()
+    def result(found: list[Rows[Any]]) -> list[Rows[Any]]:
+        placed = dict[int, Rows[Any]]()
         for few, one in zip(together, found, strict=False):
             parts = _unstacked([table for _, table in few], one)
             placed.update(zip([at for at, _ in few], parts, strict=True))
@@ -76,15 +73,21 @@ def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
     return Batch(calls, result)
 
 
+def _exchange_of(leaf: _Leaf) -> Hashable:
+    """The same of arrays that travel together."""
+    return leaf.array.dtype if leaf.array.nbytes <= FUSED_BYTES else id(leaf.array)
+
+
 def _format(table: Table) -> Hashable:
+    """The same of tables that travel together, on all ranks: so the number of rows has no say."""
     return table[1].dtype, table[1].shape[1]
 
 
-def _together(items: Sequence[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """Those that travel together: the small ones of each kind, the large ones alone."""
+def _together(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """The items of each key, in the order in which the first ones come."""
     found: dict[Hashable, list[T]] = {}
-    for at, item in enumerate(items):
-        found.setdefault(at if nbytes(item) > FUSED_BYTES else (kind(item),), []).append(item)
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return list(found.values())
 
 
@@ -141,7 +144,7 @@ def _stacked(given: Sequence[Table]) -> Table:
     return numbers, np.concatenate([each[1] for each in given]), starts[-1]
 
 
-def _unstacked(given: Sequence[Table], found: Rows) -> list[Rows]:
+def _unstacked(given: Sequence[Table], found: Rows[Any]) -> list[Rows[Any]]:
     """The rows of each table again."""
     numbers, values = found
     starts = _starts(given)

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES
 from omnireduce.errors import UsageError
 from omnireduce.protocol.packets import Packets, Part
-from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
-from omnireduce.runtime.member.calls import Call, Place, once
+from omnireduce.runtime.member.arguments import check_array, check_root, flat_view
+from omnireduce.runtime.member.calls import Call, Place, moving, once
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
 
 S = TypeVar("S", bound=np.generic)
@@ -25,7 +25,7 @@ def ragged_parts(place: Place, x: NDArray[S], name: str) -> Call[list[NDArray[S]
     if check_array(x, "x").ndim == 0:
         raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
     own, dtype, shape = Part(len(x), flat_view(x, "x", writable=False).view(BYTES)), x.dtype, x.shape[1:]
-    called = _described(place, "allgather_ragged", name, dtype, shape)
+    called = moving(place, "allgather_ragged", name, dtype, shape, 0, place.size)
     item_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     packets = _packets(place, called, own, range(place.size), item_bytes)
 
@@ -40,23 +40,16 @@ def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -
     """The root's `x`, or what is equal to it."""
     root = check_root(root, place.size)
     own = _part(to_bytes(x, trust)) if place.rank == root else None
-    called = _described(place, "broadcast_object", name, OBJECT, (), root)
+    called = moving(place, "broadcast_object", name, OBJECT, (), root, place.size)
     packets = _packets(place, called, own, [root], 1)
     return Call(called, packets, once(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
 
 
 def all_objects(place: Place, x: object, name: str, trust: bool) -> Call[list[Any]]:
     """What is equal to everybody's `x`."""
-    called = _described(place, "allgather_object", name, OBJECT, ())
+    called = moving(place, "allgather_object", name, OBJECT, (), 0, place.size)
     packets = _packets(place, called, _part(to_bytes(x, trust)), range(place.size), 1)
     return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
-
-
-def _described(
-    place: Place, kind: Kind, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], root: int = 0
-) -> Descriptor:
-    name = check_name(name, place.owner)
-    return describe(kind, name, dtype_text(dtype), shape, "sum", place.block_size, root, dtype.itemsize, place.size)
 
 
 def _packets(place: Place, called: Descriptor, own: Part | None, senders: Sequence[int], item_bytes: int) -> Packets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from omnireduce.config import Trace
 from omnireduce.dtypes import Array
@@ -16,8 +16,6 @@ from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
-
-T = TypeVar("T")
 
 
 class TracedOperand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,13 @@ from omnireduce.config import Config, load_config, override_config, split_list
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.collectives import Rows
+from omnireduce.runtime.member.calls import Rows
+from omnireduce.runtime.member.collectives import G, S
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.runtime.member.launcher import detect_launch, job_name
 
-S = TypeVar("S", bound=np.generic)
-G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 _global: Communicator | None = None
 
 
