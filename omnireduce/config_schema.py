@@ -194,6 +194,16 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=2**30,
         ),
     ] = 1 << 20
+    max_part_bytes: Annotated[
+        int,
+        _meta(
+            "the most that one rank may send as an object or as its part of allgather_ragged; the others set so much "
+            "memory aside only when it comes",
+            "bytes",
+            ge=1024,
+            le=2**34,
+        ),
+    ] = 1 << 30
 
 
 class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,7 +36,7 @@ MAX_DIMENSIONS = 64
 MAX_BLOCK_SIZE = (1 << 31) - 8
 MOVED_BLOCK_BYTES = 1 << 15  # at most, where bytes are moved: such blocks fit any slot
 PACKET_BYTES = 1024
-PART_PACKETS = 1 << 24  # that one rank may have: 16 GiB
+MAX_PART_PACKETS = 1 << 25
 REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same ones again and again
 
 
@@ -45,7 +45,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     `shape`: of the array, (n_rows, width) of `allreduce_rows`, of one item of `allgather_ragged`; `block_size`: in
     elements; `item_bytes`: the size of an element where bytes are moved, else 0; `parts`: how many such arrays travel;
-    `group`: what the call of many arrays, of which these are some, is made of.
+    `group`: what the call of many arrays, of which these are some, is made of; `packets`: how many of them the part of
+    a rank may have, 0 where parts do not travel in packets.
     """
 
     kind: Kind
@@ -58,6 +59,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     item_bytes: int = 0
     parts: int = 1
     group: str = ""
+    packets: int = 0
 
     def __post_init__(self) -> None:
         wrong = self._wrong_words() or self._wrong_shape() or self._wrong_numbers()
@@ -99,6 +101,9 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
         least, most = (0, 0) if self.reduces else (1, MAX_BLOCK_SIZE)
         if not (least <= self.item_bytes <= most and 0 <= self.root < 1 << 32 and 1 <= self.parts < 1 << 32):
             return f"elements of {self.item_bytes} bytes, root {self.root}, {self.parts} parts: out of range"
+        least, most = (1, MAX_PART_PACKETS) if self.kind in PACKED else (0, 0)
+        if not least <= self.packets <= most:
+            return f"parts of {self.packets} packets: expected {least} to {most}"
         if self.layout.elements >= MAX_ELEMENTS or self.layout.blocks >= MAX_BLOCKS:
             return f"{self.layout.elements} elements in {self.layout.blocks} blocks: expected fewer than 2**62 in 2**48"
         return ""
@@ -130,7 +135,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
         if self.reduces:
             return Layout(elements, self.block_size)
         if self.kind in PACKED:
-            return Layout(self.parts * PART_PACKETS * PACKET_BYTES, PACKET_BYTES)
+            return Layout(self.parts * self.packets * PACKET_BYTES, PACKET_BYTES)
         block_bytes = min(self.block_size * self.item_bytes, MOVED_BLOCK_BYTES) // 8 * 8
         return Layout(elements * self.item_bytes * self.parts, block_bytes)
 
@@ -160,7 +165,9 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
             return f"{said} of {self.dtype}, n_rows {self.shape[0]}, width {self.shape[1]}, {self.op}"
         if self.kind == "allgather_ragged":
             said += f" of {self.dtype}, each of its items {self._shape_text}"
-        elif self.kind not in PACKED:
+        elif self.kind in PACKED:
+            said += f" of {self.dtype}"
+        else:
             said += f" of {self.dtype} {self._shape_text}"
         said += f", {self.op}" if self.reduces else ""
         return f"{said}, root {self.root}" if self.kind in ROOTED else said
@@ -187,6 +194,8 @@ def told_apart(one: Descriptor, other: Descriptor) -> tuple[str, str]:
     """Both in words; of two that look the same, with what they differ in."""
     if str(one) != str(other) or one == other:
         return str(one), str(other)
+    if one.packets != other.packets:
+        return f"{one}, protocol.max_part_bytes for {one.packets} packets", f"{other}, for {other.packets} packets"
     return f"{one}, block_size {one.block_size}", f"{other}, block_size {other.block_size}"
 
 

@@ -26,7 +26,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, Status, StatusRequest
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that

@@ -72,10 +72,10 @@ def test_calls_in_words() -> None:
     assert str(Descriptor("broadcast", "", "<U3", (), item_bytes=12, root=2)) == "broadcast of <U3 (), root 2"
     assert str(Descriptor("allgather", "s", "int64", (2, 3), item_bytes=8, parts=4)) == "allgather 's' of int64 (2, 3)"
     assert str(Descriptor("reduce", "", "bool", (2,), "any", root=1)) == "reduce of bool (2,), any, root 1"
-    ragged = Descriptor("allgather_ragged", "", "int64", (3,), item_bytes=8, parts=4)
+    ragged = Descriptor("allgather_ragged", "", "int64", (3,), item_bytes=8, parts=4, packets=5)
     assert str(ragged) == "allgather_ragged of int64, each of its items (3,)"
-    thing = Descriptor("broadcast_object", "state", "uint8", (), item_bytes=1, parts=4, root=2)
-    assert str(thing) == "broadcast_object 'state', root 2"
+    thing = Descriptor("broadcast_object", "state", "plain data", (), item_bytes=1, parts=4, root=2, packets=5)
+    assert str(thing) == "broadcast_object 'state' of plain data, root 2"
     grouped = Descriptor("allreduce", "", "int8", (5,), group="2 arrays 0123456789abcdef")
     assert str(grouped) == "allreduce of a group, 2 arrays 0123456789abcdef: of int8 (5,), sum"
     assert str(Descriptor("barrier", "", "uint8", (0,), item_bytes=1)) == "barrier"
@@ -85,6 +85,10 @@ def test_two_that_look_alike_are_told_apart() -> None:
     one, other = (Descriptor("allreduce", "w", "int8", (9,), block_size=size) for size in (64, 256))
     assert told_apart(one, other) == (f"{one}, block_size 64", f"{other}, block_size 256")
     assert told_apart(one, one) == (str(one), str(one))
+    small, large = (
+        Descriptor("allgather_object", "", "pickles", (), item_bytes=1, packets=packets) for packets in (2, 3)
+    )
+    assert told_apart(small, large)[0] == "allgather_object of pickles, protocol.max_part_bytes for 2 packets"
     shaped = Descriptor("allreduce", "w", "int8", (3, 3))
     assert told_apart(one, shaped) == (str(one), str(shaped))
 
@@ -103,8 +107,8 @@ def test_two_that_look_alike_are_told_apart() -> None:
         (Descriptor("barrier", "", "uint8", (0,), item_bytes=1), "uint8", 0, 8),
         (Descriptor("reduce", "", "float64", (5, 7), block_size=16, root=3), "float64", 35, 16),
         (Descriptor("scatter", "", "float64", (5, 7), item_bytes=8, parts=3), "uint8", 840, 64),
-        (Descriptor("allgather_ragged", "", "float64", (7,), item_bytes=8, parts=3), "uint8", 3 * 2**34, 1024),
-        (Descriptor("allgather_object", "", "uint8", (), item_bytes=1, parts=2), "uint8", 2 * 2**34, 1024),
+        (Descriptor("allgather_ragged", "", "int8", (7,), item_bytes=1, parts=3, packets=9), "uint8", 27 * 1024, 1024),
+        (Descriptor("allgather_object", "", "pickles", (), item_bytes=1, parts=2, packets=7), "uint8", 14 * 1024, 1024),
     ],
     ids=str,
 )
@@ -135,6 +139,12 @@ def test_a_block_size_out_of_range_is_told_the_range(block_size: int) -> None:
         Descriptor("allreduce", "", "float32", (8,), block_size=block_size)
 
 
+@pytest.mark.parametrize(("kind", "packets"), [("allgather_object", 0), ("broadcast_object", 2**25 + 1), ("reduce", 1)])
+def test_packets_out_of_range(kind: Any, packets: int) -> None:
+    with pytest.raises(UsageError, match=f"parts of {packets} packets: expected "):
+        Descriptor(kind, "", "int8", (), item_bytes=int(kind != "reduce"), packets=packets)
+
+
 def test_dtypes_in_words() -> None:
     assert dtype_text(np.dtype([("step", "<i8"), ("lr", "<f4")])) == "[('step', '<i8'), ('lr', '<f4')]"
     one, other = (dtype_text(np.dtype([(f"{stem} {i}", "f8") for i in range(100)])) for stem in ("a", "b"))
@@ -144,9 +154,9 @@ def test_dtypes_in_words() -> None:
 
 
 def test_calls_travel_as_before() -> None:
-    """The bytes of protocol version 6: whoever changes them raises PROTOCOL_VERSION."""
+    """The bytes of protocol version 7: whoever changes them raises PROTOCOL_VERSION."""
     called = Descriptor("allreduce_rows", "w", "float32", (125, 8))
-    assert called.encoded.hex() == "9aae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a0"
+    assert called.encoded.hex() == "9bae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000"
 
 
 def test_the_same_call_is_described_once() -> None:

@@ -6,30 +6,45 @@ Each takes the bytes of one peer and returns what became of them, in a word or t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from harness import Guarded
 
-from omnireduce.descriptor import decode_descriptor
+from omnireduce.descriptor import PACKET_BYTES, decode_descriptor
 from omnireduce.dtypes import element_type
-from omnireduce.errors import OmniReduceError, ProtocolError
+from omnireduce.errors import OmniReduceError, ProtocolError, UsageError
+from omnireduce.layout import Layout
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import Effect, End, Finish, Send
 from omnireduce.protocol.operands import DenseTensor
+from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed
+from omnireduce.protocol.rows import Pool
 from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.member.objects import from_bytes, to_bytes
 from omnireduce.wire import (
     MAX_BLOCKS,
+    UNDECODABLE,
     decode_control,
     encode_control,
     message_indices,
     read_header,
 )
 
-from .oracles import control_is_proper, descriptor_is_proper, first_message_is_proper, result_is_proper
+from .oracles import (
+    control_is_proper,
+    descriptor_is_proper,
+    first_message_is_proper,
+    packets_are_proper,
+    result_is_proper,
+)
 from .seeds import SLOT_BYTES, SLOTS, TENSOR, WHOLE
 
 RANKS = ["rank 0 (host h, pid 1)", "rank 1 (host h, pid 2)"]
 AGGREGATOR = "aggregator a:1"
+MOST_PACKETS = 8
+SAID_PACKET = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2 * MOST_PACKETS)], Annotated[int, msgspec.Meta(ge=0)]]
 LONGEST_ERROR = 10_000  # characters, of which a peer may have chosen most
 
 
@@ -131,4 +146,39 @@ def _outcome(end: End | None, effects: list[Effect], culprits: set[str]) -> str:
     return "violation"
 
 
-TARGETS: dict[str, Callable[[bytes], str]] = {each.__name__: each for each in (control, descriptor, upward, downward)}
+def plain(data: bytes) -> str:
+    """An object of another rank, as plain data."""
+    try:
+        found = from_bytes(data, trust=False, sender=RANKS[1])
+    except UsageError as error:
+        return kind_of(error)
+    again = from_bytes(to_bytes(found, trust=False), trust=False, sender=RANKS[1])
+    assert type(again) is type(found)
+    return type(found).__name__
+
+
+def packets(data: bytes) -> str:
+    """What a shard returns of the parts of two ranks: its packets, [number, items] each."""
+    try:
+        said = dict(msgspec.msgpack.decode(data, type=list[SAID_PACKET], strict=True))
+    except UNDECODABLE:
+        return "no packets"
+    numbers = np.array(sorted(said), np.int64)
+    rows = np.zeros((len(said), PACKET_BYTES), np.uint8)
+    rows[:, -COUNT_BYTES:].view(np.uint64)[:, 0] = [said[number] for number in sorted(said)]
+    layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, 2), np.int32)
+    operand = Packets(0, packed(np.ones((3, 2), np.int32)), range(2), MOST_PACKETS, like, layout, Pool())
+    operand.put(rows, numbers, np.zeros(len(said), np.bool_), False)
+    try:
+        operand.finish()
+    except ProtocolError as error:
+        assert not packets_are_proper(said, MOST_PACKETS)
+        return kind_of(error)
+    assert packets_are_proper(said, MOST_PACKETS)
+    assert [each.nbytes // 8 == len(each) for each in operand.parts] == [True, True]
+    return "parts"
+
+
+TARGETS: dict[str, Callable[[bytes], str]] = {
+    each.__name__: each for each in (control, descriptor, upward, downward, plain, packets)
+}

@@ -22,6 +22,8 @@ from .seeds import FIRST, SLOT_BYTES, TENSOR
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")
+MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier", *PACKED)
 MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
 
 
@@ -30,12 +32,17 @@ def descriptor_is_proper(found: Descriptor) -> bool:
     for each in shape:
         elements, spread = elements * each, spread * max(each, 1)
     block_size = found.block_size
-    if found.kind in ("broadcast", "allgather", "barrier"):
+    if found.kind in MOVING:
         proper = found.op == "sum" and 1 <= found.item_bytes < 2**31
         elements *= found.item_bytes * found.parts
         block_size = max(8, min(block_size * found.item_bytes, 2**15) // 8 * 8)
+    elif found.dtype == "bool":
+        proper = found.op in ("any", "all") and found.item_bytes == 0 and found.kind != "allreduce_rows"
     else:
         proper = found.dtype in DTYPES and found.item_bytes == 0 and (found.op != "mean" or found.dtype in FLOATS)
+        proper = proper and found.op not in ("any", "all")
+    if found.kind in PACKED:
+        elements, block_size = found.parts * found.packets * 1024, 1024
     if found.kind == "allreduce_rows":
         proper = proper and found.op in ("sum", "mean") and len(shape) == 2 and 1 <= shape[1] < 2**31 - 7
         block_size = shape[1] if proper else 1
@@ -49,11 +56,27 @@ def descriptor_is_proper(found: Descriptor) -> bool:
         and found.block_size in range(8, 2**31, 8)
         and found.root in range(2**32)
         and found.parts in range(1, 2**32)
+        and (1 <= found.packets <= 2**25 if found.kind in PACKED else found.packets == 0)
         and len(found.name) <= 200
+        and len(found.group) <= 60
+        and found.group.isascii()
         and len(found.dtype) <= 60
-        and f"{found.name}{found.dtype}".isprintable()
+        and f"{found.name}{found.dtype}{found.group}".isprintable()
         and len(found.encoded) <= 1024
     )
+
+
+def packets_are_proper(said: dict[int, int], most: int) -> bool:
+    """Whether these packets, with the number of items that each says if it is the last one, are a part of each of two
+    ranks: items of 8 bytes, and 8 bytes more, in packets of 1024."""
+    for rank in (0, 1):
+        mine = [number for number in range(rank * most, (rank + 1) * most) if number in said]
+        if not mine or mine != list(range(rank * most, rank * most + len(mine))):
+            return False
+        nbytes = said[mine[-1]] * 8 + 8
+        if not 1024 * (len(mine) - 1) < nbytes <= 1024 * len(mine):
+            return False
+    return True
 
 
 def control_is_proper(message: ControlMessage) -> bool:
@@ -84,7 +107,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 6
+        hello.version == 7
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255

@@ -3,13 +3,17 @@ found beside them."""
 
 from __future__ import annotations
 
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Ext, encode
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.handshake import Candidate
+from omnireduce.runtime.member.objects import to_bytes
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire import (
@@ -45,6 +49,11 @@ ROWS = Descriptor("allreduce_rows", "", "float32", (50, 12))
 HALVES = Descriptor("reduce_scatter", "", "bfloat16", (100,), "mean")
 MOVED = Descriptor("broadcast", "state", "[('step', '<i8')]", (), block_size=256, root=1, item_bytes=8)
 GATHERED = Descriptor("allgather", "", "float32", (0, 3), item_bytes=4, parts=2)
+ANY = Descriptor("reduce", "", "bool", (9,), "any", root=1, group="2 arrays 0123456789abcdef")
+RAGGED = Descriptor("allgather_ragged", "", "int64", (0, 3), item_bytes=8, parts=2, packets=8)
+OBJECT = Descriptor("broadcast_object", "", "plain data", (), root=1, item_bytes=1, parts=2, packets=8)
+PARTS = Descriptor("scatter", "", "|V3", (2,), root=1, item_bytes=3, parts=2)
+CALLS = [TENSOR, ROWS, HALVES, MOVED, GATHERED, ANY, RAGGED, OBJECT, PARTS]
 ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
 ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
@@ -123,6 +132,10 @@ SAME_INPUTS = {
     "worker-secret": "aggregator",
 }
 
+PLAIN = (
+    None, 2**70, b"x", ["a", [1.5]], (1, (2,)), {1, 2}, {"a": {"b": 1j}}, Decimal("1.5"), date(2026, 1, 2), time(1, 2),
+    datetime(2026, 1, 2), timedelta(1), np.ones((2, 1)), np.float32(1),
+)  # fmt: skip
 SEEDS: dict[str, dict[str, bytes]] = {
     "control": {f"valid-{name}": encode_control(message) for name, message in MESSAGES.items()}
     | {
@@ -130,12 +143,21 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "a-map-of-2-to-the-32": b"\xdf\xff\xff\xff\xff",
         "not-text": b"\x82\xa4type\xa1\xff\xa1x\0",
     },
-    "descriptor": {
-        f"valid-{number}": each.encoded for number, each in enumerate([TENSOR, ROWS, HALVES, MOVED, GATHERED])
-    }
+    "descriptor": {f"valid-{number}": each.encoded for number, each in enumerate(CALLS)}
     | {
         "many-dimensions": msgspec.msgpack.encode(["allreduce", "", "int8", [1] * 64 + [2], "sum", 8, 0, 0, 1]),
         "large-dimensions": msgspec.msgpack.encode(["allreduce", "", "int8", [0, 2**63], "sum", 8, 0, 0, 1]),
+    },
+    "plain": {f"valid-{type(each).__name__}": to_bytes(each, trust=False) for each in PLAIN}
+    | {
+        "colliding": encode(Ext(6, encode([each for n in range(500) for each in ((2**61 - 1) * (n % 4), n)]))),
+        "pickle": to_bytes(len, trust=True),
+    },
+    "packets": {
+        "valid-small": encode([[0, 0], [8, 127]]),
+        "valid-large": encode([[0, 3], *([number, 7 * 128 - 1] for number in range(8, 15))]),
+        "gap": encode([[0, 0], [8, 200], [10, 200]]),
+        "many-items": encode([[0, 0], [8, 2**61]]),
     },
     "upward": {"valid-whole": WHOLE, "valid-part": IN_TWO[0], "valid-empty": block_message([], 38, extra=FIRST)},
     "downward": RESULTS,

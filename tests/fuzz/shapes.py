@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
+from msgspec.msgpack import Ext
 
 from omnireduce.transport.stream import CONTROL, DATA, FRAME
 from omnireduce.wire import UNDECODABLE
@@ -125,4 +126,31 @@ def _split(data: bytes) -> list[tuple[int, int, bytes]]:
     return parts
 
 
-SHAPES = {"control": packed, "descriptor": packed, "upward": block, "downward": block}
+def extended(draw: st.DrawFn, body: bytes) -> bytes:
+    """Another value somewhere inside extensions of msgpack, or another kind of extension."""
+    try:
+        outer = msgspec.msgpack.decode(body)
+        if not isinstance(outer, Ext):
+            return msgspec.msgpack.encode(draw(VALUES))
+        inner = msgspec.msgpack.decode(outer.data)
+    except UNDECODABLE:
+        return body
+    if draw(st.integers(0, 4)) == 0:
+        return msgspec.msgpack.encode(Ext(draw(st.integers(-1, 16)), outer.data))
+    within = [at for at, each in enumerate(inner) if isinstance(each, Ext)] if isinstance(inner, list) else []
+    if within and draw(st.booleans()):
+        at = draw(st.sampled_from(within))
+        inner[at] = msgspec.Raw(extended(draw, msgspec.msgpack.encode(inner[at])))
+    else:
+        _change(draw, inner)
+    return msgspec.msgpack.encode(Ext(outer.code, msgspec.msgpack.encode(inner)))
+
+
+SHAPES = {
+    "control": packed,
+    "descriptor": packed,
+    "upward": block,
+    "downward": block,
+    "plain": extended,
+    "packets": packed,
+}

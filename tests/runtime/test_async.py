@@ -318,6 +318,10 @@ def test_a_handle_can_be_awaited(config: Config) -> None:
     async def together(comm: Communicator) -> list[int]:
         handles = [comm.allreduce_async(np.full(1, n)) for n in range(3)]
         found = await asyncio.gather(*handles)
+        group = [np.ones(3), np.ones(3, np.int8)]
+        assert await comm.allreduce_async(group) is group
+        assert group[0].tolist() == group[1].tolist() == [2, 2, 2]
+        assert asyncio.get_running_loop()._default_executor is None  # type: ignore[attr-defined]  # no thread waits
         return [int((await handle)[0]) for handle in handles] + [int(each[0]) for each in found]
 
     def run(comm: Communicator) -> list[int]:
@@ -332,6 +336,27 @@ def test_a_handle_can_be_awaited(config: Config) -> None:
         return found
 
     assert run_job(config, 2, run) == [[0, 2, 4, 0, 2, 4]] * 2
+
+
+def test_a_coroutine_that_is_cancelled_leaves_its_collective_alone(daemon: Daemon) -> None:
+    go = threading.Event()
+
+    async def give_up(comm: Communicator, x: Any) -> Handle[Any]:
+        handle = comm.allreduce_async(x)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(handle, 0.01)
+        return handle
+
+    def run(comm: Communicator) -> list[float]:
+        x = np.ones(3)
+        if comm.rank == 1:
+            assert go.wait(WAIT_S)
+            return list(comm.allreduce(x))
+        handle = asyncio.run(give_up(comm, x))
+        go.set()  # the loop is closed by now
+        return list(handle.wait(WAIT_S))
+
+    assert run_job(configured(daemon.addresses), 2, run) == [[2.0] * 3] * 2
 
 
 def test_it_says_who_it_is(local: Config) -> None:

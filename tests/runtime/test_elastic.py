@@ -10,8 +10,10 @@ import pytest
 from local_cluster import Daemon, Ranks, configured, eventually, unique_job
 from transports import KINDS
 
-from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
+from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.config import Config
+from omnireduce.runtime.member import calls
+from omnireduce.runtime.member.calls import Call, Place
 from omnireduce.runtime.member.elastic import NewcomersError
 
 ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
@@ -172,6 +174,19 @@ def test_numbers_that_cannot_be(daemon: Daemon, arguments: dict[str, int], words
         with pytest.raises(UsageError, match=words):
             comm.reform(**arguments)
         assert total(comm) == 1.0  # nothing has happened
+
+
+def test_a_call_that_was_made_for_one_generation_is_not_started_in_the_next(daemon: Daemon) -> None:
+    """Where another thread calls reform between the two: rank, size and shards may be others by then."""
+
+    def barrier(place: Place) -> Call[None]:
+        comm.reform()
+        return calls.barrier(place, "")
+
+    with Communicator(configured(daemon.addresses, *ELASTIC), rank=0, size=1, job=unique_job()) as comm:
+        with pytest.raises(ClosedError, match="shut down"):
+            comm._start(barrier)
+        assert total(comm) == 1.0
 
 
 def test_a_job_cannot_be_smaller_than_its_smallest(daemon: Daemon) -> None:

@@ -30,6 +30,11 @@ def model(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Alike:
+    def __repr__(self) -> str:
+        return "alike"
+
+
 def leaves(x: Any) -> list[Array]:
     return [leaf.array for leaf in _leaves(x, "")]
 
@@ -108,6 +113,7 @@ def test_what_cannot_be_in_a_group(daemon: Daemon) -> None:
             ({"lr": 0.1}, r"x\['lr'\] is a float: make one of it first|x\['lr'\] is a float; expected a numpy.ndarray"),
             ([x[::2]], r"x\[0\] is not C-contiguous"),
             ([np.ones(3, "c8"), np.ones(3, "c8")], "cannot reduce arrays of complex64"),
+            ({Alike(): x, Alike(): np.ones(3)}, "x has two keys alike: the ranks could not tell which is which"),
             (cyclic, "x is nested more than 50 deep"),
         ):
             with pytest.raises(UsageError, match=message):
@@ -148,7 +154,9 @@ def test_the_result_is_put_back_once(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         x = [np.ones(3), np.ones(4)]
         handle = comm.allreduce_async(x)
-        handle.wait()
+        comm.barrier()
+        assert handle.done()
+        assert x[0].tolist() == [2.0] * 3  # nobody has waited: once it is done the arrays are the caller's again
         x[0][:] = 7
         handle.wait()
         assert x[0].tolist() == [7.0] * 3
@@ -191,6 +199,27 @@ def test_no_tables_and_tables_that_differ(daemon: Daemon) -> None:
     for outcome in start_job(config, 2, run).outcomes():
         assert isinstance(outcome, AbortedError)
         assert "of a group, 2 tables " in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ((table for table in ()), "tables is a generator; expected a list of"),
+        (
+            [(np.arange(2), np.ones((2, 3)), 4), (np.arange(2), np.ones((2, 3)))],
+            r"tables\[1\] is a tuple; expected \(ind",
+        ),
+        ([np.ones((2, 3))], r"tables\[0\] is a ndarray; expected \(indices, values, n_rows\)"),
+        ([(np.arange(2), np.ones((2, 3)), 4), (np.arange(2), np.ones((2, 3)), 1)], r"tables\[1\]: indices from 0 to 1"),
+        ([(np.arange(2), [1.0, 2.0], 4)], r"tables\[0\]: values is a list"),
+    ],
+)
+def test_what_is_no_list_of_tables(daemon: Daemon, tables: Any, message: str) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match=message):
+            comm.allreduce_tables(tables)
+
+    run_job(configured(daemon.addresses), 1, run)
 
 
 def test_bits_of_a_group_are_those_of_its_arrays_alone(config: Config) -> None:

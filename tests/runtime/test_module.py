@@ -128,6 +128,14 @@ def test_with_init_leaves_nothing_behind(daemon: Daemon) -> None:
         assert world._global is None  # else it would keep its memory
 
 
+def test_a_communicator_that_was_is_no_reason_to_forget_the_one_that_is(daemon: Daemon) -> None:
+    first = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    omni.shutdown()
+    second = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    first.shutdown()
+    assert world._global is second
+
+
 def test_init_twice(daemon: Daemon) -> None:
     first = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
     with pytest.raises(omni.UsageError, match=r"initialised already; call omnireduce\.shutdown\(\) first"):

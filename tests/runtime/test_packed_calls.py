@@ -22,7 +22,8 @@ from oracle import bits
 from test_movement import DTYPES, raw
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
-from omnireduce.runtime.member.objects import FORMS, from_bytes, to_bytes
+from omnireduce.protocol.packets import packed, packet_count
+from omnireduce.runtime.member.objects import DEEPEST, FORMS, from_bytes, to_bytes
 
 PLAIN_DATA: list[Any] = [
     None, True, 3, -(2**63) + 1, 2**63, 2**200, -(2**200), 1.5, 1j, "text", b"bytes", bytearray(b"more"), (1, (2, 3)),
@@ -41,6 +42,13 @@ class Loud:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.getcwd, ()
+
+
+def nested(depth: int) -> Any:
+    x: Any = 1
+    for _ in range(depth):
+        x = [x]
+    return x
 
 
 def same(a: Any, b: Any) -> bool:
@@ -145,6 +153,8 @@ def test_anything_plain_reads_back(x: Any) -> None:
         (np.ma.array([1.0]), "MaskedArray is no plain data"),
         (np.dtype("f4"), "is no plain data"),
         (ValueError("x"), "ValueError is no plain data"),
+        (np.zeros(3, "V0"), "is no plain data"),
+        (nested(DEEPEST + 1), "plain data is nested at most 64 deep"),
     ],
 )
 def test_what_is_no_plain_data_is_refused_by_its_sender(x: object, what: str) -> None:
@@ -156,10 +166,10 @@ def test_what_is_no_plain_data_is_refused_by_its_sender(x: object, what: str) ->
 def test_what_cannot_be_sent_at_all() -> None:
     with pytest.raises(UsageError, match="the generator cannot be sent: cannot pickle"):
         to_bytes((i for i in range(3)), trust=True)
-    nested: list[Any] = []
-    nested.append(nested)
-    with pytest.raises(UsageError, match="the list cannot be sent: maximum recursion depth"):
-        to_bytes(nested, trust=False)
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    with pytest.raises(UsageError, match="nested at most"):
+        to_bytes(cyclic, trust=False)
 
 
 def test_a_pickle_of_a_peer_is_not_read() -> None:
@@ -179,12 +189,61 @@ NUMBER = {kind: number for number, kind in enumerate(FORMS)}
         (np.ndarray, ["f8", ["a"], bytes(8)]), (np.ndarray, ["f8", [1], 8]), (np.ndarray, ["O,f4", [1], bytes(12)]),
         (np.ndarray, ["f8", 1, bytes(8)]), (np.generic, ["f8", [3], bytes(8)]), (dict, [1, 2, 3]), (dict, [[1], 2]),
         (set, [[1]]), (int, "x"), (int, 2**40), (tuple, 3), (complex, ["1e5", 2]), (decimal.Decimal, "x"),
-        (bytearray, 2**40), (datetime.date, "2026"), (datetime.timedelta, [2**60, 0, 0]),
+        (bytearray, 2**40), (bytearray, [1]), (set, "ab"), (tuple, {1: 2}), (list, [[1]]), (dict, [1, {}]),
+        (set, [1] * 65), (dict, [1, 2] * 65), (set, [Ext(0, encode(hex(n * (2**61 - 1)))) for n in range(65)]),
+        (bytes, "x"), (decimal.Decimal, [0, [1], 2]), (np.ndarray, ["f8", [0] * 65, b""]),
+        (np.ndarray, ["(2,)f4", [1], bytes(8)]),
+        (np.ndarray, ["f4,f4", [1], bytes(8)]), (np.ndarray, ["f8", [True], bytes(8)]),
+        (datetime.date, "2026"), (datetime.timedelta, [2**60, 0, 0]),
     ],
 )  # fmt: skip
 def test_what_a_liar_says_is_refused(kind: type[Any], said: Any) -> None:
     with pytest.raises(UsageError, match="the object of rank 1 cannot be read"):
         from_bytes(encode(Ext(NUMBER[kind], encode(said))), trust=False, sender="rank 1")
+
+
+def test_a_part_that_is_too_large(daemon: Daemon) -> None:
+    """To the byte, and what it says can be done about."""
+    most = packet_count(2000) * 1024 - 8
+
+    def run(comm: Communicator) -> None:
+        assert comm.allgather_ragged(np.ones(most, np.int8))[0].size == most
+        for call in (
+            lambda: comm.allgather_ragged(np.ones(most + 1, np.int8)),
+            lambda: comm.allgather_object("x" * most),
+        ):
+            with pytest.raises(UsageError, match=r"bytes to send; expected at most \d+.*raise protocol.max_part_bytes"):
+                call()
+
+    run_job(configured(daemon.addresses, "protocol.max_part_bytes=2000"), 1, run)
+
+
+def test_ranks_that_allow_parts_of_other_sizes_are_told(daemon: Daemon) -> None:
+    configs = [configured(daemon.addresses, f"protocol.max_part_bytes={size}") for size in (2000, 4000)]
+    for outcome in start_job(configs, 2, lambda comm: comm.allgather_object("x")).outcomes():
+        assert isinstance(outcome, AbortedError)
+        assert "protocol.max_part_bytes for 2 packets" in outcome.reason
+        assert "for 4 packets" in outcome.reason
+
+
+def test_ranks_that_trust_and_ranks_that_do_not(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="trust is a int; expected True or False"):
+            comm.allgather_object("x", trust=1)  # type: ignore[arg-type]
+        comm.broadcast_object("x", trust=comm.rank == 1)
+
+    for outcome in start_job(configured(daemon.addresses), 2, run).outcomes():
+        assert isinstance(outcome, AbortedError)
+        assert "broadcast_object of plain data" in outcome.reason
+        assert "broadcast_object of pickles" in outcome.reason
+
+
+def test_a_part_as_packets() -> None:
+    rows = packed(np.arange(300, dtype=np.int32).reshape(100, 3))
+    assert rows.shape == (packet_count(1200), 1024) == (2, 1024)
+    assert rows.reshape(-1)[:1200].tobytes() == np.arange(300, dtype=np.int32).tobytes()
+    assert rows.reshape(-1)[1200:-8].any() == np.False_
+    assert rows.reshape(-1)[-8:].tobytes() == (100).to_bytes(8, "little")
 
 
 def test_extensions_that_there_are_not() -> None:
@@ -194,11 +253,26 @@ def test_extensions_that_there_are_not() -> None:
 
 
 def test_an_object_nested_deeply_is_refused() -> None:
-    data = encode(None)
-    for _ in range(3000):
-        data = encode(Ext(NUMBER[tuple], encode([Ext(NUMBER[tuple], data)])))
-    with pytest.raises(UsageError, match="the object of rank 1 cannot be read"):
+    assert from_bytes(to_bytes(nested(DEEPEST), trust=False), trust=False, sender="rank 1") == nested(DEEPEST)
+    x = Ext(NUMBER[tuple], encode([]))
+    for _ in range(DEEPEST):
+        x = Ext(NUMBER[tuple], encode([x]))
+    with pytest.raises(UsageError, match="the object of rank 1 cannot be read: nested more than 64 deep"):
+        from_bytes(encode(x), trust=False, sender="rank 1")
+
+
+def test_a_map_is_refused_before_it_is_built() -> None:
+    """Its keys could all have one hash."""
+    with pytest.raises(UsageError, match=r"cannot be read: Expected .* got `object`"):
+        from_bytes(encode({1: 2}), trust=False, sender="rank 1")
+
+
+def test_errors_of_a_reader_are_short_and_can_be_shown() -> None:
+    data = encode(Ext(NUMBER[decimal.Decimal], encode("\x1b[2J" * 10_000)))
+    with pytest.raises(UsageError) as caught:
         from_bytes(data, trust=False, sender="rank 1")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
 
 
 @given(data=st.binary(max_size=200))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,8 @@ Rows = tuple[NDArray[np.int64], NDArray[S]]  # the numbers of rows, and the rows
 class Call(Generic[T]):
     """A collective that can be started: what travels, this rank's part of it, and what the caller gets in the end.
 
-    The arrays that it `reads` and `writes` are its own until it is finished. `result` gives the same object each time.
+    The arrays that it `reads` and `writes` are its own until it is finished; `put_back` is the last that it does to
+    them. `result` gives the same object each time.
     """
 
     descriptor: Descriptor
@@ -47,11 +48,12 @@ class Call(Generic[T]):
     result: Callable[[], T]
     reads: tuple[Array, ...] = ()
     writes: tuple[Array, ...] = ()
+    put_back: Callable[[], None] = lambda: None
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
     """What returns `make()`, which is called once, whatever threads ask for it."""
-    lock, found = threading.Lock(), list[T]()
+    lock, found = threading.RLock(), list[T]()  # of many entries: a signal handler may come on top
 
     def get() -> T:
         with lock:
@@ -70,7 +72,8 @@ class WithPool(Protocol):
 
 class Place(NamedTuple):
     """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
-    elements; tensors of up to `whole_bytes` go to one shard; `with_pool` lends memory for results."""
+    elements; tensors of up to `whole_bytes` go to one shard; parts that travel in packets have up to `part_packets`;
+    `with_pool` lends memory for results."""
 
     rank: int
     size: int
@@ -79,6 +82,7 @@ class Place(NamedTuple):
     block_size: int
     stripe_blocks: int
     whole_bytes: int
+    part_packets: int
     with_pool: WithPool
 
     def layout(self, descriptor: Descriptor) -> Layout:
@@ -194,14 +198,12 @@ def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: 
     called = _moving(place, "scatter", name, out, root=root, parts=place.size)
     target = np.empty(shape, out.dtype)
 
-    @once
-    def part() -> NDArray[S]:
+    def put_back() -> None:
         out[...] = target[place.rank]
-        return out
 
     reads = () if source is None else (source,)
-    call = _movement(place, called, source, target.reshape(-1).view(BYTES), part, reads=reads)
-    return replace(call, writes=(*call.writes, flat))
+    call = _movement(place, called, source, target.reshape(-1).view(BYTES), lambda: out, reads=reads)
+    return replace(call, writes=(*call.writes, flat), put_back=put_back)
 
 
 def exchanged_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
@@ -233,15 +235,9 @@ def barrier(place: Place, name: str) -> Call[None]:
 
 
 def _moving(place: Place, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
-    return moving(place, kind, name, x.dtype, x.shape, root, parts)
-
-
-def moving(
-    place: Place, kind: Kind, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, parts: int
-) -> Descriptor:
-    """What travels where bytes move: `parts` arrays of that dtype and shape."""
+    """What travels where bytes move: `parts` arrays like `x`."""
     name = check_name(name, place.owner)
-    return describe(kind, name, dtype_text(dtype), shape, "sum", place.block_size, root, dtype.itemsize, parts)
+    return describe(kind, name, dtype_text(x.dtype), x.shape, "sum", place.block_size, root, x.dtype.itemsize, parts)
 
 
 def _movement(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,23 @@ from omnireduce.runtime.member.handle import Handle, Together
 
 GROUPS = list, tuple, dict
 T = TypeVar("T")
+P = ParamSpec("P")
 G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 S = TypeVar("S", bound=np.generic)
+
+
+class Membership(NamedTuple):
+    """Of one rank in one generation of a job: what its calls need to know, and what drives them. They are replaced
+    together, so that no call is made for one generation and started in another."""
+
+    place: Place
+    engine: Engine
 
 
 class Collectives:
     """On NumPy arrays; every rank must call the same ones in the same order."""
 
-    _place: Place
-    _engine: Engine
+    _membership: Membership
 
     @overload
     def allreduce(self, x: G, *, op: Op = ..., name: str = ...) -> G: ...
@@ -56,7 +64,8 @@ class Collectives:
 
         A list, tuple or dict of arrays, also nested, is a group: all its arrays are combined in place, and it is
         returned. Those of up to 256 KiB travel together, one exchange for each dtype; larger ones travel on their own,
-        at the same time. Keys and shapes are the same on all ranks; `out` and `block_size` are not for groups.
+        at the same time. Keys and shapes are the same on all ranks; `out` and `block_size` are not for groups. In an
+        array of a group a block is part of a larger whole, so a -0 may stay where the array alone would get +0.
 
         A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
         becomes +0.
@@ -67,7 +76,7 @@ class Collectives:
         """
         if isinstance(x, GROUPS):
             return self._start_group(x, out, op, name, block_size).wait()
-        return self._start(calls.reduction(self._place, "allreduce", x, out, op, name, block_size)).wait()
+        return self._start(calls.reduction, "allreduce", x, out, op, name, block_size).wait()
 
     @overload
     def allreduce_async(self, x: G, *, op: Op = ..., name: str = ...) -> Handle[G]: ...
@@ -91,7 +100,7 @@ class Collectives:
         """
         if isinstance(x, GROUPS):
             return self._in_background(self._start_group(x, out, op, name, block_size))
-        return self._start_async(calls.reduction(self._place, "allreduce", x, out, op, name, block_size))
+        return self._start_async(calls.reduction, "allreduce", x, out, op, name, block_size)
 
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
         """Combine `x` of all ranks as `allreduce` does, for one of them: replace the root's `x` and return it there.
@@ -99,58 +108,59 @@ class Collectives:
         The others' `x` is only read; they get None. What travels to the root travels to all. Raises what `allreduce`
         raises.
         """
-        return self._start(calls.reduction_at_root(self._place, x, root, op, name)).wait()
+        return self._start(calls.reduction_at_root, x, root, op, name).wait()
 
     def reduce_async(
         self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = ""
     ) -> Handle[NDArray[S] | None]:
         """Start a `reduce`; see `allreduce_async`."""
-        return self._start_async(calls.reduction_at_root(self._place, x, root, op, name))
+        return self._start_async(calls.reduction_at_root, x, root, op, name)
 
     def broadcast(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
         """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
 
         `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
         """
-        return self._start(calls.copy_of_root(self._place, x, root, name)).wait()
+        return self._start(calls.copy_of_root, x, root, name).wait()
 
     def broadcast_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
         """Start a `broadcast`; see `allreduce_async`."""
-        return self._start_async(calls.copy_of_root(self._place, x, root, name))
+        return self._start_async(calls.copy_of_root, x, root, name)
 
     def allgather(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
         """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
 
         `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
         """
-        return self._start(calls.all_parts(self._place, x, name)).wait()
+        return self._start(calls.all_parts, x, name).wait()
 
     def allgather_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
         """Start an `allgather`; see `allreduce_async`."""
-        return self._start_async(calls.all_parts(self._place, x, name))
+        return self._start_async(calls.all_parts, x, name)
 
     def allgather_ragged(self, x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
         """Return the `x` of all ranks in a list, bit by bit, where the length of the first dimension may differ.
 
-        `x`: a C-contiguous array of at least one dimension, of any dtype without Python objects, up to 16 GiB; dtype
-        and `x.shape[1:]` are the same on all ranks. Raises what `allreduce` raises.
+        `x`: a C-contiguous array of at least one dimension, of any dtype without Python objects, of up to
+        `protocol.max_part_bytes` (1 GiB); dtype and `x.shape[1:]` are the same on all ranks. Raises what `allreduce`
+        raises.
         """
-        return self._start(packed_calls.ragged_parts(self._place, x, name)).wait()
+        return self._start(packed_calls.ragged_parts, x, name).wait()
 
     def allgather_ragged_async(self, x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
         """Start an `allgather_ragged`; see `allreduce_async`."""
-        return self._start_async(packed_calls.ragged_parts(self._place, x, name))
+        return self._start_async(packed_calls.ragged_parts, x, name)
 
     def gather(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
         """Return the `x` of all ranks, (size, *x.shape), on the root; None on the others.
 
         What travels to the root travels to all. Otherwise as `allgather`.
         """
-        return self._start(calls.parts_at_root(self._place, x, root, name)).wait()
+        return self._start(calls.parts_at_root, x, root, name).wait()
 
     def gather_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S] | None]:
         """Start a `gather`; see `allreduce_async`."""
-        return self._start_async(calls.parts_at_root(self._place, x, root, name))
+        return self._start_async(calls.parts_at_root, x, root, name)
 
     def scatter(self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
         """Replace `out` on each rank by the root's `parts[rank]`, bit by bit; return it.
@@ -158,13 +168,13 @@ class Collectives:
         `out`: a C-contiguous array, of the same dtype and shape on all ranks; `parts`: (size, *out.shape) of that dtype
         on the root, not looked at elsewhere. What travels to one rank travels to all. Raises what `allreduce` raises.
         """
-        return self._start(calls.part_of_root(self._place, out, parts, root, name)).wait()
+        return self._start(calls.part_of_root, out, parts, root, name).wait()
 
     def scatter_async(
         self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = ""
     ) -> Handle[NDArray[S]]:
         """Start a `scatter`; see `allreduce_async`."""
-        return self._start_async(calls.part_of_root(self._place, out, parts, root, name))
+        return self._start_async(calls.part_of_root, out, parts, root, name)
 
     def alltoall(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
         """Send part `x[r]` to rank r; return what the ranks have sent here, (size, *x.shape[1:]), bit by bit.
@@ -172,32 +182,33 @@ class Collectives:
         `x`: a C-contiguous array of `size` parts, of the same dtype and shape on all ranks. All parts travel to all
         ranks, so this moves `size` times what would do. Raises what `allreduce` raises.
         """
-        return self._start(calls.exchanged_parts(self._place, x, name)).wait()
+        return self._start(calls.exchanged_parts, x, name).wait()
 
     def alltoall_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
         """Start an `alltoall`; see `allreduce_async`."""
-        return self._start_async(calls.exchanged_parts(self._place, x, name))
+        return self._start_async(calls.exchanged_parts, x, name)
 
     def broadcast_object(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
         """Return the root's `x` on all ranks: there itself, elsewhere one that is equal. The others' `x` is ignored.
 
         `x` is plain data: None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates, arrays. With `trust`, on
         all ranks, it is anything that can be pickled; then each rank and each aggregator of the job can run code in
-        this process. Up to 16 GiB. Raises UsageError for other objects; otherwise what `allreduce` raises.
+        this process. It takes up to `protocol.max_part_bytes` (1 GiB) and is nested up to 64 deep. Raises UsageError
+        for other objects, and on all ranks for bytes of a peer that are none; otherwise what `allreduce` raises.
         """
-        return self._start(packed_calls.object_of_root(self._place, x, root, name, trust)).wait()
+        return self._start(packed_calls.object_of_root, x, root, name, trust).wait()
 
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
         """Start a `broadcast_object`; see `allreduce_async`."""
-        return self._start_async(packed_calls.object_of_root(self._place, x, root, name, trust))
+        return self._start_async(packed_calls.object_of_root, x, root, name, trust)
 
     def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
         """Return what is equal to the `x` of each rank, in a list. See `broadcast_object` for what `x` may be."""
-        return self._start(packed_calls.all_objects(self._place, x, name, trust)).wait()
+        return self._start(packed_calls.all_objects, x, name, trust).wait()
 
     def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
         """Start an `allgather_object`; see `allreduce_async`."""
-        return self._start_async(packed_calls.all_objects(self._place, x, name, trust))
+        return self._start_async(packed_calls.all_objects, x, name, trust)
 
     def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
         """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
@@ -205,19 +216,19 @@ class Collectives:
         Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
         raises.
         """
-        return self._start(calls.reduced_part(self._place, x, op, name)).wait()
+        return self._start(calls.reduced_part, x, op, name).wait()
 
     def reduce_scatter_async(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
         """Start a `reduce_scatter`; see `allreduce_async`."""
-        return self._start_async(calls.reduced_part(self._place, x, op, name))
+        return self._start_async(calls.reduced_part, x, op, name)
 
     def barrier(self, *, name: str = "") -> None:
         """Return when all ranks have called it. Raises what `allreduce` raises."""
-        self._start(calls.barrier(self._place, name)).wait()
+        self._start(calls.barrier, name).wait()
 
     def barrier_async(self, *, name: str = "") -> Handle[None]:
         """Start a `barrier`; its handle is done when all ranks have started theirs. See `allreduce_async`."""
-        return self._start_async(calls.barrier(self._place, name))
+        return self._start_async(calls.barrier, name)
 
     def allreduce_rows(
         self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
@@ -231,18 +242,18 @@ class Collectives:
 
         Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
         """
-        return self._start(calls.rows(self._place, indices, values, n_rows, op, name)).wait()
+        return self._start(calls.rows, indices, values, n_rows, op, name).wait()
 
     def allreduce_rows_async(
         self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
     ) -> Handle[Rows[S]]:
         """Start an `allreduce_rows`; see `allreduce_async`."""
-        return self._start_async(calls.rows(self._place, indices, values, n_rows, op, name))
+        return self._start_async(calls.rows, indices, values, n_rows, op, name)
 
     def allreduce_tables(self, tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> list[Rows[Any]]:
         """`allreduce_rows` of several tables at once: those of one dtype and row length travel in one exchange.
 
-        `tables`: of each its indices, values and n_rows. Returns (indices, values) of each. Raises what
+        `tables`: a list of (indices, values, n_rows). Returns (indices, values) of each. Raises what
         `allreduce_rows` raises.
         """
         return self._start_tables(tables, op, name).wait()
@@ -253,22 +264,27 @@ class Collectives:
         """Start an `allreduce_tables`; see `allreduce_async`."""
         return self._in_background(self._start_tables(tables, op, name))
 
-    def _start(self, call: Call[T]) -> Handle[T]:
-        [handle] = self._engine.submit(call)
+    def _start(self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        place, engine = self._membership
+        [handle] = engine.submit(make(place, *args, **kwargs))
         return handle
 
-    def _start_async(self, call: Call[T]) -> Handle[T]:
-        return self._in_background(self._start(call))
+    def _start_async(
+        self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]:
+        return self._in_background(self._start(make, *args, **kwargs))
 
     def _start_group(self, x: T, out: object, op: Op, name: str, block_size: object) -> Handle[T]:
         if out is not None or block_size is not None:
             raise UsageError("out and block_size go with one array; a group is combined in place, in blocks of its own")
-        return Together(self._engine.submit(*groups.arrays(self._place, x, op, name)), lambda _: x)
+        place, engine = self._membership
+        return Together(engine.submit(*groups.arrays(place, x, op, name)), lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: Op, name: str) -> Handle[list[Rows[Any]]]:
-        batch = groups.tables(self._place, tables, op, name)
-        return Together(self._engine.submit(*batch.calls), batch.result)
+        place, engine = self._membership
+        batch = groups.tables(place, tables, op, name)
+        return Together(engine.submit(*batch.calls), batch.result)
 
     def _in_background(self, handle: Handle[T]) -> Handle[T]:
-        self._engine.drive_in_background()
+        self._membership.engine.drive_in_background()
         return handle

@@ -21,10 +21,11 @@ from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
+from omnireduce.protocol.packets import packet_count
 from omnireduce.protocol.rows import Pool
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
-from omnireduce.runtime.member.collectives import Collectives
+from omnireduce.runtime.member.collectives import Collectives, Membership
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.launcher import job_name, launch_id, whole
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
@@ -101,7 +102,7 @@ class Communicator(Collectives):
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest, self._pool = name, size, Pool()
         self._gave_up = False  # by `shutdown`
-        self._on_shutdown: Callable[[], None] = lambda: None
+        self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
         self._hello = hello_of(config, name, launch, rank, size)
         if size > 1 and not launch and config.cluster.job == "auto" and name == job_name(config, None):
@@ -146,6 +147,10 @@ class Communicator(Collectives):
         self._form(hello)
 
     @property
+    def _engine(self) -> Engine:
+        return self._membership.engine
+
+    @property
     def newcomers(self) -> int:
         """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
         return self._machine.newcomers
@@ -158,18 +163,19 @@ class Communicator(Collectives):
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
     def _enter(self, arrival: Arrival) -> None:
-        self._links, self._machine, self._engine = assemble(self.config, self._job, arrival)
+        self._links, self._machine, engine = assemble(self.config, self._job, arrival)
         joined = arrival.joined
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self._seat = joined.seat
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
         protocol = self.config.protocol
-        self._place = Place(
+        place = Place(
             rank=self.rank, size=self.size, shards=self.shards, owner=threading.current_thread(),
             block_size=protocol.block_size, stripe_blocks=protocol.stripe_blocks, whole_bytes=joined.whole_bytes,
-            with_pool=_lending(self._engine, self._pool),
+            part_packets=packet_count(protocol.max_part_bytes), with_pool=_lending(engine, self._pool),
         )  # fmt: skip
+        self._membership = Membership(place, engine)
         _open_communicators.add(self)
         _process.watch()
 
@@ -201,7 +207,7 @@ class Communicator(Collectives):
         """
         self._gave_up = True
         self._hang_up()
-        self._on_shutdown()
+        self._on_shutdown(self)
 
     @property
     def is_shut_down(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from omnireduce.descriptor import BOOL_OPS
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view
-from omnireduce.runtime.member.calls import Call, Place, Rows, once, reduction, rows
+from omnireduce.runtime.member.calls import Call, Place, Rows, reduction, rows
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
@@ -57,8 +58,10 @@ class Batch(NamedTuple):
 
 def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
     """Row-sparse sums of several tables."""
-    for indices, values, n_rows in given:
-        check_rows(indices, check_array(values, "values"), n_rows)
+    if not isinstance(given, list | tuple):
+        raise UsageError(f"tables is a {type(given).__name__}; expected a list of (indices, values, n_rows)")
+    for at, table in enumerate(given):
+        _check_table(table, f"tables[{at}]")
     together = _together(enumerate(given), lambda each: _format(each[1]))
     group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
     calls = [rows(place, *_stacked([table for _, table in few]), op, name, group) for few in together or [[]]]
@@ -71,6 +74,15 @@ def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
         return [placed[at] for at in range(len(given))]
 
     return Batch(calls, result)
+
+
+def _check_table(table: object, what: str) -> None:
+    if not isinstance(table, list | tuple) or len(table) != 3:
+        raise UsageError(f"{what} is a {type(table).__name__}; expected (indices, values, n_rows)")
+    try:
+        check_rows(table[0], check_array(table[1], "values"), table[2])
+    except UsageError as error:
+        raise UsageError(f"{what}: {error}") from None
 
 
 def _exchange_of(leaf: _Leaf) -> Hashable:
@@ -96,8 +108,13 @@ def _leaves(x: Any, path: str, depth: int = 0) -> Iterator[_Leaf]:
     if depth > DEEPEST:
         raise UsageError(f"x is nested more than {DEEPEST} deep")
     if isinstance(x, dict):
-        for key in sorted(x, key=lambda key: (type(key).__name__, repr(key))):
-            yield from _leaves(x[key], f"{path}[{key!r}]", depth + 1)
+        keys = sorted(((type(key).__name__, repr(key), at) for at, key in enumerate(x)))
+        for (kind, said, _), (other, also, _) in pairwise(keys):
+            if (kind, said) == (other, also):
+                raise UsageError(f"x{path} has two keys {said}: the ranks could not tell which is which")
+        values = list(x.values())
+        for _, said, at in keys:
+            yield from _leaves(values[at], f"{path}[{said}]", depth + 1)
     elif isinstance(x, list | tuple):
         for at, each in enumerate(x):
             yield from _leaves(each, f"{path}[{at}]", depth + 1)
@@ -114,7 +131,7 @@ def _check_apart(leaves: Sequence[_Leaf]) -> None:
             raise UsageError(f"x{path} and x{other} share memory; expected each array once")
 
 
-def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[None]:
+def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
     """Arrays of one dtype as one, which is copied back in the end."""
     flats = [np.asarray(leaf.array).reshape(-1) for leaf in leaves]
     dtype = flats[0].dtype if flats else np.dtype(np.bool_ if op in BOOL_OPS else np.float32)
@@ -130,7 +147,7 @@ def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str
             flat[:] = part
 
     call = reduction(place, "allreduce", whole, None, op, name, None, group)
-    return Call(call.descriptor, call.operand, once(put_back), writes=(*call.writes, *flats))
+    return replace(call, writes=(*call.writes, *flats), put_back=put_back)
 
 
 def _stacked(given: Sequence[Table]) -> Table:

@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -41,9 +42,22 @@ class Handle(Generic[T], ABC):
         """
 
     def __await__(self) -> Generator[Any, None, T]:
-        """`await handle` in a coroutine: `wait` in a thread of the event loop's executor, which goes on where the
-        coroutine is cancelled."""
-        return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
+        """`await handle` in a coroutine: as `wait`, while the event loop goes on. Where the coroutine is cancelled the
+        collective goes on."""
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(over.set)
+
+        self.when_done(tell)
+        yield from over.wait().__await__()
+        return self.wait()
+
+    @abstractmethod
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have it called, once or more often, in any thread, as soon as this is done. It must not raise nor block."""
 
 
 class Together(Handle[T]):
@@ -55,6 +69,14 @@ class Together(Handle[T]):
     def done(self) -> bool:
         return all(handle.done() for handle in self._handles)
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        def ask() -> None:
+            if self.done():
+                call()
+
+        for handle in self._handles:
+            handle.when_done(ask)
+
     def wait(self, timeout_s: float | None = None) -> T:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         return self._result([handle.wait(None if end is None else end - time.monotonic()) for handle in self._handles])
@@ -65,6 +87,8 @@ class Started(Handle[T]):
 
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
         self._engine, self._result, self._name = engine, call.result, call.descriptor.name
+        self._put_back = call.put_back
+        self._when_done: list[Callable[[], None]] = []
         self._reads, self._writes = call.reads, call.writes
         self._thread = threading.current_thread()
         self._failed = False
@@ -72,6 +96,11 @@ class Started(Handle[T]):
 
     def done(self) -> bool:
         return self.finished
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._when_done.append(call)
+        if self.finished:  # perhaps just now, by another thread, which may have seen the list without it
+            call()
 
     def wait(self, timeout_s: float | None = None) -> T:
         self._engine.wait(self, timeout_s)
@@ -81,9 +110,13 @@ class Started(Handle[T]):
 
     def finish(self, *, failed: bool = False) -> None:
         """For the engine: the collective is over."""
+        if not failed:
+            self._put_back()
         self._reads = self._writes = ()
         self._failed = failed
         self.finished = True
+        for call in self._when_done:
+            call()
 
     def refuse(self, new: Started[Any]) -> None:
         """Raise UsageError if `new` may not be under way together with this one."""

@@ -8,58 +8,75 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import BYTES
+from omnireduce.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
+from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.protocol.packets import Packets, Part
-from omnireduce.runtime.member.arguments import check_array, check_root, flat_view
-from omnireduce.runtime.member.calls import Call, Place, moving, once
+from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed
+from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
+from omnireduce.runtime.member.calls import Call, Place, once
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
 
 S = TypeVar("S", bound=np.generic)
-OBJECT = np.dtype(np.uint8)
+NOTHING = np.empty((0, PACKET_BYTES), np.uint8)
+BYTE = np.empty(0, np.uint8)
 
 
 def ragged_parts(place: Place, x: NDArray[S], name: str) -> Call[list[NDArray[S]]]:
     """The bytes of everybody's `x`, of which the first dimension may differ."""
     if check_array(x, "x").ndim == 0:
         raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
-    own, dtype, shape = Part(len(x), flat_view(x, "x", writable=False).view(BYTES)), x.dtype, x.shape[1:]
-    called = moving(place, "allgather_ragged", name, dtype, shape, 0, place.size)
-    item_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    packets = _packets(place, called, own, range(place.size), item_bytes)
-
-    @once
-    def arrays() -> list[NDArray[S]]:
-        return [part.data.view(dtype).reshape(part.items, *shape) for part in packets.parts]
-
-    return Call(called, packets, arrays)
+    flat_view(x, "x", writable=False)
+    called = _describe(place, "allgather_ragged", name, dtype_text(x.dtype), x.shape[1:], x.dtype.itemsize)
+    packets = _packets(place, called, np.asarray(x), range(place.size), np.empty((0, *x.shape[1:]), x.dtype))
+    return Call(called, packets, lambda: packets.parts)
 
 
 def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -> Call[Any]:
     """The root's `x`, or what is equal to it."""
-    root = check_root(root, place.size)
-    own = _part(to_bytes(x, trust)) if place.rank == root else None
-    called = moving(place, "broadcast_object", name, OBJECT, (), root, place.size)
-    packets = _packets(place, called, own, [root], 1)
+    root, language = check_root(root, place.size), _language(trust)
+    own = _bytes_of(x, trust) if place.rank == root else None
+    called = _describe(place, "broadcast_object", name, language, (), root=root)
+    packets = _packets(place, called, own, [root], BYTE)
     return Call(called, packets, once(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
 
 
 def all_objects(place: Place, x: object, name: str, trust: bool) -> Call[list[Any]]:
     """What is equal to everybody's `x`."""
-    called = moving(place, "allgather_object", name, OBJECT, (), 0, place.size)
-    packets = _packets(place, called, _part(to_bytes(x, trust)), range(place.size), 1)
+    called = _describe(place, "allgather_object", name, _language(trust), ())
+    packets = _packets(place, called, _bytes_of(x, trust), range(place.size), BYTE)
     return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
 
 
-def _packets(place: Place, called: Descriptor, own: Part | None, senders: Sequence[int], item_bytes: int) -> Packets:
-    layout = place.layout(called)
-    return place.with_pool(lambda pool: Packets(place.rank, own, senders, item_bytes, layout, pool))
+def _language(trust: object) -> str:
+    """What objects are said in: all ranks must agree."""
+    if not isinstance(trust, bool):
+        raise UsageError(f"trust is a {type(trust).__name__}; expected True or False")
+    return "pickles" if trust else "plain data"
 
 
-def _part(data: bytes) -> Part:
-    return Part(len(data), np.frombuffer(data, np.uint8))
+def _describe(
+    place: Place, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
+) -> Descriptor:
+    name = check_name(name, place.owner)
+    return describe(
+        kind, name, dtype, shape, "sum", place.block_size, root, item_bytes, place.size, packets=place.part_packets
+    )
+
+
+def _packets(place: Place, called: Descriptor, own: Array | None, senders: Sequence[int], like: Array) -> Packets:
+    most = place.part_packets
+    if own is not None and own.nbytes > most * PACKET_BYTES - COUNT_BYTES:
+        raise UsageError(
+            f"{own.nbytes} bytes to send; expected at most {most * PACKET_BYTES - COUNT_BYTES}: send several parts, or "
+            "raise protocol.max_part_bytes on every rank"
+        )
+    rows, layout = NOTHING if own is None else packed(own), place.layout(called)
+    return place.with_pool(lambda pool: Packets(place.rank, rows, senders, most, like, layout, pool))
+
+
+def _bytes_of(x: object, trust: bool) -> Array:
+    return np.frombuffer(to_bytes(x, trust), np.uint8)
 
 
 def _read(packets: Packets, at: int, rank: int, trust: bool) -> object:
-    return from_bytes(packets.parts[at].data.tobytes(), trust, f"rank {rank}")
+    return from_bytes(packets.parts[at].tobytes(), trust, f"rank {rank}")

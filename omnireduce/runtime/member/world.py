@@ -76,9 +76,10 @@ def init(
     return _global
 
 
-def _forget() -> None:
+def _forget(communicator: Communicator) -> None:
     global _global
-    _global = None
+    if _global is communicator:  # rather than one that was made after it
+        _global = None
 
 
 def is_initialized() -> bool:
