@@ -9,7 +9,7 @@ import ssl
 from dataclasses import dataclass
 
 from aggregator.access import beyond_loopback
-from omnireduce.config_security import Metrics
+from omnireduce.config.security import Metrics
 from omnireduce.errors import ConfigError
 from omnireduce.secret import read_lines
 from omnireduce.transport.tls import aggregator_context

@@ -16,7 +16,8 @@ import numpy as np
 from omnireduce.dtypes import BOOL, BYTES, ELEMENT_TYPES, ElementType, element_type
 from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.layout import Layout
-from omnireduce.wire import EXTRA_BYTES, MAX_BLOCKS, MAX_ELEMENTS, SHOWN, UNDECODABLE, shown
+from omnireduce.wire.blocks import EXTRA_BYTES, MAX_BLOCKS, MAX_ELEMENTS
+from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
 Kind = Literal[
     "allreduce", "allreduce_rows", "reduce_scatter", "reduce",

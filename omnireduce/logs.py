@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from omnireduce.config_schema import Log
+from omnireduce.config.schema import Log
 
 # what no peer can cause
 OWN = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", "metrics_open", "gave_up", "failed"}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from omnireduce.config_security import TEAM_CHARACTERS, Security
+from omnireduce.config.security import TEAM_CHARACTERS, Security
 from omnireduce.errors import ConfigError
 
 SECRET_VARIABLE = "OMNIREDUCE_SECURITY_SECRET"

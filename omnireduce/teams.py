@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from omnireduce.config_keys import keys_of, unknown
-from omnireduce.config_security import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, Security, Terms
+from omnireduce.config.keys import keys_of, unknown
+from omnireduce.config.security import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, Security, Terms
 from omnireduce.errors import ConfigError
 from omnireduce.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets
 

@@ -24,7 +24,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
-from omnireduce.wire import MAX_BLOCKS, Header, capacity, message_indices, read_header
+from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_indices, read_header
 
 GUARD, GUARD_BYTE = 4096, 0xA5
 SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish

@@ -20,7 +20,7 @@ from omnireduce.config import (
     reference_toml,
     whole_bytes,
 )
-from omnireduce.config_keys import KEYS
+from omnireduce.config.keys import KEYS
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ConfigError
 

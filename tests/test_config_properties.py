@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.config import Config, check_config, dump_config, load_config, override_config
-from omnireduce.config_keys import KEYS
+from omnireduce.config.keys import KEYS
 from omnireduce.errors import ConfigError
 
 

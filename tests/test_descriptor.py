@@ -24,7 +24,7 @@ from omnireduce.descriptor import (
 )
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ProtocolError, UsageError
-from omnireduce.wire import EXTRA_BYTES, MAX_BLOCKS
+from omnireduce.wire.blocks import EXTRA_BYTES, MAX_BLOCKS
 
 SHAPES = st.lists(st.integers(0, 2**40), max_size=MAX_DIMENSIONS).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTERS).filter(str.isprintable)

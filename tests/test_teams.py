@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from omnireduce.config import Security
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.errors import ConfigError
 from omnireduce.secret import MOST_LINES, SECRET_VARIABLE, Secret
 from omnireduce.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams

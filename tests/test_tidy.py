@@ -74,7 +74,7 @@ def layer_of(name: str) -> str | None:
         return room
     if part == "__main__":
         return "program"
-    if part in BASE or part.startswith("config"):
+    if part in BASE:
         return "base"
     return part if any(part in level for level in LEVELS[:-2]) else "member"
 
@@ -294,7 +294,7 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_placed, "omnireduce.misc", ""),
         (check_placed, "omnireduce.misc.table", ""),
         (check_direction, "omnireduce.errors", "from omnireduce.kernels import merge"),
-        (check_direction, "omnireduce.config_load", "import omnireduce"),
+        (check_direction, "omnireduce.config.loading", "import omnireduce"),
         (check_direction, "omnireduce.kernels.pack", "from omnireduce.protocol.worker import Worker"),
         (check_direction, "omnireduce.protocol.worker", "from omnireduce.transport import base"),
         (check_direction, "omnireduce.transport.tcp", "from omnireduce import protocol"),

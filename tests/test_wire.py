@@ -15,28 +15,30 @@ from samples import DTYPES
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.effects import error_of
-from omnireduce.wire import (
+from omnireduce.wire.blocks import (
     EXTRA_BYTES,
     HEADER_BYTES,
+    Header,
+    block_rows,
+    capacity,
+    message_extra,
+    message_indices,
+    read_header,
+    seal,
+)
+from omnireduce.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
     Cause,
     Goodbye,
-    Header,
     Hello,
     Leave,
     Pending,
     Refused,
     Waiting,
     Welcome,
-    block_rows,
-    capacity,
     decode_control,
     encode_control,
-    message_extra,
-    message_indices,
-    read_header,
-    seal,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

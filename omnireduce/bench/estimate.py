@@ -24,7 +24,7 @@ import numpy as np
 from omnireduce.dtypes import Array, ElementType, number_type
 from omnireduce.errors import UsageError
 from omnireduce.kernels.density import nonzero_blocks
-from omnireduce.wire import HEADER_BYTES
+from omnireduce.wire.blocks import HEADER_BYTES
 
 INDEX_BYTES = 8  # that travel with each block
 _CHUNK_ELEMENTS = 1 << 20

@@ -11,7 +11,7 @@ from rich.text import Text
 from omnireduce.bench.report import density_text, short_count
 from omnireduce.console.fitting import FittingTable
 from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
-from omnireduce.wire import shown
+from omnireduce.wire.words import shown
 
 SHORTEST_WAIT_S = 0.1  # every look catches some collective in its course; what is shorter is no straggler
 # columns of jobs that a narrow terminal does without, the least important first

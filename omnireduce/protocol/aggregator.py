@@ -16,20 +16,9 @@ from omnireduce.layout import ALL_STRIPES, Stripes
 from omnireduce.protocol.account import Account
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.reduction import Budget, Reduction
-from omnireduce.wire import (
-    Aborted,
-    Cause,
-    ControlMessage,
-    Goodbye,
-    Header,
-    Leave,
-    Waiting,
-    capacity,
-    listed,
-    message_extra,
-    read_header,
-    room_for,
-)
+from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
+from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Waiting
+from omnireduce.wire.words import listed
 
 BUDGET = Budget()
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # of one look at all ranks: in any case, and for each rank (see Budget)

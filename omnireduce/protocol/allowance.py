@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.protocol.hello_checks import demand, slot_bytes
-from omnireduce.wire import Hello
+from omnireduce.wire.control import Hello
 
 
 def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:

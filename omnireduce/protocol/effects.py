@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError
-from omnireduce.wire import Cause, ControlMessage, shown
+from omnireduce.wire.control import Cause, ControlMessage
+from omnireduce.wire.words import shown
 
 ALL = -1
 AbortKind = Literal["timeout", "lost", "violation", "mismatch", "worker", "relayed", "left", "shutdown", "internal"]

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.status import LISTED, JobStatus
-from omnireduce.wire import Hello, Pending, shown
+from omnireduce.wire.control import Hello, Pending
+from omnireduce.wire.words import shown
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:

@@ -21,17 +21,8 @@ import msgspec
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import SECRET_VARIABLE, Secret
 from omnireduce.teams import ANYBODY, Teams
-from omnireduce.wire import (
-    PROTOCOL_VERSION,
-    SHOWN,
-    Challenge,
-    ControlMessage,
-    Greeting,
-    Hello,
-    Proof,
-    listed,
-    other_version,
-)
+from omnireduce.wire.control import PROTOCOL_VERSION, Challenge, ControlMessage, Greeting, Hello, Proof, other_version
+from omnireduce.wire.words import SHOWN, listed
 
 GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.protocol.gathering import member_name
-from omnireduce.wire import SHOWN, Hello
+from omnireduce.wire.control import Hello
+from omnireduce.wire.words import SHOWN
 
 HOST_CHARACTERS = 255
 MAX_SLOTS = 64

@@ -24,18 +24,8 @@ from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, Tran
 from omnireduce.protocol.effects import Tell, error_of
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import Secret
-from omnireduce.wire import (
-    Aborted,
-    ControlMessage,
-    Hello,
-    Newcomers,
-    Pending,
-    Refused,
-    Seat,
-    Waiting,
-    Welcome,
-    shown,
-)
+from omnireduce.wire.control import Aborted, ControlMessage, Hello, Newcomers, Pending, Refused, Seat, Waiting, Welcome
+from omnireduce.wire.words import shown
 
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the first pause between attempts to join
 LONGEST_PAUSE_S = 2.0

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from omnireduce.protocol.hello_checks import demand, slot_bytes
-from omnireduce.wire import Hello
+from omnireduce.wire.control import Hello
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.gathering import Gathering, Member, Place, Standing, member_name
@@ -27,7 +27,8 @@ from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malforme
 from omnireduce.protocol.limits import Limits
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
-from omnireduce.wire import Cause, Hello, Pending, Refused, listed, other_version
+from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
+from omnireduce.wire.words import listed
 
 NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
 NEWS_AT_ONCE = 64  # of one job who are told in one turn

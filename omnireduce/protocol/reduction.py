@@ -15,7 +15,7 @@ from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, plan_union
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.scatter import admit_indices, all_owned
 from omnireduce.layout import Stripes
-from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Header, block_rows, capacity, seal
+from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, block_rows, capacity, seal
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from hmac import compare_digest
 
-from omnireduce.wire import Hello
+from omnireduce.wire.control import Hello
 
 _PURPOSE = b"omni ticket 1"
 

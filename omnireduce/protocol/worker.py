@@ -15,23 +15,9 @@ from omnireduce.kernels.merge import split_marks
 from omnireduce.kernels.scatter import admit_indices, all_owned
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.operands import Operand
-from omnireduce.wire import (
-    Aborted,
-    Cause,
-    ControlMessage,
-    Goodbye,
-    Leave,
-    Newcomers,
-    Waiting,
-    block_rows,
-    largest_block,
-    listed,
-    message_extra,
-    message_indices,
-    read_header,
-    seal,
-    shown,
-)
+from omnireduce.wire.blocks import block_rows, largest_block, message_extra, message_indices, read_header, seal
+from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
+from omnireduce.wire.words import listed, shown
 
 LATE = 0.05  # of the time limit: who looks so long after it was stopped, or waited for a processor
 

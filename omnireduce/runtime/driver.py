@@ -10,7 +10,7 @@ from typing import Protocol
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
-from omnireduce.wire import ControlMessage, decode_control, encode_control
+from omnireduce.wire.control import ControlMessage, decode_control, encode_control
 
 Clock = Callable[[], float]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omnireduce.bench.estimate import INDEX_BYTES, Density, estimate, measure
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError
-from omnireduce.wire import HEADER_BYTES
+from omnireduce.wire.blocks import HEADER_BYTES
 
 
 def blocks_by_hand(nonzero: Array, size: int) -> int:

@@ -18,15 +18,8 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
-from omnireduce.wire import (
-    PROTOCOL_VERSION,
-    ControlMessage,
-    Pending,
-    Refused,
-    decode_control,
-    encode_control,
-    seal,
-)
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, Pending, Refused, decode_control, encode_control
 
 __all__ = ["CONTROL", "CREDIT", "DATA", "NOISE", "RawPeer", "await_pending", "framed"]
 DEFAULTS = Config().protocol

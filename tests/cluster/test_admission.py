@@ -19,7 +19,7 @@ from transports import KINDS
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol import joining
-from omnireduce.wire import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
+from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
 
 
 def join(config: Config, rank: int, size: int, job: str) -> str:

@@ -21,7 +21,7 @@ from omnireduce.dtypes import Array
 from omnireduce.transport.memory import Region, map_slots
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire import Welcome, encode_control
+from omnireduce.wire.control import Welcome, encode_control
 
 ROUNDS = 20
 ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say

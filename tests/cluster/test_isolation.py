@@ -12,7 +12,7 @@ from raw_peer import RawPeer
 from test_rule_breakers import data, message
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.wire import Welcome
+from omnireduce.wire.control import Welcome
 
 
 def shared_files(pid: int) -> set[int]:

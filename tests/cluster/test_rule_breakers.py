@@ -17,7 +17,8 @@ from omnireduce import AbortedError, Communicator, RefusedError, TransportError
 from omnireduce.descriptor import Descriptor
 from omnireduce.runtime.member.observe import ask
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
-from omnireduce.wire import Aborted, Goodbye, Refused, Welcome, seal
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import Aborted, Goodbye, Refused, Welcome
 
 GRADIENT = Descriptor("allreduce", "", "float32", (10_000,), block_size=256)  # 40 blocks
 

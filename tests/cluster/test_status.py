@@ -24,7 +24,7 @@ from omnireduce.protocol.effects import ABORT_KINDS
 from omnireduce.runtime.member.observe import ask, ask_all
 from omnireduce.secret import load_secret
 from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
-from omnireduce.wire import PROTOCOL_VERSION, Refused
+from omnireduce.wire.control import PROTOCOL_VERSION, Refused
 
 BLOCK, BLOCKS = 256, 1000
 MOST_S = 30.0

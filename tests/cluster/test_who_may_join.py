@@ -34,7 +34,7 @@ from omnireduce import Communicator, OmniReduceError, RefusedError, TransportErr
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import SECRET_VARIABLE, Secret
 from omnireduce.transport.stream import CONTROL, FRAME
-from omnireduce.wire import (
+from omnireduce.wire.control import (
     PROTOCOL_VERSION,
     Challenge,
     Greeting,

@@ -16,8 +16,8 @@ import numpy as np
 from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually, run_job
 
 from omnireduce import RefusedError
-from omnireduce.config_schema import Aggregator
-from omnireduce.runtime.shard.server import MAX_STRANGERS
+from omnireduce.config.schema import Aggregator
+from omnireduce.runtime.shard.reception import MAX_STRANGERS
 from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 
 DEPLOY = ROOT / "deploy"

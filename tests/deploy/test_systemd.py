@@ -36,7 +36,7 @@ from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, configured, ev
 from pod_here import need_pods, pod_command, pod_with
 
 from omnireduce.config import load_config
-from omnireduce.config_schema import Aggregator
+from omnireduce.config.schema import Aggregator
 from omnireduce.errors import OmniReduceError
 from omnireduce.transport.stream import READ_BYTES, SMALL_LIMIT
 

@@ -14,7 +14,7 @@ from local_cluster import Daemon, configured, eventually, run_job, start_job, un
 from raw_peer import RawPeer
 
 from omnireduce import Communicator, RefusedError
-from omnireduce.wire import ControlMessage, Pending, Refused
+from omnireduce.wire.control import ControlMessage, Pending, Refused
 
 from .crew import Member
 from .site import SMALL_SLOTS, held

@@ -22,7 +22,7 @@ from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.teams import Teams
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.stream import CONTROL, DATA, FRAME, StreamLink
-from omnireduce.wire import Hello, Welcome, decode_control, encode_control
+from omnireduce.wire.control import Hello, Welcome, decode_control, encode_control
 
 from .machines import busy_worker, kind_of
 from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper

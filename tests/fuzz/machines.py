@@ -23,14 +23,9 @@ from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed
 from omnireduce.protocol.rows import Pool
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
-from omnireduce.wire import (
-    MAX_BLOCKS,
-    UNDECODABLE,
-    decode_control,
-    encode_control,
-    message_indices,
-    read_header,
-)
+from omnireduce.wire.blocks import MAX_BLOCKS, message_indices, read_header
+from omnireduce.wire.control import decode_control, encode_control
+from omnireduce.wire.words import UNDECODABLE
 
 from .oracles import (
     control_is_proper,

@@ -6,7 +6,7 @@ import itertools
 import struct
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.wire import (
+from omnireduce.wire.control import (
     Challenge,
     ControlMessage,
     Greeting,

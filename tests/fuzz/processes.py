@@ -20,7 +20,7 @@ from omnireduce import Communicator, Config, OmniReduceError
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import SECRET_VARIABLE
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control
+from omnireduce.wire.control import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control
 
 from .connections import frames
 from .machines import kind_of

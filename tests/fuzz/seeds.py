@@ -16,7 +16,8 @@ from omnireduce.protocol.handshake import Candidate
 from omnireduce.runtime.member.objects import to_bytes
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
-from omnireduce.wire import (
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
     Cause,
@@ -35,7 +36,6 @@ from omnireduce.wire import (
     Waiting,
     Welcome,
     encode_control,
-    seal,
 )
 
 CORPUS = Path(__file__).parent / "corpus"

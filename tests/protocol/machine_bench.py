@@ -15,7 +15,8 @@ from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.wire import ControlMessage, Goodbye, seal
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import ControlMessage, Goodbye
 
 RANKS, SLOTS, BLOCK, BLOCKS = 2, 2, 8, 6
 DESCRIPTOR = Descriptor("allreduce", "w", "float32", (BLOCK * BLOCKS,), block_size=BLOCK)

@@ -11,8 +11,8 @@ from machine_bench import BLOCKS, Bench, aggregator, message
 
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.runtime.shard.report import Report
-from omnireduce.status import MOST, Late, StatusRequest, Traffic
-from omnireduce.wire import PROTOCOL_VERSION, Status, decode_control, encode_control
+from omnireduce.status import MOST, Late, Status, StatusRequest, Traffic
+from omnireduce.wire.control import PROTOCOL_VERSION, decode_control, encode_control
 
 BLOCK = 8
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from test_membership import LIMITS, hello, refusal
 
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.protocol.membership import Admit, Answer, Membership
-from omnireduce.wire import Pending, Refused
+from omnireduce.wire.control import Pending, Refused
 
 
 def test_a_team_takes_no_more_than_its_terms_allow() -> None:

@@ -9,12 +9,12 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Admit, Announce, Answer, Membership, MembershipEffect, Replace
 from omnireduce.protocol.tickets import ticket
 from omnireduce.teams import FREE
-from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Pending, Refused
+from omnireduce.wire.control import PROTOCOL_VERSION, Cause, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
 SETTLE_S = 5.0

@@ -12,7 +12,7 @@ from samples import DTYPES, Array, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.transport.base import Event
-from omnireduce.wire import Hello, Leave, Pending, encode_control
+from omnireduce.wire.control import Hello, Leave, Pending, encode_control
 
 BLOCK = 8
 ONE_BLOCK_SLOTS = slot_bytes_for(1, BLOCK * 4)

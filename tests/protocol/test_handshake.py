@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.handshake import Candidate, Gate
 from omnireduce.secret import Secret
 from omnireduce.teams import Teams
-from omnireduce.wire import (
+from omnireduce.wire.control import (
     PROTOCOL_VERSION,
     Challenge,
     ControlMessage,

@@ -19,8 +19,8 @@ from samples import Array, sparse_tensor
 from omnireduce.descriptor import Descriptor, decode_descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Received
-from omnireduce.wire import (
-    HEADER_BYTES,
+from omnireduce.wire.blocks import HEADER_BYTES, capacity, message_extra, message_indices, read_header, seal
+from omnireduce.wire.control import (
     Aborted,
     Cause,
     ControlMessage,
@@ -31,13 +31,8 @@ from omnireduce.wire import (
     Refused,
     Waiting,
     Welcome,
-    capacity,
     decode_control,
     encode_control,
-    message_extra,
-    message_indices,
-    read_header,
-    seal,
 )
 
 SEEDS = st.integers(0, 2**32 - 1)

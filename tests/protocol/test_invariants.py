@@ -18,7 +18,7 @@ from omnireduce.dtypes import element_type
 from omnireduce.kernels.scatter import admit_indices
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
-from omnireduce.wire import HEADER_BYTES, seal
+from omnireduce.wire.blocks import HEADER_BYTES, seal
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK = 8

@@ -14,7 +14,7 @@ from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, Trans
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, Notice
 from omnireduce.secret import Secret
-from omnireduce.wire import (
+from omnireduce.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
     Cause,

@@ -16,7 +16,8 @@ from samples import Array
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import ALL, End, Finish, Send, Tell, Warn
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.wire import (
+from omnireduce.wire.blocks import block_rows, seal
+from omnireduce.wire.control import (
     Aborted,
     Cause,
     ControlMessage,
@@ -27,8 +28,6 @@ from omnireduce.wire import (
     Refused,
     Waiting,
     Welcome,
-    block_rows,
-    seal,
 )
 
 CONTROL: list[ControlMessage] = [

@@ -12,12 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from omnireduce.config_security import Terms
+from omnireduce.config.security import Terms
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Admit, Answer, Membership, MembershipEffect
 from omnireduce.teams import FREE
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Pending, Refused
+from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Pending, Refused
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
 TEAM_TERMS = Terms(max_jobs=2, max_ranks=3)

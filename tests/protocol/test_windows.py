@@ -11,7 +11,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Stripes
 from omnireduce.protocol.reduction import FORMATS, Budget, Reduction
-from omnireduce.wire import read_header, seal
+from omnireduce.wire.blocks import read_header, seal
 
 BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()
 

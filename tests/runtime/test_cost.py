@@ -31,7 +31,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import StreamLink
-from omnireduce.wire import capacity
+from omnireduce.wire.blocks import capacity
 
 SLOTS, SLOT_BYTES, BLOCK = 3, 1 << 19, 256
 RANK_CALLS, SHARD_CALLS = 201, 289  # of an exchange of one message per rank and one result

@@ -19,17 +19,16 @@ from omnireduce.runtime.shard.connections import LINGER_S
 from omnireduce.runtime.shard.listening import Door
 from omnireduce.runtime.shard.questions import STATUSES
 from omnireduce.runtime.shard.server import ShardServer
+from omnireduce.status import Status, StatusRequest
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.transport.tcp import listen_tcp
-from omnireduce.wire import (
+from omnireduce.wire.control import (
     PROTOCOL_VERSION,
     ControlMessage,
     Hello,
     Pending,
     Refused,
-    Status,
-    StatusRequest,
     decode_control,
     encode_control,
 )
@@ -141,7 +140,7 @@ def test_who_asks_waits_for_the_answer(crowd: Crowd, second: ControlMessage) -> 
 def test_who_does_not_read_answers_gets_no_more_of_them(crowd: Crowd) -> None:
     peer, most = crowd.connect(), 1 << 14
     for _ in range(most):
-        if crowd.server._leavers:
+        if crowd.server._connections.leavers:
             break
         say(peer, REQUEST)
         crowd.turn()

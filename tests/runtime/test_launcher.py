@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from local_cluster import MPIRUN
 
 from omnireduce.config import Cluster, Config, Security
-from omnireduce.config_keys import KEYS
+from omnireduce.config.keys import KEYS
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.launcher import Launch, detect_launch, job_name, launch_id
 from omnireduce.teams import Team

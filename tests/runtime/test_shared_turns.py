@@ -19,7 +19,8 @@ from omnireduce.runtime.shard.turns import LATELY_S, Share, share
 from omnireduce.transport.base import EVERYTHING
 from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
-from omnireduce.wire import Hello, Welcome, decode_control, seal
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import Hello, Welcome, decode_control
 
 
 class TcpRank:

@@ -12,7 +12,7 @@ from raw_peer import framed
 
 from omnireduce import CollectiveTimeoutError, Communicator
 from omnireduce.transport.stream import DATA, FRAME
-from omnireduce.wire import Welcome
+from omnireduce.wire.control import Welcome
 
 TIMEOUT_S = 1.0
 

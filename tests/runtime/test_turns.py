@@ -21,11 +21,13 @@ from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door
 from omnireduce.runtime.shard.questions import MOST, SHARE
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.turns import LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK
+from omnireduce.status import Status
 from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
-from omnireduce.wire import Hello, Refused, Status, Welcome, decode_control, seal
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import Hello, Refused, Welcome, decode_control
 
 BLOCK = 8  # float32 elements
 PAGE_S = 2**-5  # that one answer takes

@@ -29,16 +29,16 @@ BUGS = {
         ),
         Mutation(
             "messages are kept",
-            "omnireduce.wire",
+            "omnireduce.wire.control",
             "a stranger fills the memory",
             _DECODE,
             _DECODE
             + '        kept = decode_control.__dict__.setdefault("kept", [])\n'
-            + "        if len(kept) < 8:\n            kept.append(np.ones(1 << 25, np.uint8))\n",
+            + "        if len(kept) < 8:\n            kept.append(bytearray(range(256)) * (1 << 17))\n",
         ),
         Mutation(
             "a turn stalls",
-            "omnireduce.wire",
+            "omnireduce.wire.control",
             "a stranger stops the jobs of all others",
             _DECODE,
             _DECODE + '        __import__("select").select([], [], [], 0.2)\n',

@@ -18,7 +18,7 @@ from raw_peer import CONTROL, CREDIT, DATA, RawPeer
 from omnireduce.config import parse_address
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire import ControlMessage, Refused, Welcome, decode_control
+from omnireduce.wire.control import ControlMessage, Refused, Welcome, decode_control
 
 PATIENCE_S = 2.0  # how long an attacker waits for an answer
 LONG_PATIENCE_S = 20.0  # for the results of large collectives

@@ -57,7 +57,8 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
     if (hello is not None and not connection.leaving and job is None) != awaited:
         yield f"{peer} waits for a job that does not wait for it, or the other way round"
     stranger = hello is None and not connection.leaving
-    if (stranger, connection.leaving) != (connection in server._strangers, connection in server._leavers):
+    strangers, leavers = server._connections.strangers, server._connections.leavers
+    if (stranger, connection.leaving) != (connection in strangers, connection in leavers):
         yield f"the time limit of {peer}"
     if job is not None and hello is not None and not hello.smallest and hello.world_size != len(job.links):
         yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omnireduce.secret import Secret
 from omnireduce.transport.base import Received
-from omnireduce.wire import PROTOCOL_VERSION
+from omnireduce.wire.control import PROTOCOL_VERSION
 
 from .plan import Fault
 from .stranger import FOREIGN, ForeignSurvivor, Stranger

@@ -193,11 +193,11 @@ class Shard(Process):
         membership = server._membership
         kept = {
             "connections": server._connections,
-            "strangers": server._strangers,
-            "leavers": server._leavers,
+            "strangers": server._connections.strangers,
+            "leavers": server._connections.leavers,
             "questions": server._questions,
             "jobs": server._jobs,
-            "links of jobs": server._of_job,
+            "links of jobs": server._departures._members,
             "gathering": membership._gathering,
             "running": membership._running,
             "names": membership._of_name,

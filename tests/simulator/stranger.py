@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from omnireduce.config import Aggregator
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire import PROTOCOL_VERSION, Goodbye, Hello, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, Goodbye, Hello, encode_control
 
 from .world import Process
 

@@ -15,7 +15,8 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Credited, Event, Received
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire import HEADER_BYTES, MAX_BLOCKS, Header, Refused, encode_control, message_indices, read_header
+from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, message_indices, read_header
+from omnireduce.wire.control import Refused, encode_control
 
 _HEADER = struct.Struct("<QqIIII")
 FAR = 1 << 40  # a block number that no tensor here has

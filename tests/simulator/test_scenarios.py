@@ -10,7 +10,7 @@ import pytest
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError
 from omnireduce.transport.base import Control
-from omnireduce.wire import ControlMessage, Refused, decode_control
+from omnireduce.wire.control import ControlMessage, Refused, decode_control
 
 from .cluster import Cluster
 from .faults import strike

@@ -23,7 +23,7 @@ from omnireduce.runtime.member.rendezvous import feed
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire import PROTOCOL_VERSION, Hello, Seat, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Seat, encode_control
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan

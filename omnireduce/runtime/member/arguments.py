@@ -13,7 +13,7 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.runtime.member.launcher import whole
-from omnireduce.wire import MAX_BLOCKS, MAX_ELEMENTS
+from omnireduce.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
 
 
 def check_array(x: Array, what: str) -> Array:

@@ -20,7 +20,7 @@ from omnireduce.runtime.member.rendezvous import Arrival
 from omnireduce.runtime.member.traced import trace_worker
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.base import NO_SLOTS, Link
-from omnireduce.wire import Cause, Leave, encode_control
+from omnireduce.wire.control import Cause, Leave, encode_control
 
 
 class Assembled(NamedTuple):

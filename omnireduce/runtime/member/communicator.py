@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
-from omnireduce.config_schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
@@ -30,7 +30,7 @@ from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.launcher import job_name, launch_id, whole
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
-from omnireduce.wire import Hello
+from omnireduce.wire.control import Hello
 
 MOST_RANKS = (1 << 31) - 1
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.transport.base import Link
-from omnireduce.wire import Cause
+from omnireduce.wire.control import Cause
 
 T = TypeVar("T")
 UNKNOWN = -1  # for what a link is watched, while that changes

@@ -21,7 +21,7 @@ from omnireduce.status import FIRST_KEY, JobStatus, Status, StatusRequest
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tls import worker_context
-from omnireduce.wire import PROTOCOL_VERSION, ControlMessage, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, encode_control
 
 log = logging.getLogger("omnireduce")
 AT_ONCE = 64  # aggregators that are asked at the same time

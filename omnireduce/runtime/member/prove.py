@@ -13,7 +13,8 @@ from omnireduce.runtime.member.connecting import why_lost
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.stream import StreamLink
-from omnireduce.wire import ControlMessage, Refused, decode_control, encode_control, shown
+from omnireduce.wire.control import ControlMessage, Refused, decode_control, encode_control
+from omnireduce.wire.words import shown
 
 
 def prove(link: StreamLink, secret: Secret, deadline: float) -> None:

@@ -28,7 +28,8 @@ from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.tls import worker_context
 from omnireduce.transport.verbs import import_rdma
-from omnireduce.wire import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control, shown
+from omnireduce.wire.control import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control
+from omnireduce.wire.words import shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer

@@ -9,7 +9,8 @@ from omnireduce.logs import tagged
 from omnireduce.protocol.handshake import Gate
 from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import Link
-from omnireduce.wire import SHOWN, Hello
+from omnireduce.wire.control import Hello
+from omnireduce.wire.words import SHOWN
 
 
 @dataclass(slots=True, eq=False)

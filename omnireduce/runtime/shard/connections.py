@@ -10,7 +10,7 @@ from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.time_limit import TimeLimit
 from omnireduce.transport.base import Link
-from omnireduce.wire import ControlMessage, encode_control
+from omnireduce.wire.control import ControlMessage, encode_control
 
 HELLO_LIMIT = 4096  # bytes of a message of who is in no job yet; an honest one has a tenth of that
 LINGER_S = 1.0  # how long a leaver's last output may take

@@ -27,7 +27,8 @@ from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control, shown
+from omnireduce.wire.control import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control
+from omnireduce.wire.words import shown
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.link import VerbsLink

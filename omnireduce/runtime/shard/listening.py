@@ -12,7 +12,7 @@ from omnireduce.logs import tagged
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, Reserve
 from omnireduce.transport.base import Link
-from omnireduce.wire import Refused, encode_control
+from omnireduce.wire.control import Refused, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
 

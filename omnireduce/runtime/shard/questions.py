@@ -9,7 +9,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.status import StatusRequest
-from omnireduce.wire import ControlMessage, other_version
+from omnireduce.wire.control import ControlMessage, other_version
 
 STATUSES = 4  # that are answered in one turn: the jobs come first
 SHARE = 10  # answers take one part in so many of the time

@@ -7,39 +7,34 @@ output is still being written.
 
 from __future__ import annotations
 
-import logging
-import resource
 import secrets
 import selectors
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from omnireduce.config import Verbs
-from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
 from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Admit, Announce, Membership, MembershipEffect, Replace
+from omnireduce.protocol.membership import Admit, Announce, Membership, Replace
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
 from omnireduce.runtime.shard.aside import Aside
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.departures import Departures
 from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, why_broken_off, why_not_started
-from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door, Listening
+from omnireduce.runtime.shard.listening import Door, Listening
 from omnireduce.runtime.shard.questions import Questions
+from omnireduce.runtime.shard.reception import Reception
 from omnireduce.runtime.shard.report import Report
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.shard.turns import POLL_WORK, Share, Turns
-from omnireduce.status import StatusRequest
-from omnireduce.transport.base import EVERYTHING, Control, Event, Link, Lost
-from omnireduce.wire import Aborted, Cause, Hello, Leave, Newcomers, Refused, decode_control, shown
-
-log = logging.getLogger("omnireduce.aggregator")
-MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
+from omnireduce.transport.base import EVERYTHING, Event, Link
+from omnireduce.wire.control import Aborted, Cause, Newcomers
 
 
 class ShardServer:
@@ -67,7 +62,7 @@ class ShardServer:
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self.access, self._wake_at = clock, drain_s, access, clock()
+        self._clock, self._drain_s, self._wake_at = clock, drain_s, clock()
         self._make_job = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces, budget=budget
         )
@@ -75,12 +70,29 @@ class ShardServer:
         self._report = Report(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections = Connections(self._selector, clock, hello_timeout_s)
-        self._strangers, self._leavers = self._connections.strangers, self._connections.leavers
         self._questions, self._turns = Questions(clock), Turns(clock, budget)
         self._aside = Aside(self._selector, self._connections, self._turns)
-        self._jobs, self._of_job = dict[int, Job](), dict[int, list[Connection]]()
+        self._departures = Departures(self._connections, self._questions, self._membership, clock)
+        self._reception = Reception(
+            access=access, membership=self._membership, connections=self._connections, departures=self._departures,
+            questions=self._questions, report=self._report, clock=clock, change=self._change,
+        )  # fmt: skip
+        self._jobs: dict[int, Job] = {}
         self._drain_deadline: float | None = None
         self._listening = Listening(doors, self._selector, clock, lambda: len(self._connections))
+
+    @property
+    def access(self) -> Access:
+        """Who may join."""
+        return self._reception.access
+
+    @access.setter
+    def access(self, access: Access) -> None:
+        self._reception.access = access
+
+    def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
+        """Serve a worker that has just connected, or the daemon's monitor."""
+        self._reception.adopt(link, of_monitor=of_monitor)
 
     def serve(self, turned: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
         """Run until `stop` was called and all jobs are over or out of time. After each turn call `turned`, and after
@@ -89,7 +101,7 @@ class ShardServer:
             self.turn(longest_s)
             turned()
         for connection in self._connections:
-            self._drop(connection)
+            self._departures.drop(connection)
         self._aside.close()
         self._selector.close()
         self._listening.close()
@@ -98,7 +110,7 @@ class ShardServer:
         """Admit nobody any more, let running collectives finish for `drain_s`, then end."""
         if self._drain_deadline is None:
             self._drain_deadline = self._clock() + self._drain_s
-            self._answer(self._membership.drain())
+            self._reception.answer(self._membership.drain())
 
     @property
     def stopped(self) -> bool:
@@ -116,8 +128,10 @@ class ShardServer:
     def turn(self, longest_s: float) -> None:
         """Wait for events, at most `longest_s`, and deal with them, as far as the budget of one turn goes."""
         for key, mask in self._selector.select(self._patience(longest_s)):
-            if not isinstance(key.data, Connection):
-                self._open(key.data)
+            if isinstance(key.data, Door):
+                self._reception.open(key.data, self._listening, busy=bool(self._jobs))
+            elif not isinstance(key.data, Connection):
+                key.data()
             elif key.data.of_monitor:
                 self._serve(key.data, mask)
             else:
@@ -178,10 +192,10 @@ class ShardServer:
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:
             self._aside.do(connection)
-            events = self._newcomer(connection, events)
+            events = self._reception.hear(connection, events)
             self._connections.update_interest(connection)
         if connection.leaving and connection.link.over:
-            self._drop(connection)
+            self._departures.drop(connection)
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
 
@@ -192,74 +206,10 @@ class ShardServer:
             return 0.0
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
-        deadlines += [each.deadline for each in (self._strangers, self._leavers, self._questions, self._listening)]
+        limits = self._connections.strangers, self._connections.leavers, self._questions, self._listening
+        deadlines += [each.deadline for each in limits]
         self._wake_at = min([now + longest_s, *(at for at in deadlines if at is not None)])
         return max(0.0, self._wake_at - now)
-
-    # newcomers
-
-    def _open(self, data: Door | Callable[[], None]) -> None:
-        """Something else than a connection is readable."""
-        if not isinstance(data, Door):
-            data()
-            return
-        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        strangers = min(MAX_STRANGERS, descriptors // 2)
-        most = BESIDE_JOBS if self._jobs else strangers
-        for link in self._listening.accept(data, most=max(1, min(most, strangers // 4))):
-            try:
-                if len(self._strangers) + len(self._leavers) >= strangers:
-                    self._forget(max(self._strangers, self._leavers, key=len).oldest)
-                if len(self._connections) < descriptors * 3 // 4:
-                    self.adopt(link, of_monitor=data.of_monitor)
-                else:
-                    self._listening.turn_away(link)
-            except Exception as error:  # as in `_serve`
-                self._contain(error, None)
-
-    def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
-        """Serve a worker that has just connected, or the daemon's monitor."""
-        connection = Connection(link, self.access.gate(link), of_monitor)
-        self._connections.add(connection)
-
-    def _newcomer(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
-        """Deal with a newcomer's events; return those that came after its admission to a job."""
-        for number, event in enumerate(events):
-            if isinstance(event, Lost):
-                if event.violation:
-                    log.warning("dropped %s: %s", connection.link.peer, event.reason, extra=connection.about("dropped"))
-                    self._connections.say(connection, Refused(event.reason))
-                self._forget(connection)
-            elif not isinstance(event, Control) or not self._read_hello(connection, event.body):
-                return events[number + 1 :]
-        return ()
-
-    def _read_hello(self, connection: Connection, body: bytes) -> bool:
-        """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
-        try:
-            message = decode_control(body)
-            self._questions.check(connection, message)
-            answer = connection.gate.told(message)
-            if answer is not None:
-                self._connections.say(connection, answer)
-                return True
-            if connection.hello is not None and isinstance(message, Leave):
-                self._forget(connection)
-                return False
-            if connection.hello is None and isinstance(message, StatusRequest):
-                self._questions.ask(connection, message)
-                return True
-            if connection.hello is not None or not isinstance(message, Hello):
-                raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
-        except ProtocolError as error:
-            self._refuse(connection, str(error))
-            self._membership.gone(connection, self._clock())
-            return False
-        connection.hello = hello = connection.gate.signed(message)
-        log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
-        self._strangers.discard(connection)
-        self._answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
-        return connection.job is None and not connection.leaving
 
     def _tell_status(self) -> None:
         for connection, request in self._questions.take():
@@ -270,36 +220,16 @@ class ShardServer:
             except Exception as error:  # a bug of ours
                 self._contain(error, None, connection)
 
-    def _answer(self, effects: Iterable[MembershipEffect]) -> None:
-        for effect in list(effects):
-            if isinstance(effect, Admit):
-                self._start(effect)
-                continue
-            if isinstance(effect, Replace):
-                self._jobs[effect.generation].abort(effect.cause, "left")
-                continue
-            if isinstance(effect, Announce):
-                self._jobs[effect.generation].tell(Newcomers(effect.workers))
-                self._update_interests(effect.generation)
-                continue
-            connection = effect.key
-            assert isinstance(connection, Connection)
-            if isinstance(effect.message, Refused):
-                self._refuse(connection, effect.message.reason, temporary=effect.message.temporary)
-            elif not connection.link.wants_write:  # news are for those who read them
-                self._connections.say(connection, effect.message)
-
-    def _refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
-        self._report.refused += 1
-        log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
-        self._connections.say(connection, Refused(reason, temporary))
-        self._leave(connection)
-
-    def _forget(self, connection: Connection) -> None:
-        self._drop(connection)
-        self._membership.gone(connection, self._clock())
-
     # jobs
+
+    def _change(self, effect: Admit | Replace | Announce) -> None:
+        if isinstance(effect, Admit):
+            self._start(effect)
+        elif isinstance(effect, Replace):
+            self._jobs[effect.generation].abort(effect.cause, "left")
+        else:
+            self._jobs[effect.generation].tell(Newcomers(effect.workers))
+            self._update_interests(effect.generation)
 
     def _start(self, admit: Admit) -> None:
         connections = [key for key in admit.keys if isinstance(key, Connection)]
@@ -311,11 +241,11 @@ class ShardServer:
             self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)
             for connection in connections:
-                self._refuse(connection, reason, temporary=temporary)
+                self._reception.refuse(connection, reason, temporary=temporary)
             return
         self._report.jobs_started += 1
         self._jobs[job.generation] = job
-        self._of_job[job.generation] = connections
+        self._departures.expect(job.generation, connections)
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
             if job.links[rank] is not connection.link:  # it goes on over RDMA, or is traced
@@ -328,60 +258,35 @@ class ShardServer:
         if machine.has_left(connection.rank):
             job.log.debug("%s: rank %d left", job, connection.rank, extra=tagged("rank_left", rank=connection.rank))
             self._membership.departed(job.generation, connection.rank)
-            self._leave(connection)
+            self._departures.leave(connection)
 
     def _job_ended(self, job: Job, end: End) -> None:
         job.log_end(end)
         self._membership.finished(job.generation, self._clock())
         if self._jobs.pop(job.generation, None) is not None:
             self._report.job_ended(job, end)
-        for connection in list(self._of_job.get(job.generation, ())):
-            self._leave(connection)
+        for connection in self._departures.members(job.generation):
+            self._departures.leave(connection)
 
     def _contain(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
         reason = why_broken_off(error, job)
         if connection is not None and job is None:
-            self._forget(connection)
+            self._departures.forget(connection)
         elif job is not None and job.generation in self._jobs:
             cause = Cause(f"aggregator {self.name}", reason)
             job.tell(Aborted(cause))
             self._job_ended(job, End(cause, "internal"))
 
-    # departures
-
-    def _leave(self, connection: Connection) -> None:
-        """Give the connection a moment to read our last words, then drop it."""
-        if connection.link.over:
-            self._drop(connection)
-        elif connection in self._connections and not connection.leaving:
-            self._questions.withdraw(connection)
-            self._connections.let_leave(connection)
-
-    def _drop(self, connection: Connection) -> None:
-        if connection not in self._connections:
-            return
-        self._questions.withdraw(connection)
-        self._connections.drop(connection)
-        if connection.job is not None:
-            members = self._of_job[connection.job.generation]
-            members.remove(connection)
-            if not members:
-                connection.job.close()
-                self._membership.released(connection.job.generation)
-                del self._of_job[connection.job.generation]
-
     def _update_interests(self, generation: int) -> None:
-        for connection in self._of_job.get(generation, ()):
+        for connection in self._departures.members(generation):
             self._connections.update_interest(connection)
 
     def _housekeeping(self, now: float) -> None:
-        self._answer(self._membership.expire(now))
+        self._reception.expire(now)
         self._tell_status()
-        for connection in self._strangers.over(now):
-            self._refuse(connection, f"no Hello within {self._strangers.limit_s:g} s", temporary=True)
-        for connection in self._leavers.over(now):
-            self._drop(connection)
+        for connection in self._connections.leavers.over(now):
+            self._departures.drop(connection)
         self._listening.resume(now)
         if self._drain_deadline is not None:
             self._drain(now >= self._drain_deadline)
@@ -397,4 +302,4 @@ class ShardServer:
                 job.abort(cause, "shutdown")
         for connection in self._connections:
             if connection.job is None and not connection.leaving:
-                self._forget(connection)
+                self._departures.forget(connection)

@@ -12,7 +12,7 @@ from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
-from omnireduce.wire import Hello
+from omnireduce.wire.control import Hello
 
 
 class TracedReduction(Reduction):

@@ -16,7 +16,7 @@ from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import VerbsLink
 from omnireduce.transport.verbs.queue import Queue
-from omnireduce.wire import Endpoint
+from omnireduce.wire.control import Endpoint
 
 
 class Offer:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omnireduce.config import Verbs
 from omnireduce.errors import TransportError
-from omnireduce.wire import Mtu
+from omnireduce.wire.control import Mtu
 
 try:
     import pyverbs.enums as enums

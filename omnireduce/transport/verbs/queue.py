@@ -31,7 +31,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.transport.verbs.devices import MTU_BYTES, STATES, Choice, opening
 from omnireduce.transport.verbs.link import Failure, Write
-from omnireduce.wire import Endpoint
+from omnireduce.wire.control import Endpoint
 
 MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
 MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready

@@ -14,7 +14,8 @@ from raw_peer import CONTROL, NOISE, RawPeer
 from omnireduce.descriptor import Descriptor
 from omnireduce.status import StatusRequest
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire import PROTOCOL_VERSION, seal
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import PROTOCOL_VERSION
 
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target
 

@@ -11,7 +11,8 @@ from raw_peer import CONTROL, CREDIT, DATA, NOISE
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire import Goodbye, seal
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import Goodbye
 
 from ..target import SMALL, Crowd, Peer, Target
 from .hellos import LONG_HOST, LONG_NAME

@@ -11,7 +11,7 @@ import msgspec
 from raw_peer import DATA
 
 from omnireduce.status import Status, StatusRequest
-from omnireduce.wire import PROTOCOL_VERSION, Hello
+from omnireduce.wire.control import PROTOCOL_VERSION, Hello
 
 from ..target import SMALL, Crowd, Peer, Target
 

@@ -12,7 +12,7 @@ import numpy as np
 from raw_peer import CONTROL, CREDIT, DATA
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.wire import seal
+from omnireduce.wire.blocks import seal
 
 from ..target import Peer, Target, with_input
 

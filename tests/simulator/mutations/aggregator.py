@@ -6,7 +6,7 @@ from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.aggregator"
 _REDUCTION = "omnireduce.protocol.reduction"
-_WIRE = "omnireduce.wire"
+_WIRE = "omnireduce.wire.blocks"
 _DESCRIPTOR = "omnireduce.descriptor"
 
 MUTATIONS = (

@@ -101,10 +101,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a shard that stood still is not waited for",
-        "omnireduce.runtime.shard.server",
+        "omnireduce.runtime.shard.reception",
         "a survivor gives up because an aggregator stood still, though it has time left",
-        'no Hello within {self._strangers.limit_s:g} s", temporary=True)',
-        'no Hello within {self._strangers.limit_s:g} s")',
+        'no Hello within {strangers.limit_s:g} s", temporary=True)',
+        'no Hello within {strangers.limit_s:g} s")',
         test="tests/simulator/test_scenarios.py::test_who_says_no_hello_in_time_may_come_again",
     ),
 )

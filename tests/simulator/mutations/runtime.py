@@ -7,6 +7,8 @@ from .base import Mutation
 _LINK = "omnireduce.transport.base"
 _DRIVER = "omnireduce.runtime.driver"
 _SERVER = "omnireduce.runtime.shard.server"
+_RECEPTION = "omnireduce.runtime.shard.reception"
+_DEPARTURES = "omnireduce.runtime.shard.departures"
 _JOB = "omnireduce.runtime.shard.job"
 
 MUTATIONS = (
@@ -61,29 +63,29 @@ MUTATIONS = (
     ),
     Mutation(
         "strangers may stay",
-        _SERVER,
+        _RECEPTION,
         "who says nothing keeps a connection",
-        "        for connection in self._strangers.over(now):\n",
-        "        for connection in self._strangers.over(now - 1e9):\n",
+        "        for connection in strangers.over(now):\n",
+        "        for connection in strangers.over(now - 1e9):\n",
     ),
     Mutation(
         "leavers may stay",
         _SERVER,
         "who does not hang up keeps a connection",
-        "        for connection in self._leavers.over(now):\n",
-        "        for connection in self._leavers.over(now - 1e9):\n",
+        "        for connection in self._connections.leavers.over(now):\n",
+        "        for connection in self._connections.leavers.over(now - 1e9):\n",
     ),
     Mutation(
         "no moment for last words",
-        _SERVER,
+        _DEPARTURES,
         "a slow reader does not learn why its job ended",
         "            self._connections.let_leave(connection)\n",
-        "            self._drop(connection)\n",
+        "            self.drop(connection)\n",
         within=4000,
     ),
     Mutation(
         "the memory of a job is kept",
-        _SERVER,
+        _DEPARTURES,
         "slots stay mapped after the last rank went",
         "                connection.job.close()\n",
         "                connection.job.generation += 0\n",
@@ -112,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what comes with the hello is lost",
-        _SERVER,
+        _RECEPTION,
         "a rank that dies at once is waited for",
         "                return events[number + 1 :]\n",
         "                return ()\n",
@@ -120,10 +122,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a newcomer that goes is kept",
-        _SERVER,
+        _DEPARTURES,
         "a job begins with a rank that is gone",
-        "        self._drop(connection)\n        self._membership.gone(connection, self._clock())\n",
-        "        self._drop(connection)\n",
+        "        self.drop(connection)\n        self._membership.gone(connection, self._clock())\n",
+        "        self.drop(connection)\n",
     ),
     Mutation(
         "a departed rank is unknown to the books",

@@ -1,6 +1,6 @@
 """The schema of the configuration: one frozen struct per section of the TOML file.
 
-The annotations are the single source of truth: `omnireduce.config_keys` reads ranges, meanings and units from
+The annotations are the single source of truth: `omnireduce.config.keys` reads ranges, meanings and units from
 them to check values and to word errors, `omnireduce.config.reference_toml` to write the reference file.
 Constructing a struct in Python does not check it; `omnireduce.config.check_config` does.
 """
@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from omnireduce.config_meta import ADDRESS_ALLOWED
-from omnireduce.config_meta import meta as _meta
-from omnireduce.config_security import Metrics, Security
+from omnireduce.config.meta import ADDRESS_ALLOWED
+from omnireduce.config.meta import meta as _meta
+from omnireduce.config.security import Metrics, Security
 
 Dtype = Literal[
     "float16", "bfloat16", "float32", "float64",

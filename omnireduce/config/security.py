@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from omnireduce.config_meta import ADDRESS_ALLOWED, FilePath, meta
+from omnireduce.config.meta import ADDRESS_ALLOWED, FilePath, meta
 
 Users = Literal["same", "any"]
 TEAM_CHARACTERS = 64

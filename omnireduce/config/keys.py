@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from omnireduce.config_schema import Config
+from omnireduce.config.schema import Config
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ConfigError
 

@@ -19,45 +19,12 @@ import msgspec
 import toml
 from msgspec.structs import asdict
 
-from omnireduce.config_keys import KEYS, SECTIONS, Key, conflicts, is_loopback, names_in, parse_address, show, unknown
-from omnireduce.config_schema import (
-    Aggregator,
-    Bench,
-    Cluster,
+from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, is_loopback, names_in, parse_address, show, unknown
+from omnireduce.config.schema import (
     Config,
-    Elastic,
-    Log,
-    Protocol,
-    Trace,
-    Train,
-    Transport,
-    Verbs,
 )
-from omnireduce.config_security import Metrics, Security
 from omnireduce.errors import ConfigError
 from omnireduce.secret import SECRET_KEY, SECRET_VARIABLE
-
-__all__ = [
-    "Aggregator",
-    "Bench",
-    "Cluster",
-    "Config",
-    "Elastic",
-    "Log",
-    "Metrics",
-    "Protocol",
-    "Security",
-    "Trace",
-    "Train",
-    "Transport",
-    "Verbs",
-    "check_config",
-    "dump_config",
-    "load_config",
-    "override_config",
-    "parse_address",
-    "reference_toml",
-]
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"

@@ -1,0 +1,34 @@
+"""The configuration: `schema` and `security` say what there is, `keys` what each key allows, `loading` reads it."""
+
+from __future__ import annotations
+
+from omnireduce.config.keys import parse_address
+from omnireduce.config.loading import (
+    check_config,
+    dump_config,
+    load_config,
+    override_config,
+    reference_toml,
+    split_list,
+    whole_bytes,
+)
+from omnireduce.config.schema import (
+    Aggregator,
+    Bench,
+    Cluster,
+    Config,
+    Elastic,
+    Log,
+    Protocol,
+    Trace,
+    Train,
+    Transport,
+    Verbs,
+)
+from omnireduce.config.security import Metrics, Security
+
+__all__ = [
+    "Aggregator", "Bench", "Cluster", "Config", "Elastic", "Log", "Metrics", "Protocol", "Security", "Trace", "Train",
+    "Transport", "Verbs", "check_config", "dump_config", "load_config", "override_config", "parse_address",
+    "reference_toml", "split_list", "whole_bytes",
+]  # fmt: skip

@@ -1,0 +1,55 @@
+"""How the connections of a shard end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnireduce.protocol.membership import Membership
+from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.questions import Questions
+
+
+class Departures:
+    """Lets connections go: with a moment to read our last words, or at once. With the last one of a job goes the job's
+    memory."""
+
+    def __init__(self, connections: Connections, questions: Questions, membership: Membership, clock: Clock) -> None:
+        self._connections, self._questions, self._membership, self._clock = connections, questions, membership, clock
+        self._members: dict[int, list[Connection]] = {}  # by generation, of jobs whose memory is still there
+
+    def expect(self, generation: int, members: list[Connection]) -> None:
+        """These are in a job, which must be closed when all have gone."""
+        self._members[generation] = members
+
+    def members(self, generation: int) -> Sequence[Connection]:
+        """Those of a job that have not gone yet."""
+        return tuple(self._members.get(generation, ()))
+
+    def leave(self, connection: Connection) -> None:
+        """Give the connection a moment to read our last words, then drop it."""
+        if connection.link.over:
+            self.drop(connection)
+        elif connection in self._connections and not connection.leaving:
+            self._questions.withdraw(connection)
+            self._connections.let_leave(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """Drop a connection that may wait for its job to begin."""
+        self.drop(connection)
+        self._membership.gone(connection, self._clock())
+
+    def drop(self, connection: Connection) -> None:
+        """Close the connection."""
+        if connection not in self._connections:
+            return
+        self._questions.withdraw(connection)
+        self._connections.drop(connection)
+        if connection.job is not None:
+            members = self._members[connection.job.generation]
+            members.remove(connection)
+            if not members:
+                connection.job.close()
+                self._membership.released(connection.job.generation)
+                del self._members[connection.job.generation]

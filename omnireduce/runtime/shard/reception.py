@@ -1,0 +1,133 @@
+"""Connections of a shard until they are in a job: who they are, what they may ask, what they are told."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Callable, Iterable, Sequence
+
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.membership import Admit, Announce, Membership, MembershipEffect, Replace
+from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.departures import Departures
+from omnireduce.runtime.shard.job import why_broken_off
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door, Listening
+from omnireduce.runtime.shard.questions import Questions
+from omnireduce.runtime.shard.report import Report
+from omnireduce.status import StatusRequest
+from omnireduce.transport.base import Control, Event, Link, Lost
+from omnireduce.wire.control import Hello, Leave, Refused, decode_control
+from omnireduce.wire.words import shown
+
+log = logging.getLogger("omnireduce.aggregator")
+MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
+
+
+class Reception:
+    """Lets newcomers in. `access` says who may join, and may be replaced; `change` is told what becomes of jobs."""
+
+    def __init__(
+        self,
+        *,
+        access: Access,
+        membership: Membership,
+        connections: Connections,
+        departures: Departures,
+        questions: Questions,
+        report: Report,
+        clock: Clock,
+        change: Callable[[Admit | Replace | Announce], None],
+    ) -> None:
+        self.access = access
+        self._membership, self._connections, self._departures = membership, connections, departures
+        self._questions, self._report, self._clock, self._change = questions, report, clock, change
+
+    def open(self, door: Door, listening: Listening, *, busy: bool) -> None:
+        """Let in some of those who wait at a door, fewer when jobs are `busy`."""
+        strangers, leavers = self._connections.strangers, self._connections.leavers
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        room = min(MAX_STRANGERS, descriptors // 2)
+        most = BESIDE_JOBS if busy else room
+        for link in listening.accept(door, most=max(1, min(most, room // 4))):
+            try:
+                if len(strangers) + len(leavers) >= room:
+                    self._departures.forget(max(strangers, leavers, key=len).oldest)
+                if len(self._connections) < descriptors * 3 // 4:
+                    self.adopt(link, of_monitor=door.of_monitor)
+                else:
+                    listening.turn_away(link)
+            except Exception as error:  # no memory, or a bug: it may cost this client its connection
+                why_broken_off(error, None)
+
+    def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
+        """Serve a worker that has just connected, or the daemon's monitor."""
+        self._connections.add(Connection(link, self.access.gate(link), of_monitor))
+
+    def hear(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
+        """Deal with a newcomer's events; return those that came after its admission to a job."""
+        for number, event in enumerate(events):
+            if isinstance(event, Lost):
+                if event.violation:
+                    log.warning("dropped %s: %s", connection.link.peer, event.reason, extra=connection.about("dropped"))
+                    self._connections.say(connection, Refused(event.reason))
+                self._departures.forget(connection)
+            elif not isinstance(event, Control) or not self._read(connection, event.body):
+                return events[number + 1 :]
+        return ()
+
+    def _read(self, connection: Connection, body: bytes) -> bool:
+        """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
+        try:
+            message = decode_control(body)
+            self._questions.check(connection, message)
+            answer = connection.gate.told(message)
+            if answer is not None:
+                self._connections.say(connection, answer)
+                return True
+            if connection.hello is not None and isinstance(message, Leave):
+                self._departures.forget(connection)
+                return False
+            if connection.hello is None and isinstance(message, StatusRequest):
+                self._questions.ask(connection, message)
+                return True
+            if connection.hello is not None or not isinstance(message, Hello):
+                raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
+        except ProtocolError as error:
+            self.refuse(connection, str(error))
+            self._membership.gone(connection, self._clock())
+            return False
+        connection.hello = hello = connection.gate.signed(message)
+        log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
+        self._connections.strangers.discard(connection)
+        self.answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
+        return connection.job is None and not connection.leaving
+
+    def answer(self, effects: Iterable[MembershipEffect]) -> None:
+        """Tell newcomers, and jobs, what the membership has decided."""
+        for effect in list(effects):
+            if isinstance(effect, Admit | Replace | Announce):
+                self._change(effect)
+                continue
+            connection = effect.key
+            assert isinstance(connection, Connection)
+            if isinstance(effect.message, Refused):
+                self.refuse(connection, effect.message.reason, temporary=effect.message.temporary)
+            elif not connection.link.wants_write:  # news are for those who read them
+                self._connections.say(connection, effect.message)
+
+    def refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
+        """Say why it cannot join, and let it go."""
+        self._report.refused += 1
+        log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
+        self._connections.say(connection, Refused(reason, temporary))
+        self._departures.leave(connection)
+
+    def expire(self, now: float) -> None:
+        """Refuse those who have had the time to say who they are, or whose job has waited for too long."""
+        self.answer(self._membership.expire(now))
+        strangers = self._connections.strangers
+        for connection in strangers.over(now):
+            self.refuse(connection, f"no Hello within {strangers.limit_s:g} s", temporary=True)

@@ -1,0 +1,1 @@
+"""What travels between workers and aggregators: block messages and control messages."""

@@ -1,0 +1,116 @@
+"""Block messages, and the checks on decoding them.
+
+A block message fills the start of a slot, so that every transport moves one contiguous run of bytes:
+
+    header (64 bytes) | blocks (count × block bytes) | padding to 8 | indices (count × int64) | extra
+
+In a result the bits of an index above MAX_BLOCKS may say that one rank alone contributed (1 + its number): that rank
+has the block already, and the result that it is sent may leave these blocks out, though not their indices.
+Everything little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the
+others. The end of a collective is a frontier equal to its number of blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+
+HEADER_BYTES = 64
+EXTRA_BYTES = 1024  # room kept in every slot for `extra`
+MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
+MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
+
+_HEADER = struct.Struct("<QqIIII32x")  # what is not used is 0
+
+
+class Header(NamedTuple):
+    """Head of a block message: which collective, how far it promises to have come, what it carries."""
+
+    collective: int
+    frontier: int
+    block_count: int
+    block_bytes: int
+    extra_bytes: int
+    left_out: int = 0  # of the blocks that `block_count` counts
+
+    @property
+    def indices_start(self) -> int:
+        """Where in the message its indices begin."""
+        return _indices_start(self.block_count - self.left_out, self.block_bytes)
+
+
+def _indices_start(count: int, block_bytes: int) -> int:
+    return (HEADER_BYTES + count * block_bytes + 7) // 8 * 8
+
+
+def capacity(slot_bytes: int, block_bytes: int) -> int:
+    """How many blocks of `block_bytes` fit in one slot."""
+    return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + 8))
+
+
+def room_for(message_bytes: int) -> int:
+    """The size of a slot for blocks of 8 bytes or more, each with its index, that take `message_bytes` in all."""
+    return (HEADER_BYTES + 2 * message_bytes + EXTRA_BYTES + 15) // 8 * 8
+
+
+def largest_block(slot_bytes: int) -> int:
+    """The size in bytes of the largest block that fits in one slot."""
+    return slot_bytes - HEADER_BYTES - EXTRA_BYTES - 16
+
+
+def block_rows(slot: Array, block_bytes: int, dtype: np.dtype[Any]) -> Array:
+    """The block area of `slot` (uint8, slot bytes) as (capacity, elements per block) of `dtype`."""
+    rows = capacity(slot.size, block_bytes)
+    return slot[HEADER_BYTES : HEADER_BYTES + rows * block_bytes].view(dtype).reshape(rows, -1)
+
+
+def seal(
+    slot: Array,
+    collective: int,
+    frontier: int,
+    indices: Array,
+    block_bytes: int,
+    extra: bytes = b"",
+    *,
+    left_out: int = 0,
+) -> int:
+    """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes."""
+    start = _indices_start(indices.size - left_out, block_bytes)
+    stop = start + indices.size * 8
+    slot[HEADER_BYTES + (indices.size - left_out) * block_bytes : start] = 0
+    _HEADER.pack_into(slot.data, 0, collective, frontier, indices.size, block_bytes, len(extra), left_out)
+    slot[start:stop].view(np.int64)[:] = indices
+    if extra:
+        slot[stop : stop + len(extra)] = np.frombuffer(extra, np.uint8)
+    return stop + len(extra)
+
+
+def read_header(slot: Array, nbytes: int) -> Header:
+    """Copy the header out of a received message and check it against the message's length. Raises ProtocolError."""
+    if nbytes < HEADER_BYTES or nbytes > slot.size:
+        raise ProtocolError(f"a block message of {nbytes} bytes; expected {HEADER_BYTES} to {slot.size}")
+    header = Header._make(_HEADER.unpack_from(slot.data))
+    if header.left_out > header.block_count:
+        raise ProtocolError(f"a block message that leaves out more than it has: {header}")
+    if header.extra_bytes > EXTRA_BYTES or header.block_count > capacity(slot.size, header.block_bytes):
+        raise ProtocolError(f"a block message that claims more than its slot holds: {header}")
+    expected = header.indices_start + header.block_count * 8 + header.extra_bytes
+    if nbytes != expected:
+        raise ProtocolError(f"a block message of {nbytes} bytes whose header means {expected}: {header}")
+    return header
+
+
+def message_indices(slot: Array, header: Header) -> Array:
+    """The message's indices, still in memory that the peer may be able to write."""
+    start = header.indices_start
+    return slot[start : start + header.block_count * 8].view(np.int64)
+
+
+def message_extra(slot: Array, header: Header) -> bytes:
+    start = header.indices_start + header.block_count * 8
+    return slot[start : start + header.extra_bytes].tobytes()
