@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check simulate fuzz mutations faults siege bench bench-quick rdma test-rdma clean
+.PHONY: help demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -29,6 +29,9 @@ lint: $(READY) ## ruff: lint and format
 types: $(READY) ## mypy --strict
 	@echo "checking types"
 	@$(BIN)/mypy
+
+site: $(READY) ## build the documents as a site in site/; a warning is an error
+	@$(BIN)/mkdocs build --strict --quiet
 
 check: lint types test ## lint, types and tests: what CI runs
 

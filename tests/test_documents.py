@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from functools import cache
 from itertools import dropwhile, pairwise
@@ -18,8 +21,11 @@ import pytest
 import yaml
 from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon
 
+import omnireduce
+from omnireduce import Communicator
 from omnireduce.config import load_config
 from omnireduce.kernels.warm import warm_up_worker
+from omnireduce.runtime.member.collectives import Collectives
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "sh", "toml", "yaml", "text"}
@@ -40,6 +46,36 @@ PROGRAMS = {
     "cat",
 }
 BIN = Path(sys.executable).parent
+
+
+@cache
+def site() -> Path:
+    """Where the site was built, without a warning."""
+    folder = Path(tempfile.mkdtemp(prefix="omnireduce-site-"))
+    atexit.register(shutil.rmtree, folder)
+    done = subprocess.run(
+        [BIN / "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_page_of_the_library_has_every_public_name() -> None:
+    names = set(re.findall(r'<h[34] id="omnireduce\.([\w.]+)"', (site() / "api.html").read_text()))
+    methods = {name for name in vars(Communicator) if not name.startswith("_")} | vars(Collectives).keys()
+    types = {"Op", "__version__"}
+    missing = [name for name in omnireduce.__all__ if name not in names | types and f"Communicator.{name}" not in names]
+    assert not missing, f"docs/api.md: {missing}"
+    assert {f"Communicator.{name}" for name in methods if not name.startswith("_")} <= names
+
+
+def test_the_site_fetches_nothing() -> None:
+    pages = list(site().glob("*.html"))
+    assert {"index.html", "configuration.html", "contributing.html", "changelog.html"} <= {page.name for page in pages}
+    for page in pages:
+        loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*", page.read_text())
+        assert not loaded, f"{page.name}: {loaded}"
 
 
 class Block(NamedTuple):
