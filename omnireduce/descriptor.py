@@ -195,9 +195,10 @@ def told_apart(one: Descriptor, other: Descriptor) -> tuple[str, str]:
     """Both in words; of two that look the same, with what they differ in."""
     if str(one) != str(other) or one == other:
         return str(one), str(other)
+    what, sizes = "block_size", (one.block_size, other.block_size)
     if one.packets != other.packets:
-        return f"{one}, protocol.max_part_bytes for {one.packets} packets", f"{other}, for {other.packets} packets"
-    return f"{one}, block_size {one.block_size}", f"{other}, block_size {other.block_size}"
+        what, sizes = "protocol.max_part_bytes in KiB, rounded up,", (one.packets, other.packets)
+    return f"{one}, {what} {sizes[0]}", f"{other}, {what} {sizes[1]}"
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:

@@ -19,9 +19,10 @@ from omnireduce.layout import Layout, Stripes
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.operands import DenseTensor, Operand
-from omnireduce.protocol.rows import Pool, RowSet
+from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
+from omnireduce.runtime.member.pool import Pool
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
 from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_indices, read_header
@@ -211,7 +212,7 @@ class InprocCluster:
 
     def rows(self, rank: int, numbers: Array, values: Array, n_rows: int) -> RowSet:
         length = values.shape[1]
-        operand = RowSet(numbers, values, self.layout(n_rows * length, length), Pool())
+        operand = RowSet(numbers, values, self.layout(n_rows * length, length), Pool().take)
         dtype = element_type(values.dtype).name
         self.submit(rank, describe("allreduce_rows", "", dtype, (n_rows, length)), operand)
         return operand

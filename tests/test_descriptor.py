@@ -88,7 +88,7 @@ def test_two_that_look_alike_are_told_apart() -> None:
     small, large = (
         Descriptor("allgather_object", "", "pickles", (), item_bytes=1, packets=packets) for packets in (2, 3)
     )
-    assert told_apart(small, large)[0] == "allgather_object of pickles, protocol.max_part_bytes for 2 packets"
+    assert told_apart(small, large)[0] == "allgather_object of pickles, protocol.max_part_bytes in KiB, rounded up, 2"
     shaped = Descriptor("allreduce", "w", "int8", (3, 3))
     assert told_apart(one, shaped) == (str(one), str(shaped))
 

@@ -32,13 +32,13 @@ class Account:
 
     def complete(self, descriptor: Descriptor, done: Reduction) -> None:
         """The last result has been sent."""
-        traffic = self.traffic
+        traffic, union = self.traffic, done.union
         traffic.collectives = min(traffic.collectives + 1, MOST)
         if descriptor.reduces:  # of the others, ranks send all or nothing by design
-            blocks = done.stripes.count(descriptor.layout.blocks)
+            blocks = union.shape.stripes.count(union.shape.blocks)
             traffic.blocks = min(traffic.blocks + blocks, MOST)
             traffic.rank_blocks = min(traffic.rank_blocks + blocks * len(self._late_s), MOST)
-            traffic.own_blocks = min(traffic.own_blocks + done.received_blocks, MOST)
+            traffic.own_blocks = min(traffic.own_blocks + union.received_blocks, MOST)
             traffic.union_blocks = min(traffic.union_blocks + done.sent_blocks, MOST)
 
     @property

@@ -218,12 +218,12 @@ class AggregatorMachine:
 
     def _take_messages(self, now: float) -> bool:
         """Open the next messages, and go on with long ones; return whether there were any. Raises _BrokenRuleError."""
-        moved, hungry = False, self._reduction.hungry
+        moved, union = False, self._reduction.union
         for rank, state in enumerate(self._ranks):
-            if (state.inbox and state.open_row < 0) or rank in hungry:
+            if (state.inbox and state.open_row < 0) or rank in union.hungry:
                 try:
-                    if rank in hungry:
-                        self.spent += self._reduction.feed(rank)
+                    if rank in union.hungry:
+                        self.spent += union.feed(rank)
                         moved = True
                     else:
                         moved |= self._open_next(rank, state, now)
@@ -241,14 +241,14 @@ class AggregatorMachine:
             self.account.begin(now)
         elif not state.joined:
             self._compare(rank, row, header)
-        elif self._current.ended(rank):
+        elif self._current.union.ended(rank):
             return False  # a later collective's
         elif header.extra_bytes:
             raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
         state.inbox.popleft()
-        self.spent += self._reduction.open(rank, row, header)
+        self.spent += self._reduction.union.open(rank, row, header)
         state.open_row = row
         if not state.joined:
             state.joined = True
@@ -296,7 +296,7 @@ class AggregatorMachine:
         """Give back the slots that are used up; return whether there were any: behind them others may wait."""
         returned = False
         for rank, state in enumerate(self._ranks):
-            if state.open_row >= 0 and current.exhausted(rank):
+            if state.open_row >= 0 and current.union.exhausted(rank):
                 yield Return(rank, state.open_row - rank * self._slots)
                 state.open_row, returned = -1, True
         return returned
@@ -305,11 +305,11 @@ class AggregatorMachine:
         """Send full slots and the end at once; a half-full slot only while no input waits."""
         if self._filling < 0:
             return False
-        return current.full or current.complete or (not moved and current.half_full)
+        return current.full or current.union.complete or (not moved and current.half_full)
 
     def _emit(self, current: Reduction) -> Send:
         slot, self._filling = self._filling, -1
-        complete = current.complete
+        complete = current.union.complete
         memories = {rank: memory[slot] for rank, memory in self._shorter.items()}
         nbytes, shorter = current.seal(slot, self._number, memories)
         self.spent += nbytes * (len(memories) or 1)
@@ -334,7 +334,7 @@ class AggregatorMachine:
         """Ranks that did not take results if these are what is short, else ranks with the lowest frontier."""
         if self._filling < 0 and not self._free:
             return sorted(set().union(*self._readers))
-        return current.laggards
+        return current.union.laggards
 
     # departures
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
 WORD = np.dtype(np.uint64)
+Memory = Callable[[int], Array]  # gives a flat array of so many bytes or more, with any content
 
 
 class Packed(NamedTuple):

@@ -13,7 +13,8 @@ from omnireduce.descriptor import PACKET_BYTES
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
-from omnireduce.protocol.rows import Pool, RowSet
+from omnireduce.protocol.operands import Memory
+from omnireduce.protocol.rows import RowSet
 
 COUNT_BYTES = 8
 
@@ -26,9 +27,9 @@ class Packets(RowSet):
     """
 
     def __init__(
-        self, rank: int, own: Array, senders: Sequence[int], most: int, like: Array, layout: Layout, pool: Pool
+        self, rank: int, own: Array, senders: Sequence[int], most: int, like: Array, layout: Layout, memory: Memory
     ) -> None:
-        super().__init__(rank * most + np.arange(len(own)), own, layout, pool)
+        super().__init__(rank * most + np.arange(len(own)), own, layout, memory)
         self.nbytes = own.nbytes  # the other parts are as large as they are
         self._senders, self._most, self._like = senders, most, like
         self.parts: list[Array] = []

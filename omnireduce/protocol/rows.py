@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import pack_rows
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import Packed
-
-KEPT = 4  # arrays that a pool remembers
-
-
-class Pool:
-    """Lends arrays of bytes, and lends them again once nobody refers to them: to touch fresh memory for the first time
-    costs more than all copies of a row. For one thread at a time."""
-
-    def __init__(self) -> None:
-        self._lent: list[Array] = []
-
-    def take(self, nbytes: int) -> Array:
-        """An array of at least `nbytes` bytes, with any content; it is the caller's as long as he refers to it."""
-        free = [at for at in range(len(self._lent)) if _references(self._lent, at) == _UNUSED]
-        for at in reversed(free):
-            if self._lent[at].size >= nbytes:
-                return self._lent[at]
-            del self._lent[at]
-        self._lent = [*self._lent[1 - KEPT :], np.empty(nbytes, np.uint8)]
-        return self._lent[-1]
-
-
-def _references(arrays: list[Array], at: int) -> int:
-    return sys.getrefcount(arrays[at])
-
-
-_UNUSED = _references([np.empty(0)], 0)  # depends on the interpreter
+from omnireduce.protocol.operands import Memory, Packed
 
 
 class RowSet:
     """Rows of a large sparse matrix, contributed without a scan; collects the rows of the union.
 
     `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
-    numbers, int64 (m,), ascending, and their sums, (m, row length), in memory of `pool`.
+    numbers, int64 (m,), ascending, and their sums, (m, row length), in arrays that `memory` gives.
     """
 
     row_dtype = BYTES
 
-    def __init__(self, numbers: Array, values: Array, layout: Layout, pool: Pool) -> None:
+    def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory) -> None:
         self.layout = layout
         self.block_bytes = layout.block_size * values.itemsize
         self.nbytes = layout.elements * values.itemsize
         self._numbers = numbers
         self._dtype = values.dtype
         self._bytes = values.view(np.uint8).reshape(len(numbers), self.block_bytes)
-        self._pool = pool
+        self._memory = memory
         self._count = 0
         self._union_numbers, self._union = np.empty(0, np.int64), self._bytes[:0]
         self._reserve(min(2 * len(numbers), layout.blocks))
@@ -95,7 +66,7 @@ class RowSet:
 
     def _reserve(self, count: int) -> None:
         """Make room for `count` rows of the union, or more."""
-        union = self._rows_of(self._pool.take(count * self.block_bytes))
+        union = self._rows_of(self._memory(count * self.block_bytes))
         numbers = np.empty(len(union), np.int64)
         numbers[: self._count], union[: self._count] = self._union_numbers[: self._count], self._union[: self._count]
         self._union_numbers, self._union = numbers, union
@@ -107,6 +78,6 @@ class RowSet:
         numbers, union = self._union_numbers[: self._count], self._union[: self._count]
         if np.any(numbers[1:] < numbers[:-1]):  # stripes of several shards
             order = np.argsort(numbers, kind="stable")
-            ordered = self._rows_of(self._pool.take(union.nbytes))[: self._count]
+            ordered = self._rows_of(self._memory(union.nbytes))[: self._count]
             numbers, union = numbers[order], np.take(union, order, axis=0, out=ordered, mode="clip")
         self.result = numbers, union.view(self._dtype)

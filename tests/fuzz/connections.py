@@ -142,8 +142,13 @@ def _connection(data: bytes, teams: Teams | None) -> str:
                 break
     membership = server._membership
     server._selector.close()
-    kept: list[Sized] = [server._connections, server._strangers, server._leavers, server._questions]
-    kept += [server._jobs, server._of_job, membership._gathering, membership._running, membership._held]
+    kept: list[Sized] = [
+        server._connections,
+        server._connections.strangers,
+        server._connections.leavers,
+        server._questions,
+    ]
+    kept += [server._jobs, server._departures._members, membership._gathering, membership._running, membership._held]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason
         broken, counted = said.count(b"protocol error: "), server._report._aborts["violation"]

@@ -20,9 +20,9 @@ from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import Effect, End, Finish, Send
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed
-from omnireduce.protocol.rows import Pool
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
+from omnireduce.runtime.member.pool import Pool
 from omnireduce.wire.blocks import MAX_BLOCKS, message_indices, read_header
 from omnireduce.wire.control import decode_control, encode_control
 from omnireduce.wire.words import UNDECODABLE
@@ -162,7 +162,7 @@ def packets(data: bytes) -> str:
     rows = np.zeros((len(said), PACKET_BYTES), np.uint8)
     rows[:, -COUNT_BYTES:].view(np.uint64)[:, 0] = [said[number] for number in sorted(said)]
     layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, 2), np.int32)
-    operand = Packets(0, packed(np.ones((3, 2), np.int32)), range(2), MOST_PACKETS, like, layout, Pool())
+    operand = Packets(0, packed(np.ones((3, 2), np.int32)), range(2), MOST_PACKETS, like, layout, Pool().take)
     operand.put(rows, numbers, np.zeros(len(said), np.bool_), False)
     try:
         operand.finish()

@@ -19,7 +19,8 @@ from omnireduce.kernels.merge import split_marks
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.rows import Pool, RowSet
+from omnireduce.protocol.rows import RowSet
+from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.arguments import combine_duplicates
 
 KERNELS = [pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, split_marks]
@@ -42,7 +43,8 @@ for element in ELEMENT_TYPES.values():
             operand.pack(0, 0, 64, rows, np.zeros(8, np.int64))
             operand.put(rows, np.arange(8), np.zeros(8, np.bool_), True)
         for numbers in (np.arange(3), np.array([2, 0, 2])):
-            rows = RowSet(*combine_duplicates(numbers, np.ascontiguousarray(values), element.is_half), layout, Pool())
+            own = combine_duplicates(numbers, np.ascontiguousarray(values), element.is_half)
+            rows = RowSet(*own, layout, Pool().take)
             rows.pack(0, 0, 64, np.zeros((8, size), np.uint8), np.zeros(8, np.int64))
 assert compiled() == before, (before, compiled())
 """

@@ -1,4 +1,4 @@
-"""Rows of a union: their memory is lent, never taken back from someone who still looks at it."""
+"""Rows of a union, and what a shard may not say of them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,8 @@ import pytest
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.rows import Pool, RowSet
-
-
-def test_memory_is_lent_again_once_nobody_refers_to_it() -> None:
-    pool = Pool()
-    first = pool.take(1000)
-    first[:] = 7
-    view = first[8:16].view(np.float32)  # refers to the whole
-    del first
-    second = pool.take(1000)
-    assert not np.shares_memory(second, view)
-    del view
-    assert np.all(pool.take(900) == 7)
-
-
-def test_a_free_array_that_is_too_small_is_let_go() -> None:
-    pool = Pool()
-    pool.take(10)
-    assert pool.take(2000).size == 2000
-    assert pool.take(10).size == 2000
+from omnireduce.protocol.rows import RowSet
+from omnireduce.runtime.member.pool import Pool
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -38,7 +20,7 @@ def test_a_union_larger_than_expected_in_stripes_of_several_shards(shards: int) 
     layout = Layout(rows * width, width, shards, 2)
     pool = Pool()
     for _ in range(2):
-        operand = RowSet(np.array([7]), values[7:8], layout, pool)
+        operand = RowSet(np.array([7]), values[7:8], layout, pool.take)
         for shard in range(shards):
             own = np.array([row for row in range(rows) if layout.owner(row) == shard])
             for part in np.array_split(own, 3):
@@ -52,7 +34,7 @@ def test_a_union_larger_than_expected_in_stripes_of_several_shards(shards: int) 
 def test_rows_that_are_left_out_are_those_that_were_brought() -> None:
     width = 3
     values = np.arange(4 * width, dtype=np.float32).reshape(4, width)
-    operand = RowSet(np.array([2, 5, 9]), values[:3], Layout(10 * width, width), Pool())
+    operand = RowSet(np.array([2, 5, 9]), values[:3], Layout(10 * width, width), Pool().take)
     operand.put(values[3:].view(np.uint8), np.array([2, 3, 9]), np.array([True, False, True]), True)
     operand.finish()
     numbers, union = operand.result
@@ -63,7 +45,7 @@ def test_rows_that_are_left_out_are_those_that_were_brought() -> None:
 @pytest.mark.parametrize("unknown", [1, 4, 10])
 @pytest.mark.parametrize("brought", [[], [2, 5, 9]])
 def test_rows_that_were_not_brought_cannot_be_left_out(unknown: int, brought: list[int]) -> None:
-    operand = RowSet(np.array(brought, np.int64), np.ones((len(brought), 2), np.float32), Layout(40, 2), Pool())
+    operand = RowSet(np.array(brought, np.int64), np.ones((len(brought), 2), np.float32), Layout(40, 2), Pool().take)
     with pytest.raises(ProtocolError, match="rows which this worker does not have"):
         operand.put(np.zeros((0, 8), np.uint8), np.array([unknown]), np.array([True]), True)
 

@@ -10,7 +10,8 @@ import pytest
 from omnireduce.descriptor import Descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Stripes
-from omnireduce.protocol.reduction import FORMATS, Budget, Reduction
+from omnireduce.protocol.combine import FORMATS, Combiner
+from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.wire.blocks import read_header, seal
 
 BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()
@@ -25,17 +26,17 @@ def fed(indices: list[int], window: int) -> Reduction:
     for rank, own in enumerate((indices, list(range(BLOCKS)))):
         arena[rank, 64 : 64 + 8 * BLOCK * len(own)].view(np.int64)[:] = 1
         nbytes = seal(arena[rank], 0, BLOCKS, np.array(own), descriptor.block_bytes)
-        found.open(rank, rank, read_header(arena[rank], nbytes))
+        found.union.open(rank, rank, read_header(arena[rank], nbytes))
     return found
 
 
 def merging(indices: list[int], window: int) -> Iterator[Reduction]:
     """The reduction after each step, as long as there is something to do."""
     reduction = fed(indices, window)
-    while reduction.merge(0, 1 << 20) or reduction.hungry:
+    while reduction.merge(0, 1 << 20) or reduction.union.hungry:
         yield reduction
-        for rank in sorted(reduction.hungry):
-            reduction.feed(rank)
+        for rank in sorted(reduction.union.hungry):
+            reduction.union.feed(rank)
     yield reduction
 
 
@@ -43,7 +44,7 @@ def merging(indices: list[int], window: int) -> Iterator[Reduction]:
 @pytest.mark.parametrize("indices", [[0, 1, 2, 3], [1, 3], [3], []])
 def test_all_windows_of_an_honest_message_are_used(indices: list[int], window: int) -> None:
     *_, reduction = merging(indices, window)
-    assert reduction.complete
+    assert reduction.union.complete
     result = reduction._results[0, 64 : 64 + BLOCKS * 8 * BLOCK].view(np.int64).reshape(BLOCKS, BLOCK)
     assert result[:, 0].tolist() == [1 + (block in indices) for block in range(BLOCKS)]
 
@@ -53,23 +54,22 @@ def test_all_windows_of_an_honest_message_are_used(indices: list[int], window: i
 def test_no_collective_completes_before_the_last_index_was_seen(indices: list[int], window: int) -> None:
     written: list[int] = []
     with pytest.raises(ProtocolError, match="do not ascend"):
-        written.extend(int(block) for each in merging(indices, window) for block in each._out_indices[: each.written])
+        written.extend(int(block) for each in merging(indices, window) for block in each._numbers[: each.written])
     assert 3 not in written
 
 
 def test_the_formats_that_were_used_last_are_kept_and_no_more() -> None:
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
-    reduction = Reduction(RANKS, arena, results, SLOT_BYTES, Budget())
+    combiner = Combiner(RANKS, arena, results, message_bytes=SLOT_BYTES, most_blocks=100, piece_bytes=1 << 20)
 
     def begin(block_size: int) -> object:
-        reduction.begin(Descriptor("allreduce", "", "int64", (64,), block_size=8 * block_size), ALL)
-        return reduction._format
+        return combiner.begin(Descriptor("allreduce", "", "int64", (64,), block_size=8 * block_size))
 
     kept = begin(1)
     for block_size in range(2, 2 * FORMATS):
         begin(block_size)
         assert begin(1) is kept
-    assert len(reduction._formats) == FORMATS
+    assert len(combiner._formats) == FORMATS
     first = begin(2)
     assert first is not begin(3)
     assert begin(2) is first

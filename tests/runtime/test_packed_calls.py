@@ -222,8 +222,8 @@ def test_ranks_that_allow_parts_of_other_sizes_are_told(daemon: Daemon) -> None:
     configs = [configured(daemon.addresses, f"protocol.max_part_bytes={size}") for size in (2000, 4000)]
     for outcome in start_job(configs, 2, lambda comm: comm.allgather_object("x")).outcomes():
         assert isinstance(outcome, AbortedError)
-        assert "protocol.max_part_bytes for 2 packets" in outcome.reason
-        assert "for 4 packets" in outcome.reason
+        assert "protocol.max_part_bytes in KiB, rounded up, 2" in outcome.reason
+        assert "protocol.max_part_bytes in KiB, rounded up, 4" in outcome.reason
 
 
 def test_ranks_that_trust_and_ranks_that_do_not(daemon: Daemon) -> None:

@@ -16,7 +16,8 @@ from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.reduction import BLOCK_WORK, HALF_WORK, Budget
+from omnireduce.protocol.combine import BLOCK_WORK, HALF_WORK
+from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door
 from omnireduce.runtime.shard.questions import MOST, SHARE
 from omnireduce.runtime.shard.server import ShardServer

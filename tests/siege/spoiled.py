@@ -45,10 +45,10 @@ BUGS = {
         ),
         Mutation(
             "sums are maxima",
-            "omnireduce.protocol.reduction",
+            "omnireduce.protocol.combine",
             "a sum is wrong",
-            "OPS[descriptor.op], descriptor.layout.blocks\n",
-            'OPS["max"], descriptor.layout.blocks\n',
+            "        self._op = OPS[descriptor.op]\n",
+            '        self._op = OPS["max"]\n',
         ),
     )
 }

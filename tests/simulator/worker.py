@@ -15,10 +15,11 @@ from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.effects import End, Tell, error_of
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, perform
-from omnireduce.protocol.rows import Pool, RowSet
+from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.engine import GOODBYE_S
+from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import feed
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots

@@ -14,7 +14,8 @@ from omnireduce.descriptor import REDUCING, Descriptor, describe
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Operand
-from omnireduce.protocol.rows import Pool, RowSet
+from omnireduce.protocol.rows import RowSet
+from omnireduce.runtime.member.pool import Pool
 from tests.oracle import is_number, reduce_in_rank_order
 from tests.samples import sparse_tensor
 
@@ -130,7 +131,7 @@ class Work:
             rows = self._brought.reshape(-1, what.block_size)
             with np.errstate(invalid="ignore"):  # signalling NaN
                 numbers = np.flatnonzero((rows != 0).any(axis=1))
-            self.operand = RowSet(numbers, np.ascontiguousarray(rows[numbers]), self.layout, pool)
+            self.operand = RowSet(numbers, np.ascontiguousarray(rows[numbers]), self.layout, pool.take)
         else:
             self.operand = self._dense(rank)
 

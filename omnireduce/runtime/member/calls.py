@@ -18,7 +18,7 @@ from omnireduce.dtypes import BYTES, Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Operand
-from omnireduce.protocol.rows import Pool, RowSet
+from omnireduce.protocol.rows import RowSet
 from omnireduce.runtime.member.arguments import (
     check_array,
     check_name,
@@ -29,6 +29,7 @@ from omnireduce.runtime.member.arguments import (
     flat_view,
 )
 from omnireduce.runtime.member.launcher import whole
+from omnireduce.runtime.member.pool import Pool
 
 T = TypeVar("T")
 S = TypeVar("S", bound=np.generic)
@@ -157,7 +158,7 @@ def rows(
     called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op), group=group)
     numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
     layout = place.layout(called)
-    operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool))
+    operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool.take))
     return Call(called, operand, lambda: operand.result, reads=(indices, values))
 
 

@@ -22,12 +22,12 @@ from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.packets import packet_count
-from omnireduce.protocol.rows import Pool
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
 from omnireduce.runtime.member.collectives import Collectives, Membership
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.launcher import job_name, launch_id, whole
+from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.wire.control import Hello

@@ -71,7 +71,7 @@ def _packets(place: Place, called: Descriptor, own: Array | None, senders: Seque
             "raise protocol.max_part_bytes on every rank"
         )
     rows, layout = NOTHING if own is None else packed(own), place.layout(called)
-    return place.with_pool(lambda pool: Packets(place.rank, rows, senders, most, like, layout, pool))
+    return place.with_pool(lambda pool: Packets(place.rank, rows, senders, most, like, layout, pool.take))
 
 
 def _bytes_of(x: object, trust: bool) -> Array:

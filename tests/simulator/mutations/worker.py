@@ -210,7 +210,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are lent while in use",
-        _ROWS,
+        "omnireduce.runtime.member.pool",
         "memory of a result is lent to the next collective",
         "_references(self._lent, at) == _UNUSED]",
         "_references(self._lent, at) >= _UNUSED]",

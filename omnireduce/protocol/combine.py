@@ -1,0 +1,103 @@
+"""The arithmetic of a reduction: the ranks' parts of blocks into blocks of a result."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import Array
+from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
+from omnireduce.wire.blocks import HEADER_BYTES, capacity
+
+BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
+HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
+FORMATS = 16  # that are kept: programs mix few
+HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are combined in one step
+
+
+class Format(NamedTuple):
+    """The slots as blocks of one dtype and size see them.
+
+    `source`: the receive slots, (elements,). `rows`: the results, (slots, capacity of a slot, block size). `capacity`:
+    blocks of a result. `columns`: elements of a block that are combined in one step. `byte_work`, `block_work`: what
+    one byte, and one block of all ranks, counts for the budget.
+    """
+
+    block_size: int
+    block_bytes: int
+    half: bool
+    brain: bool
+    source: Array
+    rows: Array
+    capacity: int
+    columns: int
+    byte_work: int
+    block_work: int
+
+
+class Combiner:
+    """Combines parts in `slots`, uint8 (ranks × slots, bytes), into blocks of `results`, uint8 (slots, slot bytes).
+
+    A result takes no more than `most_blocks`, and their bytes no more than `message_bytes`, unless one alone takes
+    more. `piece_bytes`: all ranks' parts of a block that are combined in one step.
+    """
+
+    def __init__(
+        self, ranks: int, slots: Array, results: Array, *, message_bytes: int, most_blocks: int, piece_bytes: int
+    ) -> None:
+        self._ranks, self._slots, self._results = ranks, slots, results
+        self._message_bytes, self._most_blocks, self._piece_bytes = message_bytes, most_blocks, piece_bytes
+        self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
+        self._formats: dict[tuple[str, int], Format] = {}  # by dtype and block size, the one used last behind
+
+    @property
+    def work_bytes(self) -> int:
+        """Memory of this work space."""
+        return self._scratch.nbytes
+
+    def begin(self, descriptor: Descriptor) -> Format:
+        """Make ready for a collective; return how its blocks lie."""
+        key = descriptor.element.name, descriptor.layout.block_size
+        self._format = self._formats.pop(key) if key in self._formats else self._new_format(descriptor)
+        self._formats[key] = self._format
+        if len(self._formats) > FORMATS:
+            del self._formats[next(iter(self._formats))]
+        self._op = OPS[descriptor.op]
+        return self._format
+
+    def _new_format(self, descriptor: Descriptor) -> Format:
+        element, block_bytes = descriptor.element, descriptor.block_bytes
+        fitting = capacity(self._slots.shape[1], block_bytes)
+        blocks = self._results[:, HEADER_BYTES : HEADER_BYTES + fitting * block_bytes].view(element.storage)
+        byte_work = HALF_WORK if element.is_half else 1
+        columns = max(1, self._piece_bytes // (self._ranks * element.storage.itemsize))
+        return Format(
+            block_size=descriptor.layout.block_size,
+            block_bytes=block_bytes,
+            half=element.is_half,
+            brain=element.name == "bfloat16",
+            source=self._slots.reshape(-1).view(element.storage),
+            rows=blocks.reshape(len(blocks), fitting, -1),
+            capacity=min(fitting, self._most_blocks, max(1, self._message_bytes // block_bytes)),
+            columns=min(columns, HALF_COLUMNS) if element.is_half else columns,
+            byte_work=byte_work,
+            block_work=self._ranks * (block_bytes * byte_work + BLOCK_WORK),
+        )
+
+    def combine(self, parts: Array, out: Array) -> None:
+        """Combine `parts`, as `Union.plan` lists them, into `out`, (blocks, block size)."""
+        form = self._format
+        if form.half:
+            scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
+            reduce_half_blocks(self._op, form.brain, form.source, parts, out, scratch, scratch.view(np.uint32))
+        else:
+            reduce_blocks(self._op, form.source, parts, out)
+
+    def combine_piece(self, part: Array, row: Array, column: int) -> int:
+        """Combine one block from element `column` on, as far as one step goes; return how far that was."""
+        piece: Array = row[column : column + self._format.columns].reshape(1, -1)
+        self.combine(np.where(part == ABSENT, ABSENT, part + column), piece)
+        return column + piece.size

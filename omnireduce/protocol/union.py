@@ -1,0 +1,158 @@
+"""Which blocks of a collective come next, and where each rank has its part of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.merge import plan_union
+from omnireduce.kernels.scatter import admit_indices, all_owned
+from omnireduce.layout import Stripes
+from omnireduce.wire.blocks import HEADER_BYTES, Header
+
+NO_HEADER = Header(0, 0, 0, 0, 0)
+NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
+INDEX_WORK = 16  # of one index
+
+
+class Shape(NamedTuple):
+    """The blocks of a collective: how many there are, which of them are this shard's, and how large they are."""
+
+    blocks: int
+    stripes: Stripes
+    block_size: int  # elements
+    block_bytes: int
+
+
+class Union:
+    """The blocks that any rank has brought to a collective, in order.
+
+    `slots`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks, with their messages.
+
+    Of a message the indices are copied, checked and used window by window: `hungry` ranks have used up theirs.
+    """
+
+    def __init__(self, ranks: int, slots: Array, window: int) -> None:
+        self._words, self._slot_bytes, self._window = slots.view(np.int64), slots.shape[1], window
+        self._indices = np.empty((ranks, window), np.int64)
+        self._position, self._count, self._start = (np.zeros(ranks, np.int64) for _ in range(3))
+        self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and head
+        self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
+        self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
+        self.hungry: set[int] = set()
+        self._frontier = [NOT_STARTED] * ranks
+
+    @property
+    def work_bytes(self) -> int:
+        """Memory of this work space."""
+        return sum(array.nbytes for array in (self._indices, self._position, self._count, self._start))
+
+    def begin(self, shape: Shape) -> None:
+        """Start a collective."""
+        self.shape = shape
+        self._position[:] = 0
+        self._count[:] = 0
+        self._unused = [0] * len(self._unused)
+        self._frontier = [NOT_STARTED] * len(self._frontier)
+        self.watermark = NOT_STARTED  # the lowest frontier: below it nothing can be missing
+        self.received_blocks = 0
+
+    def open(self, rank: int, row: int, header: Header) -> int:
+        """Make the message in row `row` of the slots the one that `rank`'s blocks are taken from; return the work that
+        this was. Raises ProtocolError."""
+        before = self._frontier[rank]  # a message that does not raise it would be one of endless many
+        blocks, _, _, block_bytes = self.shape
+        if header.left_out or header.block_bytes != block_bytes or not before < header.frontier <= blocks:
+            raise ProtocolError(
+                f"a message that does not fit its collective of {blocks} blocks, after frontier {before}: {header}"
+            )
+        work = self._unused[rank] = self._position[rank] = self._count[rank] = 0
+        if header.block_count:
+            self._open[rank] = row, header
+            self._unused[rank] = self._ahead[rank] = header.block_count
+            work = self._admit(rank, max(0, before))
+        self._frontier[rank] = header.frontier
+        self.received_blocks += header.block_count
+        self.watermark = min(self._frontier)
+        return work
+
+    def feed(self, rank: int) -> int:
+        """Go on with the message of a hungry rank; return the work that this was. Raises ProtocolError."""
+        self.hungry.remove(rank)
+        return self._admit(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
+
+    def _admit(self, rank: int, low: int) -> int:
+        """Fill the window of `rank` with its message's next indices, which must be `low` or higher.
+
+        They leave room for those that follow: no collective completes before all indices have been seen.
+        """
+        row, header = self._open[rank]
+        _, stripes, block_size, block_bytes = self.shape
+        ahead = self._ahead.pop(rank)
+        first, count = header.block_count - ahead, min(ahead, self._window)
+        later = ahead - count
+        if later:
+            self._ahead[rank] = later
+        own, at = self._indices[rank, :count], header.indices_start // 8 + first
+        if not admit_indices(self._words[row, at : at + count], low, header.frontier - later, own):
+            raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
+        if stripes.shards > 1 and not all_owned(own, *stripes):
+            raise ProtocolError(f"blocks of another shard than {stripes.shard} of {stripes.shards}")
+        start = (row * self._slot_bytes + HEADER_BYTES) * block_size // block_bytes
+        self._start[rank] = start + first * block_size
+        self._position[rank], self._count[rank] = 0, count
+        return count * INDEX_WORK
+
+    def plan(self, numbers: Array, parts: Array, mark_sole: bool) -> int:
+        """List the next blocks of the union, no more than `numbers`, int64 (blocks,), takes; return how many there are.
+
+        `parts`, int64 (blocks or more, ranks), says of each where a rank's part begins, in elements from the start of
+        the slots, or ABSENT. With `mark_sole` a number says which rank alone has brought the block, if one has.
+        """
+        known = self.watermark
+        if self._ahead:
+            known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
+        added: int = plan_union(
+            *(self._indices, self._position, self._count, self._start, self.shape.block_size, known),
+            *(numbers, parts, mark_sole),
+        )
+        return added
+
+    def use(self) -> None:
+        """The blocks planned last are in a result: their ranks need them no more."""
+        self._unused = (self._count - self._position).tolist()
+        for rank in self._ahead:
+            if not self._unused[rank]:
+                self.hungry.add(rank)
+            self._unused[rank] += self._ahead[rank]
+
+    def exhausted(self, rank: int) -> bool:
+        """All blocks of the rank's open message are used."""
+        return self._unused[rank] == 0
+
+    def ended(self, rank: int) -> bool:
+        """The rank has promised that nothing follows."""
+        return self._frontier[rank] == self.shape.blocks
+
+    @property
+    def begun(self) -> bool:
+        """Every rank has sent something."""
+        return self.watermark != NOT_STARTED
+
+    @property
+    def used_up(self) -> bool:
+        """All blocks of the messages that are here are used."""
+        return not any(self._unused)
+
+    @property
+    def complete(self) -> bool:
+        """Every block of the union is used."""
+        return self.watermark == self.shape.blocks and not any(self._unused)
+
+    @property
+    def laggards(self) -> list[int]:
+        """The ranks whose frontier holds the others up."""
+        return [rank for rank, frontier in enumerate(self._frontier) if frontier == self.watermark]
