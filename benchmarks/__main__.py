@@ -23,8 +23,8 @@ from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import PEERS, labels
 from benchmarks.group import PeerError
+from benchmarks.outcomes import Outcome, Results, show_case, show_verdicts
 from benchmarks.profiling import profile_case
-from benchmarks.report import Outcome, Results, show_case, show_verdicts
 from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from benchmarks.cases import Case
 from benchmarks.contest import OURS, Contest, Entrant, Measured, Method
 from benchmarks.group import PeerError, daemon, gloo_group, service_group
-from benchmarks.report import Outcome, rows_of
+from benchmarks.outcomes import Outcome, rows_of
 from benchmarks.targets import Verdict, at_least
 from benchmarks.testbed import BURST_BYTES, goodput, testbed
 

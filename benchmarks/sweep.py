@@ -11,7 +11,7 @@ from benchmarks.cases import SHARDS, Case, Place
 from benchmarks.contest import contest
 from benchmarks.group import PeerError
 from benchmarks.memory import measure
-from benchmarks.report import Outcome, memory_outcome, outcome
+from benchmarks.outcomes import Outcome, memory_outcome, outcome
 
 
 def sweep(cases: Iterable[Case], peers: Sequence[str]) -> Iterator[Outcome]:

@@ -19,9 +19,9 @@ from omnireduce.bench.estimate import (
     measure,
 )
 from omnireduce.bench.output import check_writable, write_json
-from omnireduce.bench.report import density_text, make_console, short_count, short_time, times_text
 from omnireduce.bench.tensor_files import FileError, Tensor, read_tensors
 from omnireduce.errors import UsageError
+from omnireduce.printing import density_text, make_console, short_count, short_time, times_text
 
 
 class ArrayReport(msgspec.Struct, frozen=True):

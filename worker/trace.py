@@ -8,7 +8,7 @@ from omnireduce.bench.breakdown import break_down, show_breakdown
 from omnireduce.bench.chrome import chrome_trace
 from omnireduce.bench.lanes import read_lanes
 from omnireduce.bench.output import check_writable, write_file
-from omnireduce.bench.report import make_console
+from omnireduce.printing import make_console
 
 
 def report_trace(folder: str | Path, job: str | None, output: str | Path | None) -> None:

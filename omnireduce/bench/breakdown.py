@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from omnireduce.bench.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
-from omnireduce.bench.report import short_count
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.printing import short_count
 from omnireduce.runtime.tracing.trace import What
 
 WORK = (What.PACK, What.SCATTER, What.MERGE, What.SEND, What.RECEIVE)

@@ -15,7 +15,7 @@ import numpy as np
 
 from omnireduce.bench.cases import Case
 from omnireduce.bench.mpi import MpiAllreduce
-from omnireduce.bench.report import Row
+from omnireduce.bench.rows import Row
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
 from omnireduce.runtime.member.communicator import Communicator

@@ -6,7 +6,6 @@ from collections import Counter
 
 from rich.console import Console
 
-from omnireduce.bench.report import make_console
 from omnireduce.config import Config
 from omnireduce.console.finding import Finding, show
 from omnireduce.console.host_checks import (
@@ -23,6 +22,7 @@ from omnireduce.console.link_checks import (
     check_transports,
     find_ports,
 )
+from omnireduce.printing import make_console
 
 
 def examine(config: Config) -> bool:

@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from omnireduce.bench.report import density_text, short_count
 from omnireduce.console.fitting import FittingTable
+from omnireduce.printing import density_text, short_count
 from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
 from omnireduce.wire.words import shown
 

@@ -10,16 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from omnireduce.bench.report import (
-    TABLE_WIDTH,
-    Row,
-    RowTable,
-    density_text,
-    make_console,
-    short_count,
-    short_time,
-    times_text,
-)
+from omnireduce.bench.rows import Row, RowTable
+from omnireduce.printing import TABLE_WIDTH, density_text, make_console, short_count, short_time, times_text
 
 KEYS = [
     *("transport", "world_size", "shards", "op", "dtype", "elements", "bytes", "block_size", "density"),

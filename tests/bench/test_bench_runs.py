@@ -8,7 +8,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job, start_job
 
 from omnireduce.bench.cases import Case, SyntheticCase
-from omnireduce.bench.report import Row
+from omnireduce.bench.rows import Row
 from omnireduce.bench.runs import run_case
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout

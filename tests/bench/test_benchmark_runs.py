@@ -27,8 +27,8 @@ from benchmarks.environments import HERE
 from benchmarks.group import Group, PeerError, Servers, daemon, echo_servers
 from benchmarks.loopback import MESSAGE_BYTES, Carrier
 from benchmarks.memory import measure
+from benchmarks.outcomes import Outcome
 from benchmarks.peak_memory import memory_mib
-from benchmarks.report import Outcome
 from benchmarks.sweep import sweep
 from omnireduce.dtypes import Array
 

@@ -20,7 +20,7 @@ from benchmarks.__main__ import main
 from benchmarks.cases import Case, all_cases, target_cases
 from benchmarks.contest import BOUND, OURS, PEERS, SCAN, Entrant, Measured, Method, Result, labels, order
 from benchmarks.memory import Memory
-from benchmarks.report import Results, memory_outcome, outcome, show_verdicts
+from benchmarks.outcomes import Results, memory_outcome, outcome, show_verdicts
 from benchmarks.shaped import Setting
 from benchmarks.targets import verdicts
 

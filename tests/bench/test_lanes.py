@@ -18,9 +18,9 @@ from omnireduce import Communicator
 from omnireduce.bench.breakdown import ACTIVITIES, break_down
 from omnireduce.bench.chrome import chrome_trace
 from omnireduce.bench.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
-from omnireduce.bench.report import TABLE_WIDTH
 from omnireduce.config import Trace
 from omnireduce.errors import UsageError
+from omnireduce.printing import TABLE_WIDTH
 from omnireduce.runtime.tracing.trace import SPAN, Origin, Recorder, What
 from worker.cli import main
 

@@ -16,7 +16,7 @@ from samples import CASES, sparse_tensor
 
 from omnireduce.bench.cases import recorded_cases
 from omnireduce.bench.recorded import RecordedTensors, find_arrays
-from omnireduce.bench.report import Row
+from omnireduce.bench.rows import Row
 from omnireduce.bench.runs import run_case
 from omnireduce.bench.tensor_files import FileError
 from omnireduce.config import load_config

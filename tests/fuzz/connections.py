@@ -151,7 +151,7 @@ def _connection(data: bytes, teams: Teams | None) -> str:
     kept += [server._jobs, server._departures._members, membership._gathering, membership._running, membership._held]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason
-        broken, counted = said.count(b"protocol error: "), server._report._aborts["violation"]
+        broken, counted = said.count(b"protocol error: "), server._pages._aborts["violation"]
         assert broken <= counted, f"{broken} jobs ended for broken rules, {counted} are counted as that"
     if b"Pending" in said or b"Welcome" in said:
         assert any(hello_is_proper(each) for each in hellos(data)), "admitted without a proper hello"

@@ -10,7 +10,7 @@ from harness import InprocCluster
 from machine_bench import BLOCKS, Bench, aggregator, message
 
 from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.runtime.shard.report import Report
+from omnireduce.runtime.shard.status_pages import StatusPages
 from omnireduce.status import MOST, Late, Status, StatusRequest, Traffic
 from omnireduce.wire.control import PROTOCOL_VERSION, decode_control, encode_control
 
@@ -98,7 +98,7 @@ def test_blocks_are_counted_once_on_the_shard_that_has_them(shards: int) -> None
 def test_totals_stay_where_integers_end() -> None:
     """Ranks may announce 2^48 blocks with a message of none, as often as they like."""
     bench = aggregator()
-    account, report = machine(bench).account, Report("a:1", lambda: 0.0)
+    account, report = machine(bench).account, StatusPages("a:1", lambda: 0.0)
     account.traffic.rank_blocks = report._ended.rank_blocks = MOST - BLOCKS
     collective(bench, 0, [0, 1], 0.0)
     assert (account.traffic.rank_blocks, account.traffic.blocks) == (MOST, BLOCKS)

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 
 from omnireduce.bench.output import check_writable, write_json
-from omnireduce.bench.report import make_console
 from omnireduce.config import Config
+from omnireduce.printing import make_console
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.elastic import ElasticState, run_elastic
 from worker.progress import PlainProgress
 from worker.train.corpus import Corpus
-from worker.train.report import Verdict, say_verdict
+from worker.train.results import Verdict, say_verdict
 from worker.train.run import configuration_digest, exchange_over, verify
 from worker.train.trainer import Trainer, block_size, held_out_pairs, mean_loss
 

@@ -16,7 +16,7 @@ from omnireduce.runtime.shard.departures import Departures
 from omnireduce.runtime.shard.job import why_broken_off
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door, Listening
 from omnireduce.runtime.shard.questions import Questions
-from omnireduce.runtime.shard.report import Report
+from omnireduce.runtime.shard.status_pages import StatusPages
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire.control import Hello, Leave, Refused, decode_control
@@ -37,13 +37,13 @@ class Reception:
         connections: Connections,
         departures: Departures,
         questions: Questions,
-        report: Report,
+        pages: StatusPages,
         clock: Clock,
         change: Callable[[Admit | Replace | Announce], None],
     ) -> None:
         self.access = access
         self._membership, self._connections, self._departures = membership, connections, departures
-        self._questions, self._report, self._clock, self._change = questions, report, clock, change
+        self._questions, self._pages, self._clock, self._change = questions, pages, clock, change
 
     def open(self, door: Door, listening: Listening, *, busy: bool) -> None:
         """Let in some of those who wait at a door, fewer when jobs are `busy`."""
@@ -120,7 +120,7 @@ class Reception:
 
     def refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
         """Say why it cannot join, and let it go."""
-        self._report.refused += 1
+        self._pages.refused += 1
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
         self._connections.say(connection, Refused(reason, temporary))
         self._departures.leave(connection)

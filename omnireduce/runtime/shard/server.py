@@ -30,7 +30,7 @@ from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, why_broken_off, why_
 from omnireduce.runtime.shard.listening import Door, Listening
 from omnireduce.runtime.shard.questions import Questions
 from omnireduce.runtime.shard.reception import Reception
-from omnireduce.runtime.shard.report import Report
+from omnireduce.runtime.shard.status_pages import StatusPages
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.shard.turns import POLL_WORK, Share, Turns
 from omnireduce.transport.base import EVERYTHING, Event, Link
@@ -67,7 +67,7 @@ class ShardServer:
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces, budget=budget
         )
         self._membership = Membership(limits, secrets.randbits(62), access.ticket_key)
-        self._report = Report(name, clock)
+        self._pages = StatusPages(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
         self._connections = Connections(self._selector, clock, hello_timeout_s)
         self._questions, self._turns = Questions(clock), Turns(clock, budget)
@@ -75,7 +75,7 @@ class ShardServer:
         self._departures = Departures(self._connections, self._questions, self._membership, clock)
         self._reception = Reception(
             access=access, membership=self._membership, connections=self._connections, departures=self._departures,
-            questions=self._questions, report=self._report, clock=clock, change=self._change,
+            questions=self._questions, pages=self._pages, clock=clock, change=self._change,
         )  # fmt: skip
         self._jobs: dict[int, Job] = {}
         self._drain_deadline: float | None = None
@@ -215,7 +215,7 @@ class ShardServer:
         for connection, request in self._questions.take():
             try:
                 gathering, team = self._membership.gathering(self._clock()), connection.gate.team.name
-                page = self._report.page(request, self._jobs.values(), gathering, len(self._connections), team)
+                page = self._pages.page(request, self._jobs.values(), gathering, len(self._connections), team)
                 self._connections.say(connection, page)
             except Exception as error:  # a bug of ours
                 self._contain(error, None, connection)
@@ -243,7 +243,7 @@ class ShardServer:
             for connection in connections:
                 self._reception.refuse(connection, reason, temporary=temporary)
             return
-        self._report.jobs_started += 1
+        self._pages.jobs_started += 1
         self._jobs[job.generation] = job
         self._departures.expect(job.generation, connections)
         for rank, connection in enumerate(connections):
@@ -264,7 +264,7 @@ class ShardServer:
         job.log_end(end)
         self._membership.finished(job.generation, self._clock())
         if self._jobs.pop(job.generation, None) is not None:
-            self._report.job_ended(job, end)
+            self._pages.job_ended(job, end)
         for connection in self._departures.members(job.generation):
             self._departures.leave(connection)
 

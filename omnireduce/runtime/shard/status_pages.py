@@ -17,7 +17,7 @@ from omnireduce.version import __version__
 PAGE_BYTES = 48 * 1024  # of jobs; a control message holds more
 
 
-class Report:
+class StatusPages:
     """Counts what happens on the shard `name`."""
 
     def __init__(self, name: str, clock: Clock) -> None:

@@ -1,0 +1,47 @@
+"""How the programs print: one console, and numbers in few characters."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+TABLE_WIDTH = 100  # characters, where no terminal says otherwise
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """A console on standard output that is wide enough for the tables, on a terminal or not.
+
+    It prints all text as it is: `omnireduce[mpi]` is no markup.
+    """
+    console = Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.width = max(TABLE_WIDTH, console.width if console.is_terminal else 0)
+    return console
+
+
+def short_count(value: float) -> str:
+    """A count or number of bytes in at most six characters: 950, 1.20k, 104.9M."""
+    if value < 1000:
+        return f"{value:.0f}"
+    for suffix in ("k", "M", "G", "T"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.4g}{suffix}"
+    return f"{value / 1000:.4g}P"
+
+
+def short_time(milliseconds: float) -> str:
+    """Milliseconds in about six characters: 0.0123, 6.712, 1234."""
+    return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.{max(0, 4 - _digits(milliseconds))}f}"
+
+
+def density_text(density: float) -> str:
+    """A density in six characters: 1, 0.0199, 4.2e-05."""
+    return f"{density:g}" if density in (0, 1) else f"{density:.4f}" if density >= 0.001 else f"{density:.0e}"
+
+
+def times_text(factor: float) -> str:
+    """How many times as fast, in at most six characters: 0.95x, 12.3x, >1000x."""
+    return f"{factor:.2f}x" if factor < 9.995 else f"{factor:.1f}x" if factor < 999.5 else ">1000x"
+
+
+def _digits(value: float) -> int:
+    return len(str(int(value)))
