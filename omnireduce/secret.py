@@ -14,11 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from omnireduce.config.security import TEAM_CHARACTERS, Security
+from omnireduce.config.security import SECRET_VARIABLE, TEAM_CHARACTERS, Security
 from omnireduce.errors import ConfigError
 
-SECRET_VARIABLE = "OMNIREDUCE_SECURITY_SECRET"
-SECRET_KEY = "security.secret"  # that it has no such key is said to those who try
 MIN_BYTES, MAX_BYTES = 16, 4096
 MOST_LINES = 4  # of one file, each a secret
 NONCE_BYTES = PROOF_BYTES = 32

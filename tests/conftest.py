@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from local_cluster import Daemon
 
-from omnireduce.secret import SECRET_VARIABLE
+from omnireduce.config.security import SECRET_VARIABLE
 
 settings.register_profile(
     "tests",

@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from local_cluster import ROOT
 
 from omnireduce.config import Config, Security, dump_config, load_config, override_config
+from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
-from omnireduce.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, SECRET_VARIABLE, Secret, load_secret, load_secrets
+from omnireduce.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, Secret, load_secret, load_secrets
 from worker.cli import main
 
 TEXT = "correct horse battery staple"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from omnireduce.config import Security
-from omnireduce.config.security import Terms
+from omnireduce.config.security import SECRET_VARIABLE, Terms
 from omnireduce.errors import ConfigError
-from omnireduce.secret import MOST_LINES, SECRET_VARIABLE, Secret
+from omnireduce.secret import MOST_LINES, Secret
 from omnireduce.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams
 
 TEXT, MONITOR = "correct horse battery staple", Secret(b"what the daemon's own monitor knows")

@@ -268,6 +268,21 @@ def test_importing_the_library_stays_light() -> None:
     assert loaded_by("import omnireduce", HEAVY) == []
 
 
+def test_every_module_can_be_imported_first() -> None:
+    """Imports form no circle: with a bare package object nothing else has been imported before."""
+    names = [name.removesuffix(".__init__") for name, _ in modules() if layer_of(name) == "base"]
+    code = (
+        "import importlib, sys, types\n"
+        "package = types.ModuleType('omnireduce'); package.__path__ = ['omnireduce']\n"
+        f"for name in {[name for name in names if name != 'omnireduce']}:\n"
+        "    for each in [each for each in sys.modules if each.startswith('omnireduce')]: del sys.modules[each]\n"
+        "    sys.modules['omnireduce'] = package\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_light_import_check_sees_an_import() -> None:
     assert loaded_by("import colorsys", ("colorsys", "torch")) == ["colorsys"]
 

@@ -1,4 +1,7 @@
-"""The configuration: `schema` and `security` say what there is, `keys` what each key allows, `loading` reads it."""
+"""The configuration: `schema` and `security` say what there is, in the words of `meta`, `keys` what each key allows.
+
+`loading` reads it.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, is_loopback, 
 from omnireduce.config.schema import (
     Config,
 )
+from omnireduce.config.security import SECRET_KEY, SECRET_VARIABLE
 from omnireduce.errors import ConfigError
-from omnireduce.secret import SECRET_KEY, SECRET_VARIABLE
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from omnireduce.config import Config
+from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
 from omnireduce.runtime.member.observe import AT_ONCE, question, reach
-from omnireduce.secret import SECRET_VARIABLE, load_secret
+from omnireduce.secret import load_secret
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm
 from omnireduce.transport.stream import StreamLink

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import msgspec
 
+from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ProtocolError
-from omnireduce.secret import SECRET_VARIABLE, Secret
+from omnireduce.secret import Secret
 from omnireduce.teams import ANYBODY, Teams
 from omnireduce.wire.control import PROTOCOL_VERSION, Challenge, ControlMessage, Greeting, Hello, Proof, other_version
 from omnireduce.wire.words import SHOWN, listed

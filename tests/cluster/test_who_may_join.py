@@ -31,8 +31,9 @@ from raw_peer import RawPeer, framed
 from transports import KINDS
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
+from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.protocol.handshake import Candidate
-from omnireduce.secret import SECRET_VARIABLE, Secret
+from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.wire.control import (
     PROTOCOL_VERSION,

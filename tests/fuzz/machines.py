@@ -13,7 +13,7 @@ import numpy as np
 from harness import Guarded
 
 from omnireduce.descriptor import PACKET_BYTES, decode_descriptor
-from omnireduce.dtypes import element_type
+from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import OmniReduceError, ProtocolError, UsageError
 from omnireduce.layout import Layout
 from omnireduce.protocol.aggregator import AggregatorMachine
@@ -161,16 +161,22 @@ def packets(data: bytes) -> str:
     numbers = np.array(sorted(said), np.int64)
     rows = np.zeros((len(said), PACKET_BYTES), np.uint8)
     rows[:, -COUNT_BYTES:].view(np.uint64)[:, 0] = [said[number] for number in sorted(said)]
-    layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, 2), np.int32)
-    operand = Packets(0, packed(np.ones((3, 2), np.int32)), range(2), MOST_PACKETS, like, layout, Pool().take)
+    some, none = (_unpacked(said, numbers, rows, width) for width in (2, 0))
+    return some if some != "ProtocolError" else f"{some}, {none} of no bytes"
+
+
+def _unpacked(said: dict[int, int], numbers: Array, rows: Array, width: int) -> str:
+    """What becomes of the packets, where each item has `width` numbers of 4 bytes."""
+    layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, width), np.int32)
+    operand = Packets(0, packed(np.ones((3, width), np.int32)), range(2), MOST_PACKETS, like, layout, Pool().take)
     operand.put(rows, numbers, np.zeros(len(said), np.bool_), False)
     try:
         operand.finish()
     except ProtocolError as error:
-        assert not packets_are_proper(said, MOST_PACKETS)
+        assert not packets_are_proper(said, MOST_PACKETS, 4 * width)
         return kind_of(error)
-    assert packets_are_proper(said, MOST_PACKETS)
-    assert [each.nbytes // 8 == len(each) for each in operand.parts] == [True, True]
+    assert packets_are_proper(said, MOST_PACKETS, 4 * width)
+    assert all(part.shape[1:] == (width,) and len(part) in said.values() for part in operand.parts)
     return "parts"
 
 

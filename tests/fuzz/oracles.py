@@ -66,14 +66,17 @@ def descriptor_is_proper(found: Descriptor) -> bool:
     )
 
 
-def packets_are_proper(said: dict[int, int], most: int) -> bool:
+def packets_are_proper(said: dict[int, int], most: int, item_bytes: int) -> bool:
     """Whether these packets, with the number of items that each says if it is the last one, are a part of each of two
-    ranks: items of 8 bytes, and 8 bytes more, in packets of 1024."""
+    ranks: items of so many bytes, and 8 bytes more, in packets of 1024. Of items of no bytes, made of numbers of 4, an
+    array can have fewer than 2**61."""
     for rank in (0, 1):
         mine = [number for number in range(rank * most, (rank + 1) * most) if number in said]
         if not mine or mine != list(range(rank * most, rank * most + len(mine))):
             return False
-        nbytes = said[mine[-1]] * 8 + 8
+        nbytes = said[mine[-1]] * item_bytes + 8
+        if said[mine[-1]] >= 2**61:
+            return False
         if not 1024 * (len(mine) - 1) < nbytes <= 1024 * len(mine):
             return False
     return True

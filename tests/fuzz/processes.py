@@ -17,8 +17,8 @@ from local_cluster import WAIT_S, Daemon, Ranks, configured, resident_bytes
 from raw_peer import RawPeer
 
 from omnireduce import Communicator, Config, OmniReduceError
+from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ProtocolError
-from omnireduce.secret import SECRET_VARIABLE
 from omnireduce.transport.stream import FRAME
 from omnireduce.wire.control import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control
 

@@ -158,6 +158,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "valid-large": encode([[0, 3], *([number, 7 * 128 - 1] for number in range(8, 15))]),
         "gap": encode([[0, 0], [8, 200], [10, 200]]),
         "many-items": encode([[0, 0], [8, 2**61]]),
+        "as-many-as-there-can-be": encode([[0, 0], [8, 2**61 - 1]]),
     },
     "upward": {"valid-whole": WHOLE, "valid-part": IN_TWO[0], "valid-empty": block_message([], 38, extra=FIRST)},
     "downward": RESULTS,

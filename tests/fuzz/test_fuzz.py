@@ -54,8 +54,9 @@ EXPECTED = {
     "packets": {
         "valid-small": "parts",
         "valid-large": "parts",
-        "gap": "ProtocolError",
-        "many-items": "ProtocolError",
+        "gap": "ProtocolError, ProtocolError of no bytes",
+        "many-items": "ProtocolError, ProtocolError of no bytes",
+        "as-many-as-there-can-be": "ProtocolError, parts of no bytes",
     },
     "upward": {"valid-whole": "merged", "valid-part": "goes on", "valid-empty": "merged"},
     "downward": {

@@ -321,7 +321,6 @@ def test_a_handle_can_be_awaited(config: Config) -> None:
         group = [np.ones(3), np.ones(3, np.int8)]
         assert await comm.allreduce_async(group) is group
         assert group[0].tolist() == group[1].tolist() == [2, 2, 2]
-        assert asyncio.get_running_loop()._default_executor is None  # type: ignore[attr-defined]  # no thread waits
         return [int((await handle)[0]) for handle in handles] + [int(each[0]) for each in found]
 
     def run(comm: Communicator) -> list[int]:
@@ -336,6 +335,26 @@ def test_a_handle_can_be_awaited(config: Config) -> None:
         return found
 
     assert run_job(config, 2, run) == [[0, 2, 4, 0, 2, 4]] * 2
+
+
+def test_no_thread_waits_for_what_is_awaited(daemon: Daemon) -> None:
+    """More collectives than the event loop has threads, which stay free for others."""
+    go = threading.Event()
+
+    async def wait_for_all(comm: Communicator, count: int) -> list[Any]:
+        tasks = [asyncio.ensure_future(comm.allreduce_async(np.ones(3))) for _ in range(count)]
+        for _ in range(2):  # during the first all have begun to wait
+            assert await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, int), WAIT_S) == 0
+        go.set()
+        return await asyncio.gather(*tasks)
+
+    def run(comm: Communicator) -> list[float]:
+        if comm.rank == 1:
+            assert go.wait(WAIT_S)
+            return [float(comm.allreduce(np.ones(3))[0]) for _ in range(100)]
+        return [float(each[0]) for each in asyncio.run(wait_for_all(comm, 100))]
+
+    assert run_job(configured(daemon.addresses), 2, run) == [[2.0] * 100] * 2
 
 
 def test_a_coroutine_that_is_cancelled_leaves_its_collective_alone(daemon: Daemon) -> None:

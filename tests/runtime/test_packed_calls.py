@@ -7,6 +7,7 @@ import datetime
 import decimal
 import itertools
 import os
+import zoneinfo
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +30,9 @@ PLAIN_DATA: list[Any] = [
     None, True, 3, -(2**63) + 1, 2**63, 2**200, -(2**200), 1.5, 1j, "text", b"bytes", bytearray(b"more"), (1, (2, 3)),
     (), [1, [2]], {"a": {1: None}}, {(1, "x"): 2, None: 3, 1.5: 4}, {1, 2}, frozenset([3, (4,)]),
     datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC), datetime.datetime(2026, 1, 2),
-    datetime.time(1, 2, 3, 4), datetime.timedelta(3, 4, 5), datetime.timedelta(-3, 4), decimal.Decimal("1.50"),
+    datetime.time(1, 2, 3, 4), datetime.datetime(2026, 10, 25, 2, 30, fold=1), datetime.timedelta(3, 4, 5),
+    datetime.time(1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3))), {n: n for n in range(5000)},
+    datetime.timedelta(-3, 4), decimal.Decimal("1.50"),
 ]  # fmt: skip
 ARRAYS: list[Any] = [
     np.arange(6).reshape(2, 3), np.zeros((0, 4)), np.array(3), np.ones(2, ml_dtypes.bfloat16), np.array(["ab", "c"]),
@@ -155,12 +158,27 @@ def test_anything_plain_reads_back(x: Any) -> None:
         (ValueError("x"), "ValueError is no plain data"),
         (np.zeros(3, "V0"), "is no plain data"),
         (nested(DEEPEST + 1), "plain data is nested at most 64 deep"),
+        (datetime.datetime(2026, 7, 1, tzinfo=zoneinfo.ZoneInfo("UTC")), r"a datetime with tzinfo zoneinfo.ZoneInfo"),
+        (datetime.time(1, tzinfo=zoneinfo.ZoneInfo("UTC")), r"a time with tzinfo zoneinfo.ZoneInfo"),
+        (datetime.datetime.now(datetime.timezone(datetime.timedelta(hours=1), "mine")), "with tzinfo"),
+        (datetime.datetime.now(datetime.timezone(datetime.timedelta(microseconds=1))), "with tzinfo"),
+        (np.str_("a\0"), "the str_ .* is no plain data"),
+        (type("Mine", (np.float64,), {})(1.0), "the Mine .* is no plain data"),
     ],
 )
 def test_what_is_no_plain_data_is_refused_by_its_sender(x: object, what: str) -> None:
     with pytest.raises(UsageError, match=what) as caught:
         to_bytes(x, trust=False)
     assert "trust=True" in str(caught.value)
+
+
+UNREADABLE: list[object] = [{2**k for k in range(4000)}, 1 << 20_000, np.zeros((0, 2**62), "i1"), set(range(70_000))]
+
+
+@pytest.mark.parametrize("x", UNREADABLE, ids=lambda x: type(x).__name__)
+def test_what_the_others_would_not_read_is_refused_by_its_sender(x: object) -> None:
+    with pytest.raises(UsageError, match=r"cannot be sent: (\d+ keys of one hash|Expected|more than 65536 keys)"):
+        to_bytes(x, trust=False)
 
 
 def test_what_cannot_be_sent_at_all() -> None:
@@ -183,17 +201,22 @@ NUMBER = {kind: number for number, kind in enumerate(FORMS)}
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (np.ndarray, []), (np.ndarray, 1), (np.ndarray, ["O", [1], bytes(8)]), (np.ndarray, ["f8", [2], bytes(8)]),
-        (np.ndarray, ["f8", [-1, -1], bytes(8)]), (np.ndarray, ["no type", [1], bytes(8)]),
-        (np.ndarray, ["V0", [2**40], b""]), (np.ndarray, ["f8", [2**62, 4], bytes(8)]),
-        (np.ndarray, ["f8", ["a"], bytes(8)]), (np.ndarray, ["f8", [1], 8]), (np.ndarray, ["O,f4", [1], bytes(12)]),
-        (np.ndarray, ["f8", 1, bytes(8)]), (np.generic, ["f8", [3], bytes(8)]), (dict, [1, 2, 3]), (dict, [[1], 2]),
+        (np.ndarray, []), (np.ndarray, 1), (np.ndarray, ["|O", [1], bytes(8)]), (np.ndarray, ["<f8", [2], bytes(8)]),
+        (np.ndarray, ["<f8", [-1, -1], bytes(8)]), (np.ndarray, ["no type", [1], bytes(8)]),
+        (np.ndarray, ["|V0", [2**40], b""]), (np.ndarray, ["<f8", [2**62, 4], bytes(8)]),
+        (np.ndarray, ["<f8", ["a"], bytes(8)]), (np.ndarray, ["<f8", [1], 8]), (np.ndarray, ["O,f4", [1], bytes(12)]),
+        (np.ndarray, ["<f8", 1, bytes(8)]), (np.generic, ["<f8", [3], bytes(8)]), (dict, [1, 2, 3]), (dict, [[1], 2]),
         (set, [[1]]), (int, "x"), (int, 2**40), (tuple, 3), (complex, ["1e5", 2]), (decimal.Decimal, "x"),
         (bytearray, 2**40), (bytearray, [1]), (set, "ab"), (tuple, {1: 2}), (list, [[1]]), (dict, [1, {}]),
         (set, [1] * 65), (dict, [1, 2] * 65), (set, [Ext(0, encode(hex(n * (2**61 - 1)))) for n in range(65)]),
-        (bytes, "x"), (decimal.Decimal, [0, [1], 2]), (np.ndarray, ["f8", [0] * 65, b""]),
+        (bytes, "x"), (decimal.Decimal, [0, [1], 2]), (np.ndarray, ["<f8", [0] * 65, b""]),
         (np.ndarray, ["(2,)f4", [1], bytes(8)]),
-        (np.ndarray, ["f4,f4", [1], bytes(8)]), (np.ndarray, ["f8", [True], bytes(8)]),
+        (np.ndarray, ["f4,f4", [1], bytes(8)]), (np.ndarray, ["<f8", [True], bytes(8)]),
+        (np.generic, ["<M8[0s]", [], bytes(8)]), (np.ndarray, ["<m8[0s]", [1], bytes(8)]),
+        (np.ndarray, ["a5", [0], b""]),
+        (np.generic, ["<f8", [1], bytes(8)]), (int, "0x" + "1" * 5000), (decimal.Decimal, "1" * 5000),
+        (datetime.datetime, ["2026-01-01T00:00:00." + "1" * 99, 0]), (datetime.time, ["10:00", 2]),
+        (datetime.time, "10:00"),
         (datetime.date, "2026"), (datetime.timedelta, [2**60, 0, 0]),
     ],
 )  # fmt: skip
@@ -204,7 +227,7 @@ def test_what_a_liar_says_is_refused(kind: type[Any], said: Any) -> None:
 
 def test_a_part_that_is_too_large(daemon: Daemon) -> None:
     """To the byte, and what it says can be done about."""
-    most = packet_count(2000) * 1024 - 8
+    most = 2000
 
     def run(comm: Communicator) -> None:
         assert comm.allgather_ragged(np.ones(most, np.int8))[0].size == most
@@ -212,7 +235,7 @@ def test_a_part_that_is_too_large(daemon: Daemon) -> None:
             lambda: comm.allgather_ragged(np.ones(most + 1, np.int8)),
             lambda: comm.allgather_object("x" * most),
         ):
-            with pytest.raises(UsageError, match=r"bytes to send; expected at most \d+.*raise protocol.max_part_bytes"):
+            with pytest.raises(UsageError, match=r"bytes to send; expected at most protocol.max_part_bytes, 2000"):
                 call()
 
     run_job(configured(daemon.addresses, "protocol.max_part_bytes=2000"), 1, run)

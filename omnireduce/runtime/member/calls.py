@@ -53,7 +53,7 @@ class Call(Generic[T]):
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
-    """What returns `make()`, which is called once, whatever threads ask for it."""
+    """What returns the first result of `make`, whatever threads ask for it."""
     lock, found = threading.RLock(), list[T]()  # of many entries: a signal handler may come on top
 
     def get() -> T:
@@ -73,7 +73,7 @@ class WithPool(Protocol):
 
 class Place(NamedTuple):
     """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
-    elements; tensors of up to `whole_bytes` go to one shard; parts that travel in packets have up to `part_packets`;
+    elements; tensors of up to `whole_bytes` go to one shard; parts that travel in packets have up to `part_bytes`;
     `with_pool` lends memory for results."""
 
     rank: int
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     block_size: int
     stripe_blocks: int
     whole_bytes: int
-    part_packets: int
+    part_bytes: int
     with_pool: WithPool
 
     def layout(self, descriptor: Descriptor) -> Layout:
@@ -200,7 +200,7 @@ def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: 
     target = np.empty(shape, out.dtype)
 
     def put_back() -> None:
-        out[...] = target[place.rank]
+        flat[:] = target[place.rank].reshape(-1)
 
     reads = () if source is None else (source,)
     call = _movement(place, called, source, target.reshape(-1).view(BYTES), lambda: out, reads=reads)

@@ -24,8 +24,8 @@ G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 S = TypeVar("S", bound=np.generic)
 
 
-class Membership(NamedTuple):
-    """Of one rank in one generation of a job: what its calls need to know, and what drives them. They are replaced
+class Member(NamedTuple):
+    """A rank in one generation of a job: what its calls need to know, and what drives them. They are replaced
     together, so that no call is made for one generation and started in another."""
 
     place: Place
@@ -35,7 +35,7 @@ class Membership(NamedTuple):
 class Collectives:
     """On NumPy arrays; every rank must call the same ones in the same order."""
 
-    _membership: Membership
+    _member: Member
 
     @overload
     def allreduce(self, x: G, *, op: Op = ..., name: str = ...) -> G: ...
@@ -95,11 +95,11 @@ class Collectives:
     ) -> Handle[Any]:
         """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started.
 
-        The arrays belong to the collective until the handle was waited for. Raises what `allreduce` raises, except that
+        The arrays belong to the collective until the handle is done. Raises what `allreduce` raises, except that
         a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
         """
         if isinstance(x, GROUPS):
-            return self._in_background(self._start_group(x, out, op, name, block_size))
+            return self._in_background(lambda: self._start_group(x, out, op, name, block_size))
         return self._start_async(calls.reduction, "allreduce", x, out, op, name, block_size)
 
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
@@ -191,7 +191,8 @@ class Collectives:
     def broadcast_object(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
         """Return the root's `x` on all ranks: there itself, elsewhere one that is equal. The others' `x` is ignored.
 
-        `x` is plain data: None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates, arrays. With `trust`, on
+        `x` is plain data: None, bool, numbers of up to some 4,000 digits, str, bytes, tuples, lists, dicts, sets,
+        dates (whose tzinfo is None or a plain offset), arrays; of keys that are neither str nor bytes 65,536 in all. With `trust`, on
         all ranks, it is anything that can be pickled; then each rank and each aggregator of the job can run code in
         this process. It takes up to `protocol.max_part_bytes` (1 GiB) and is nested up to 64 deep. Raises UsageError
         for other objects, and on all ranks for bytes of a peer that are none; otherwise what `allreduce` raises.
@@ -262,29 +263,32 @@ class Collectives:
         self, tables: Sequence[Table], *, op: Op = "sum", name: str = ""
     ) -> Handle[list[Rows[Any]]]:
         """Start an `allreduce_tables`; see `allreduce_async`."""
-        return self._in_background(self._start_tables(tables, op, name))
+        return self._in_background(lambda: self._start_tables(tables, op, name))
 
     def _start(self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        place, engine = self._membership
+        place, engine = self._member
         [handle] = engine.submit(make(place, *args, **kwargs))
         return handle
 
     def _start_async(
         self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]:
-        return self._in_background(self._start(make, *args, **kwargs))
+        return self._in_background(lambda: self._start(make, *args, **kwargs))
 
     def _start_group(self, x: T, out: object, op: Op, name: str, block_size: object) -> Handle[T]:
         if out is not None or block_size is not None:
             raise UsageError("out and block_size go with one array; a group is combined in place, in blocks of its own")
-        place, engine = self._membership
+        place, engine = self._member
         return Together(engine.submit(*groups.arrays(place, x, op, name)), lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: Op, name: str) -> Handle[list[Rows[Any]]]:
-        place, engine = self._membership
+        place, engine = self._member
         batch = groups.tables(place, tables, op, name)
         return Together(engine.submit(*batch.calls), batch.result)
 
-    def _in_background(self, handle: Handle[T]) -> Handle[T]:
-        self._membership.engine.drive_in_background()
+    def _in_background(self, start: Callable[[], Handle[T]]) -> Handle[T]:
+        engine = self._member.engine
+        engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
+        handle = start()
+        engine.drive_in_background()
         return handle

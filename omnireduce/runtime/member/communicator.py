@@ -21,15 +21,16 @@ from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.packets import packet_count
+from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
-from omnireduce.runtime.member.collectives import Collectives, Membership
+from omnireduce.runtime.member.collectives import Collectives, Member
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.launcher import job_name, launch_id, whole
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
+from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello
 
 MOST_RANKS = (1 << 31) - 1
@@ -148,7 +149,7 @@ class Communicator(Collectives):
 
     @property
     def _engine(self) -> Engine:
-        return self._membership.engine
+        return self._member.engine
 
     @property
     def newcomers(self) -> int:
@@ -163,21 +164,24 @@ class Communicator(Collectives):
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
     def _enter(self, arrival: Arrival) -> None:
-        self._links, self._machine, engine = assemble(self.config, self._job, arrival)
+        self._links, self._machine, self._member = self._made_of(arrival)
         joined = arrival.joined
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self._seat = joined.seat
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
-        protocol = self.config.protocol
-        place = Place(
-            rank=self.rank, size=self.size, shards=self.shards, owner=threading.current_thread(),
-            block_size=protocol.block_size, stripe_blocks=protocol.stripe_blocks, whole_bytes=joined.whole_bytes,
-            part_packets=packet_count(protocol.max_part_bytes), with_pool=_lending(engine, self._pool),
-        )  # fmt: skip
-        self._membership = Membership(place, engine)
         _open_communicators.add(self)
         _process.watch()
+
+    def _made_of(self, arrival: Arrival) -> tuple[list[Link], WorkerMachine, Member]:
+        links, machine, engine = assemble(self.config, self._job, arrival)
+        joined, protocol = arrival.joined, self.config.protocol
+        place = Place(
+            rank=joined.rank, size=joined.size, shards=len(links), owner=threading.current_thread(),
+            block_size=protocol.block_size, stripe_blocks=protocol.stripe_blocks, whole_bytes=joined.whole_bytes,
+            part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, self._pool),
+        )  # fmt: skip
+        return links, machine, Member(place, engine)
 
     def __repr__(self) -> str:
         shards = "1 aggregator" if self.shards == 1 else f"{self.shards} aggregators"

@@ -178,6 +178,8 @@ class Engine(Interruptible):
             return
         self._closed = True
         self._machine.ended, self._left = End(Cause("this process", FORKED)), False
+        for handle in self._handles.values():
+            handle.abandon()
         self._fail_all()
         for link in self._links:
             link.abandon()
@@ -190,7 +192,11 @@ class Engine(Interruptible):
         with self._lock:
             if self._background is None and self._machine.ended is None:
                 self._background = threading.Thread(target=self._run_background, name="omnireduce", daemon=True)
-                self._background.start()
+                try:
+                    self._background.start()
+                except RuntimeError:  # no room for a thread; later there may be
+                    self._background = None
+                    raise
             self._changed.notify_all()
 
     @entering
@@ -300,6 +306,7 @@ class Engine(Interruptible):
         for handle in self._handles.values():
             if not handle.finished:
                 handle.finish(failed=True)
+            handle.tell()  # again, if an interrupt has kept it from those who wait
         self._handles.clear()
 
     @entering

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnireduce.descriptor import BOOL_OPS
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view
 from omnireduce.runtime.member.calls import Call, Place, Rows, reduction, rows
+from omnireduce.wire.blocks import MAX_BLOCKS
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
@@ -63,6 +64,9 @@ def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
     for at, table in enumerate(given):
         _check_table(table, f"tables[{at}]")
     together = _together(enumerate(given), lambda each: _format(each[1]))
+    most = max((sum(int(table[2]) for _, table in few) for few in together), default=0)
+    if most >= MAX_BLOCKS:
+        raise UsageError(f"tables of one dtype and row length have {most} rows in all; expected fewer than 2**48")
     group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
     calls = [rows(place, *_stacked([table for _, table in few]), op, name, group) for few in together or [[]]]
 
@@ -80,7 +84,8 @@ def _check_table(table: object, what: str) -> None:
     if not isinstance(table, list | tuple) or len(table) != 3:
         raise UsageError(f"{what} is a {type(table).__name__}; expected (indices, values, n_rows)")
     try:
-        check_rows(table[0], check_array(table[1], "values"), table[2])
+        element_type(check_array(table[1], "values").dtype)
+        check_rows(table[0], table[1], table[2])
     except UsageError as error:
         raise UsageError(f"{what}: {error}") from None
 

@@ -18,6 +18,10 @@ from omnireduce.runtime.member.calls import Call
 T = TypeVar("T")
 
 
+def _nothing() -> None:
+    """There is nothing left to do."""
+
+
 class Waiter(Protocol):
     """What a handle needs of the engine."""
 
@@ -26,7 +30,7 @@ class Waiter(Protocol):
 
 
 class Handle(Generic[T], ABC):
-    """Collectives under way. `wait` returns their result; the arrays belong to the collectives until then."""
+    """Collectives under way. `wait` returns their result; the arrays belong to the collectives until they are done."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -45,41 +49,37 @@ class Handle(Generic[T], ABC):
         """`await handle` in a coroutine: as `wait`, while the event loop goes on. Where the coroutine is cancelled the
         collective goes on."""
         loop = asyncio.get_running_loop()
-        over = asyncio.Event()
+        for part in self._parts:
+            yield from part.over(loop).__await__()
+        # what is left, to read an object or to copy a part, may take long; nothing is waited for
+        return (yield from loop.run_in_executor(None, self.wait).__await__())
 
-        def tell() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(over.set)
-
-        self.when_done(tell)
-        yield from over.wait().__await__()
-        return self.wait()
-
+    @property
     @abstractmethod
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Have it called, once or more often, in any thread, as soon as this is done. It must not raise nor block."""
+    def _parts(self) -> Sequence[Started[Any]]:
+        """The collectives that this is made of."""
 
 
 class Together(Handle[T]):
     """Several collectives as one; `result` makes one of their results."""
 
-    def __init__(self, handles: Sequence[Handle[Any]], result: Callable[[list[Any]], T]) -> None:
+    def __init__(self, handles: Sequence[Started[Any]], result: Callable[[list[Any]], T]) -> None:
         self._handles, self._result = handles, result
+        self._made: list[T] = []
 
     def done(self) -> bool:
         return all(handle.done() for handle in self._handles)
 
-    def when_done(self, call: Callable[[], None]) -> None:
-        def ask() -> None:
-            if self.done():
-                call()
-
-        for handle in self._handles:
-            handle.when_done(ask)
+    @property
+    def _parts(self) -> Sequence[Started[Any]]:
+        return self._handles
 
     def wait(self, timeout_s: float | None = None) -> T:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        return self._result([handle.wait(None if end is None else end - time.monotonic()) for handle in self._handles])
+        found = [handle.wait(None if end is None else end - time.monotonic()) for handle in self._handles]
+        if not self._made:
+            self._made.append(self._result(found))
+        return self._made[0]
 
 
 class Started(Handle[T]):
@@ -88,7 +88,7 @@ class Started(Handle[T]):
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
         self._engine, self._result, self._name = engine, call.result, call.descriptor.name
         self._put_back = call.put_back
-        self._when_done: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], None]] = []  # coroutines, which must be told
         self._reads, self._writes = call.reads, call.writes
         self._thread = threading.current_thread()
         self._failed = False
@@ -97,10 +97,33 @@ class Started(Handle[T]):
     def done(self) -> bool:
         return self.finished
 
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._when_done.append(call)
-        if self.finished:  # perhaps just now, by another thread, which may have seen the list without it
-            call()
+    @property
+    def _parts(self) -> Sequence[Started[Any]]:
+        return (self,)
+
+    async def over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Return when the collective is over."""
+        is_over = asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(is_over.set)
+
+        self._waiting.append(tell)
+        try:
+            while not self.finished:  # perhaps just now, by another thread, which may not have seen `tell`
+                await is_over.wait()
+        finally:
+            self._waiting.remove(tell)
+
+    def tell(self) -> None:
+        """For the engine: wake the coroutines that wait, once the collective is over."""
+        for tell in tuple(self._waiting):
+            tell()
+
+    def abandon(self) -> None:
+        """For the engine: in a forked child, nobody waits."""
+        self._waiting.clear()
 
     def wait(self, timeout_s: float | None = None) -> T:
         self._engine.wait(self, timeout_s)
@@ -113,10 +136,9 @@ class Started(Handle[T]):
         if not failed:
             self._put_back()
         self._reads = self._writes = ()
-        self._failed = failed
+        self._put_back, self._failed = _nothing, failed
         self.finished = True
-        for call in self._when_done:
-            call()
+        self.tell()
 
     def refuse(self, new: Started[Any]) -> None:
         """Raise UsageError if `new` may not be under way together with this one."""

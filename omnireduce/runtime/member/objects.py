@@ -1,9 +1,9 @@
 """Python objects as bytes, and back.
 
-Objects of peers are read as plain data: msgpack, where no part refers to another one, so that what is read is about as
-large as its bytes. What msgpack itself has is used for single values only. Lists, dicts, dates, arrays and the like are
-extensions, each of which is read as the one type that it is made of. A pickle could say them, but may make its reader
-call anything. So it is read only by callers that trust all who take part.
+Objects of peers are read as plain data: msgpack, where no part refers to another one, so that what is read takes less
+than a hundred times its bytes. What msgpack itself has is used for single values only. Lists, dicts, dates, arrays and
+the like are extensions, each of which is read as the one type that it is made of. A pickle could say them, but may make
+its reader call anything. So it is read only by callers that trust all who take part.
 """
 
 from __future__ import annotations
@@ -26,28 +26,37 @@ from omnireduce.wire.words import SHOWN, shown
 SAID = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
 ADVICE = "pass trust=True on every rank if all that take part may run code in this process"
 DEEPEST = 64
-MOST_OF_ONE_HASH = 64  # keys of a table, which takes time that grows with the square of their number
+MOST_OF_ONE_HASH = 64  # keys of a table: the time that they take grows with the square of their number
+MOST_KEYS = 1 << 16  # of all tables, that are no texts: their hashes can be chosen so that each takes long
 LONGEST_INT = 63  # bits, beside the sign
 AS_THEY_ARE = (bool, float, str)
 Leaf = None | bool | int | float | str | Ext
 ITEMS = list[Leaf]
+_Number = Annotated[str, Meta(max_length=4096)]  # to compare two takes time that grows with the square of their length
+_Date = Annotated[str, Meta(max_length=64)]
+_Fold = Annotated[int, Meta(ge=0, le=1)]
+_DTYPE = r"^([<>|][biufcSUVMm][0-9]+(\[[0-9a-zA-Z]+\])?|(b?complex|b?float|u?int)[0-9][0-9a-z_]*)\Z"
 _Array = tuple[
-    Annotated[str, Meta(max_length=40)],  # the dtype
+    Annotated[str, Meta(max_length=40, pattern=_DTYPE)],
     Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_ELEMENTS)]], Meta(max_length=64)],  # the shape
     bytes,
 ]
 
 
 class _Form(NamedTuple):
-    """How objects of one type travel: what is `said` of one, as what that is `read`, and how it is `made` again."""
+    """How objects of one type travel: what is `said` of one, as what that is `read`, and how it is `made` again.
+
+    `keys` of what a table is made of.
+    """
 
     said: Callable[[Any], object]
     read: Any
     made: Callable[[Any], object]
+    keys: Callable[[list[Any]], Sequence[Any]] = lambda items: ()
 
 
-def _container(made: Callable[[list[Any]], object], items: Callable[[Any], Iterable[Any]] = iter) -> _Form:
-    return _Form(items, ITEMS, made)
+def _set(made: Callable[[list[Any]], object]) -> _Form:
+    return _Form(iter, ITEMS, made, lambda items: items)
 
 
 def _pairs(x: dict[Any, Any]) -> Iterable[object]:
@@ -55,55 +64,78 @@ def _pairs(x: dict[Any, Any]) -> Iterable[object]:
 
 
 def _paired(x: list[Any]) -> dict[Any, Any]:
-    return dict(zip(_spread(x[::2]), x[1::2], strict=True))
-
-
-def _spread(keys: Sequence[Any]) -> Sequence[Any]:
-    """`keys` themselves. Raises ValueError when a table of them would take too long."""
-    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-    alike = np.unique(hashes, return_counts=True)[1].max(initial=0)
-    if alike > MOST_OF_ONE_HASH:
-        raise ValueError(f"{alike} keys of one hash; expected at most {MOST_OF_ONE_HASH}")
-    return keys
+    return dict(zip(x[::2], x[1::2], strict=True))
 
 
 def _array_said(x: Any) -> list[object]:
     array = np.asarray(x)
     if array.dtype.hasobject or array.dtype.names or array.dtype.itemsize == 0:
         raise UsageError(f"an array of {array.dtype} is no plain data; {ADVICE}")
-    text = array.dtype.str
-    text = text if np.dtype(text) == array.dtype else array.dtype.name  # of bfloat16, "<V2" is not all
-    return [text, array.shape, array.tobytes()]
+    return [_dtype_said(array.dtype), array.shape, array.tobytes()]
+
+
+def _dtype_said(dtype: np.dtype[Any]) -> str:
+    try:
+        return dtype.str if np.dtype(dtype.str) == dtype else dtype.name  # of bfloat16, "<V2" is not all
+    except TypeError:
+        return dtype.name
+
+
+def _scalar_said(x: Any) -> list[object]:
+    if type(x) is not x.dtype.type or (x.dtype.kind in "SU" and np.asarray(x)[()] != x):
+        raise UsageError(f"the {type(x).__name__} {x!r} is no plain data; {ADVICE}")  # subclasses; a NUL at the end
+    return _array_said(x)
+
+
+def _scalar_made(x: tuple[str, list[int], bytes]) -> object:
+    if x[1]:
+        raise ValueError(f"a scalar of shape {x[1]}")
+    return _array_made(x)[()]
+
+
+def _time_said(x: Any) -> list[object]:
+    zone = x.tzinfo
+    offset = None if type(zone) is not datetime.timezone else zone.utcoffset(None)
+    is_plain = zone is None or (
+        offset is not None and not offset.microseconds and repr(zone) == repr(datetime.timezone(offset))
+    )
+    if not is_plain:
+        raise UsageError(f"a {type(x).__name__} with tzinfo {zone!r} is no plain data, its offset is; {ADVICE}")
+    return [x.isoformat(), x.fold]
 
 
 def _array_made(x: tuple[str, list[int], bytes]) -> Any:
     text, shape, data = x
     dtype = np.dtype(text)
-    is_plain = not (dtype.hasobject or dtype.names or dtype.subdtype) and dtype.itemsize > 0
+    is_plain = dtype.itemsize > 0 and (dtype.kind not in "Mm" or np.datetime_data(dtype)[1] > 0)
     if not is_plain or math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for an array of {dtype} {shape}")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 FORMS: dict[type[Any], _Form] = {  # the number of a form is its place: new ones come last
-    int: _Form(hex, str, lambda x: int(x, 16)),
+    int: _Form(hex, _Number, lambda x: int(x, 16)),
     bytes: _Form(bytes, bytes, bytes),
-    list: _container(list),
-    tuple: _container(tuple),
-    set: _container(lambda x: set(_spread(x))),
-    frozenset: _container(lambda x: frozenset(_spread(x))),
-    dict: _container(_paired, _pairs),
+    list: _Form(iter, ITEMS, list),
+    tuple: _Form(iter, ITEMS, tuple),
+    set: _set(set),
+    frozenset: _set(frozenset),
+    dict: _Form(_pairs, ITEMS, _paired, lambda items: items[::2]),
     bytearray: _Form(bytes, bytes, bytearray),
     complex: _Form(lambda x: [x.real, x.imag], tuple[float, float], lambda x: complex(*x)),
-    decimal.Decimal: _Form(str, str, decimal.Decimal),
-    datetime.date: _Form(str, str, datetime.date.fromisoformat),
-    datetime.time: _Form(str, str, datetime.time.fromisoformat),
-    datetime.datetime: _Form(str, str, datetime.datetime.fromisoformat),
+    decimal.Decimal: _Form(str, _Number, decimal.Decimal),
+    datetime.date: _Form(str, _Date, datetime.date.fromisoformat),
+    datetime.time: _Form(
+        _time_said, tuple[_Date, _Fold], lambda x: datetime.time.fromisoformat(x[0]).replace(fold=x[1])
+    ),
+    datetime.datetime: _Form(
+        _time_said, tuple[_Date, _Fold], lambda x: datetime.datetime.fromisoformat(x[0]).replace(fold=x[1])
+    ),
     datetime.timedelta: _Form(
         lambda x: [x.days, x.seconds, x.microseconds], tuple[int, int, int], lambda x: datetime.timedelta(*x)
     ),
     np.ndarray: _Form(_array_said, _Array, _array_made),
-    np.generic: _Form(_array_said, _Array, lambda x: _array_made(x)[()]),
+    np.generic: _Form(_scalar_said, _Array, _scalar_made),
 }
 _NUMBER = {each: number for number, each in enumerate(FORMS)}
 _READERS = [(Decoder(form.read), form) for form in FORMS.values()]
@@ -113,7 +145,11 @@ _WHOLE = Decoder(Leaf)
 def to_bytes(x: object, trust: bool) -> bytes:
     """Raises UsageError for what cannot be sent, and for what the others would not read."""
     try:
-        return pickle.dumps(x, pickle.HIGHEST_PROTOCOL) if trust else encode(_lowered(x))
+        if trust:
+            return pickle.dumps(x, pickle.HIGHEST_PROTOCOL)
+        data = encode(_lowered(x))
+        _Reader().read(data)  # what this rank cannot read, the others cannot
+        return data
     except UsageError:
         raise
     except Exception as error:  # any: an object says itself how it is pickled
@@ -123,9 +159,10 @@ def to_bytes(x: object, trust: bool) -> bytes:
 def from_bytes(data: bytes, trust: bool, sender: str) -> object:
     """Raises UsageError for bytes that are no object."""
     try:
-        return pickle.loads(data) if trust else _raised(_WHOLE.decode(data))
+        return pickle.loads(data) if trust else _Reader().read(data)
     except Exception as error:  # any: constructors raise what they like, pickles even more
-        raise UsageError(f"the object of {sender} cannot be read: {shown(str(error)[:SHOWN])}") from error
+        what = f"the object of {sender} cannot be read: {shown(str(error)[:SHOWN])}"
+        raise UsageError(what) from (error if trust else None)  # it may hold all that the peer said
 
 
 def _lowered(x: Any, depth: int = 0) -> object:
@@ -146,20 +183,41 @@ def _lowered(x: Any, depth: int = 0) -> object:
     return Ext(_NUMBER[kind], encode(said))
 
 
-def _raised(x: Leaf, depth: int = 0) -> object:
-    """The object that `_lowered` has made `x` of."""
-    if not isinstance(x, Ext):
-        return x
-    if not 0 <= x.code < len(_READERS):
-        raise ValueError(
-            f"an extension {x.code}, expected 0 to {len(_READERS) - 1}; install the same omnireduce everywhere"
-        )
-    if depth == DEEPEST:
-        raise ValueError(f"nested more than {DEEPEST} deep")
-    decoder, form = _READERS[x.code]
-    said = decoder.decode(x.data)
-    del x  # its bytes were copied: else there would be one copy for each level
-    if form.read is ITEMS:
-        said.reverse()
-        said = [_raised(said.pop(), depth + 1) for _ in range(len(said))]
-    return form.made(said)
+class _Reader:
+    """Makes one object of what `_lowered` has made of it."""
+
+    def __init__(self) -> None:
+        self._keys_left = MOST_KEYS
+
+    def read(self, data: bytes) -> object:
+        """Raises ValueError, and what the makers of its parts raise."""
+        return self._made(_WHOLE.decode(data), 0)
+
+    def _made(self, x: Leaf, depth: int) -> object:
+        if not isinstance(x, Ext):
+            return x
+        if not 0 <= x.code < len(_READERS):
+            raise ValueError(
+                f"an extension {x.code}, expected 0 to {len(_READERS) - 1}; install the same omnireduce everywhere"
+            )
+        if depth == DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} deep")
+        decoder, form = _READERS[x.code]
+        said = decoder.decode(x.data)
+        del x  # its bytes were copied: else there would be one copy for each level
+        if form.read is ITEMS:
+            said.reverse()
+            said = [self._made(said.pop(), depth + 1) for _ in range(len(said))]
+            self._check(form.keys(said))
+        return form.made(said)
+
+    def _check(self, keys: Sequence[Any]) -> None:
+        """Raise ValueError when a table of these keys could take too long."""
+        self._keys_left -= sum(type(key) not in (str, bytes) for key in keys)  # Python draws what hashes those two
+        if self._keys_left < 0:
+            raise ValueError(f"more than {MOST_KEYS} keys of dicts and sets that are neither str nor bytes")
+        if len(keys) > MOST_OF_ONE_HASH:
+            hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+            alike = np.unique(hashes, return_counts=True)[1].max()
+            if alike > MOST_OF_ONE_HASH:
+                raise ValueError(f"{alike} keys of one hash; expected at most {MOST_OF_ONE_HASH}")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from omnireduce.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed
+from omnireduce.protocol.packets import Packets, packed, packet_count
 from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
 from omnireduce.runtime.member.calls import Call, Place, once
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
@@ -59,19 +59,27 @@ def _describe(
 ) -> Descriptor:
     name = check_name(name, place.owner)
     return describe(
-        kind, name, dtype, shape, "sum", place.block_size, root, item_bytes, place.size, packets=place.part_packets
+        kind,
+        name,
+        dtype,
+        shape,
+        "sum",
+        place.block_size,
+        root,
+        item_bytes,
+        place.size,
+        packets=packet_count(place.part_bytes),
     )
 
 
 def _packets(place: Place, called: Descriptor, own: Array | None, senders: Sequence[int], like: Array) -> Packets:
-    most = place.part_packets
-    if own is not None and own.nbytes > most * PACKET_BYTES - COUNT_BYTES:
+    if own is not None and own.nbytes > place.part_bytes:
         raise UsageError(
-            f"{own.nbytes} bytes to send; expected at most {most * PACKET_BYTES - COUNT_BYTES}: send several parts, or "
-            "raise protocol.max_part_bytes on every rank"
+            f"{own.nbytes} bytes to send; expected at most protocol.max_part_bytes, {place.part_bytes}: send less at "
+            "once, or raise it on every rank"
         )
     rows, layout = NOTHING if own is None else packed(own), place.layout(called)
-    return place.with_pool(lambda pool: Packets(place.rank, rows, senders, most, like, layout, pool.take))
+    return place.with_pool(lambda pool: Packets(place.rank, rows, senders, called.packets, like, layout, pool.take))
 
 
 def _bytes_of(x: object, trust: bool) -> Array:

@@ -19,8 +19,8 @@ class Departures:
         self._connections, self._questions, self._membership, self._clock = connections, questions, membership, clock
         self._members: dict[int, list[Connection]] = {}  # by generation, of jobs whose memory is still there
 
-    def expect(self, generation: int, members: list[Connection]) -> None:
-        """These are in a job, which must be closed when all have gone."""
+    def enter(self, generation: int, members: list[Connection]) -> None:
+        """These are in a job now, which must be closed when all have gone."""
         self._members[generation] = members
 
     def members(self, generation: int) -> Sequence[Connection]:

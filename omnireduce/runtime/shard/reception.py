@@ -126,8 +126,7 @@ class Reception:
         self._departures.leave(connection)
 
     def expire(self, now: float) -> None:
-        """Refuse those who have had the time to say who they are, or whose job has waited for too long."""
-        self.answer(self._membership.expire(now))
+        """Refuse those who have had the time to say who they are."""
         strangers = self._connections.strangers
         for connection in strangers.over(now):
             self.refuse(connection, f"no Hello within {strangers.limit_s:g} s", temporary=True)

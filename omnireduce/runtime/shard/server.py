@@ -206,8 +206,8 @@ class ShardServer:
             return 0.0
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
-        limits = self._connections.strangers, self._connections.leavers, self._questions, self._listening
-        deadlines += [each.deadline for each in limits]
+        others = self._connections.strangers, self._connections.leavers, self._questions, self._listening
+        deadlines += [each.deadline for each in others]
         self._wake_at = min([now + longest_s, *(at for at in deadlines if at is not None)])
         return max(0.0, self._wake_at - now)
 
@@ -245,7 +245,7 @@ class ShardServer:
             return
         self._pages.jobs_started += 1
         self._jobs[job.generation] = job
-        self._departures.expect(job.generation, connections)
+        self._departures.enter(job.generation, connections)
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
             if job.links[rank] is not connection.link:  # it goes on over RDMA, or is traced
@@ -283,8 +283,9 @@ class ShardServer:
             self._connections.update_interest(connection)
 
     def _housekeeping(self, now: float) -> None:
-        self._reception.expire(now)
+        self._reception.answer(self._membership.expire(now))
         self._tell_status()
+        self._reception.expire(now)
         for connection in self._connections.leavers.over(now):
             self._departures.drop(connection)
         self._listening.resume(now)
