@@ -192,10 +192,11 @@ class Collectives:
         """Return the root's `x` on all ranks: there itself, elsewhere one that is equal. The others' `x` is ignored.
 
         `x` is plain data: None, bool, numbers of up to some 4,000 digits, str, bytes, tuples, lists, dicts, sets,
-        dates (whose tzinfo is None or a plain offset), arrays; of keys that are neither str nor bytes 65,536 in all. With `trust`, on
-        all ranks, it is anything that can be pickled; then each rank and each aggregator of the job can run code in
-        this process. It takes up to `protocol.max_part_bytes` (1 GiB) and is nested up to 64 deep. Raises UsageError
-        for other objects, and on all ranks for bytes of a peer that are none; otherwise what `allreduce` raises.
+        dates (whose tzinfo is None or a plain offset), arrays. It is nested up to 64 deep, and has up to 65,536 keys
+        that are neither str nor bytes. With `trust`, on all ranks, it is anything that can be pickled; then each rank
+        and each aggregator of the job can run code in this process. It takes up to `protocol.max_part_bytes` (1 GiB).
+        Raises UsageError for other objects, and on all ranks but the root for bytes of a peer that are none; otherwise
+        what `allreduce` raises.
         """
         return self._start(packed_calls.object_of_root, x, root, name, trust).wait()
 
