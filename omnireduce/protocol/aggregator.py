@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.layout import ALL_STRIPES, Stripes
 from omnireduce.protocol.account import Account
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
-from omnireduce.protocol.reduction import Budget, Reduction
+from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
 from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Waiting
 from omnireduce.wire.words import listed
@@ -73,7 +73,7 @@ class AggregatorMachine:
         inline: Iterable[int] = (),
         warn_after_s: float = 1.0,
         budget: Budget = BUDGET,
-        reduction: Callable[..., Reduction] = Reduction,
+        reduction: MakeReduction = Reduction,
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
         self._gone: set[int] = set()  # ranks that have left

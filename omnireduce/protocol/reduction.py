@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,14 @@ class Budget(NamedTuple):
     piece_bytes: int = 1 << 20
     blocks: int = 1 << 16
     output: int = 1 << 20
+
+
+class MakeReduction(Protocol):
+    """`Reduction`, or what makes one that is observed."""
+
+    def __call__(
+        self, ranks: int, arena: Array, results: Array, message_bytes: int, budget: Budget, /
+    ) -> Reduction: ...
 
 
 class Reduction:

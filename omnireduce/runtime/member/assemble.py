@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from omnireduce.config import Config
@@ -17,7 +16,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
 from omnireduce.runtime.member.rendezvous import Arrival
-from omnireduce.runtime.member.traced import trace_worker
+from omnireduce.runtime.member.traced import MakeEngine, trace_worker
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.wire.control import Cause, Leave, encode_control
@@ -53,7 +52,7 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
 
 def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     joined, links = arrival.joined, arrival.links
-    make_engine: Callable[..., Engine] = Engine
+    make_engine: MakeEngine = Engine
     if config.trace.folder:
         links, make_engine = trace_worker(config.trace, job, joined.rank, joined.size, links)
     machine = WorkerMachine(

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from omnireduce.config import Trace
 from omnireduce.dtypes import Array
+from omnireduce.logs import BoundLog
 from omnireduce.protocol.operands import Operand, Packed
+from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
+
+
+class MakeEngine(Protocol):
+    """`Engine`, or what makes one that is observed."""
+
+    def __call__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, /) -> Engine: ...
 
 
 class TracedOperand:
@@ -73,7 +81,7 @@ class TracedEngine(Engine):
 
 def trace_worker(
     settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]
-) -> tuple[list[Link], Callable[..., Engine]]:
+) -> tuple[list[Link], MakeEngine]:
     """A recorder for one rank: its links with it, and what makes the engine."""
     recorder = Recorder(settings, Origin(job=job, kind="rank", number=rank, ranks=size, shards=len(links)))
     return traced_links(links, recorder), partial(TracedEngine, recorder)
