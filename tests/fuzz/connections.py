@@ -189,17 +189,22 @@ def aggregator(data: bytes) -> str:
                 elif isinstance(effect, Joined | Failed):
                     outcomes.append(effect)
 
-        perform(machine.start(0.0))
-        perform(machine.connected(0, WORKER_NONCE, 0.0))
-        for frame in frames(data):
-            peer.send(frame)
+        def turn() -> None:
             for event in link.poll():
                 if not outcomes:
                     perform(feed(machine, 0, link_name, event, 0.0))
+
+        perform(machine.start(0.0))
+        perform(machine.connected(0, WORKER_NONCE, 0.0))
+        for frame in frames(data):
+            if link.over:  # nothing more is read of it
+                break
+            _say(peer, frame, turn)
     assert len(outcomes) <= 1
-    if not outcomes:
-        return "nothing"
-    (outcome,) = outcomes
+    return _end_of_joining(outcomes[0], data) if outcomes else "nothing"
+
+
+def _end_of_joining(outcome: Joined | Failed, data: bytes) -> str:
     if isinstance(outcome, Failed):
         return kind_of(outcome.error)
     assert SECRET.proof("aggregator", WORKER_NONCE, AGGREGATOR_NONCE) in data
