@@ -362,7 +362,8 @@ class Joining:
 
 def unreachable(address: str, transport: str, reason: str) -> TransportError:
     """What to say when nobody can be connected to at the address of an aggregator."""
+    by = "" if transport == "auto" else f" by {transport}"
     return TransportError(
-        f"cannot reach aggregator {address} by {transport}: {reason or 'nobody answers'}; "
+        f"cannot reach aggregator {address}{by}: {reason or 'nobody answers'}; "
         "is `omnireduce aggregator` running there, and is its port open to this host?"
     )

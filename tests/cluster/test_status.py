@@ -316,7 +316,7 @@ def test_nobody_listens() -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     found = outcome(address, 1.0)
     assert isinstance(found, TransportError)
-    assert f"cannot reach aggregator {address} by auto: Connection refused; is `omnireduce aggregator`" in str(found)
+    assert f"cannot reach aggregator {address}: Connection refused; is `omnireduce aggregator`" in str(found)
 
 
 @pytest.mark.parametrize(

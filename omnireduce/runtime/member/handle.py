@@ -88,7 +88,7 @@ class Started(Handle[T]):
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
         self._engine, self._result, self._name = engine, call.result, call.descriptor.name
         self._put_back = call.put_back
-        self._waiting: list[Callable[[], None]] = []  # coroutines, which must be told
+        self._waiting: set[Callable[[], None]] = set()  # they wake a coroutine each
         self._reads, self._writes = call.reads, call.writes
         self._thread = threading.current_thread()
         self._failed = False
@@ -105,21 +105,21 @@ class Started(Handle[T]):
         """Return when the collective is over."""
         is_over = asyncio.Event()
 
-        def tell() -> None:
+        def wake() -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(is_over.set)
 
-        self._waiting.append(tell)
+        self._waiting.add(wake)
         try:
-            while not self.finished:  # perhaps just now, by another thread, which may not have seen `tell`
+            while not self.finished:  # perhaps just now, by another thread, which may not have seen `wake`
                 await is_over.wait()
         finally:
-            self._waiting.remove(tell)
+            self._waiting.discard(wake)
 
     def tell(self) -> None:
         """For the engine: wake the coroutines that wait, once the collective is over."""
-        for tell in tuple(self._waiting):
-            tell()
+        for wake in tuple(self._waiting):
+            wake()
 
     def abandon(self) -> None:
         """For the engine: in a forked child, nobody waits."""
