@@ -8,7 +8,7 @@ from omnireduce.runtime.shard.connection import Connection
 
 
 class TimeLimit:
-    """Connections of which each may stay for `limit_s`. The oldest stands first: no method looks through all of them."""
+    """Connections of which each may stay for `limit_s`. The oldest stands first: no method looks at all of them."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
