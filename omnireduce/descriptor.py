@@ -37,7 +37,7 @@ MAX_DIMENSIONS = 64
 MAX_BLOCK_SIZE = (1 << 31) - 8
 MOVED_BLOCK_BYTES = 1 << 15  # at most, where bytes are moved: such blocks fit any slot
 PACKET_BYTES = 1024
-MAX_PART_PACKETS = 1 << 25
+MAX_PART_PACKETS = 1 << 25  # more than the largest protocol.max_part_bytes takes
 REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same ones again and again
 
 

@@ -20,9 +20,7 @@ import toml
 from msgspec.structs import asdict
 
 from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, is_loopback, names_in, parse_address, show, unknown
-from omnireduce.config.schema import (
-    Config,
-)
+from omnireduce.config.schema import Config
 from omnireduce.config.security import SECRET_KEY, SECRET_VARIABLE
 from omnireduce.errors import ConfigError
 

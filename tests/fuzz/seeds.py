@@ -13,7 +13,7 @@ from msgspec.msgpack import Ext, encode
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.handshake import Candidate
-from omnireduce.runtime.member.objects import to_bytes
+from omnireduce.runtime.member.objects import FORMS, to_bytes
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire.blocks import seal
@@ -150,7 +150,9 @@ SEEDS: dict[str, dict[str, bytes]] = {
     },
     "plain": {f"valid-{type(each).__name__}": to_bytes(each, trust=False) for each in PLAIN}
     | {
-        "colliding": encode(Ext(6, encode([each for n in range(500) for each in ((2**61 - 1) * (n % 4), n)]))),
+        "colliding": encode(
+            Ext([*FORMS].index(dict), encode([each for n in range(500) for each in ((2**61 - 1) * (n % 4), n)]))
+        ),
         "pickle": to_bytes(len, trust=True),
     },
     "packets": {

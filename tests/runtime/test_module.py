@@ -193,7 +193,7 @@ def test_connect_uses_no_global_state(daemon: Daemon) -> None:
 def test_an_aggregator_that_is_not_there() -> None:
     config = omni.load_config(overrides=["cluster.join_timeout_s=0.1"], environ={})
     with pytest.raises(
-        omni.TransportError, match=r"cannot reach aggregator 127\.0\.0\.1:1 .*is `omnireduce aggregator`"
+        omni.TransportError, match=r"cannot reach aggregator 127\.0\.0\.1:1: .*is `omnireduce aggregator`"
     ):
         omni.connect(config, aggregators=["127.0.0.1:1"], rank=0, size=1)
 

@@ -291,5 +291,5 @@ class Collectives:
         engine = self._member.engine
         engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
         handle = start()
-        engine.drive_in_background()
+        engine.drive_in_background()  # now there is something to drive
         return handle

@@ -64,9 +64,6 @@ def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
     for at, table in enumerate(given):
         _check_table(table, f"tables[{at}]")
     together = _together(enumerate(given), lambda each: _format(each[1]))
-    most = max((sum(int(table[2]) for _, table in few) for few in together), default=0)
-    if most >= MAX_BLOCKS:
-        raise UsageError(f"tables of one dtype and row length have {most} rows in all; expected fewer than 2**48")
     group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
     calls = [rows(place, *_stacked([table for _, table in few]), op, name, group) for few in together or [[]]]
 
@@ -162,6 +159,8 @@ def _stacked(given: Sequence[Table]) -> Table:
     if len(given) == 1:
         return given[0]
     starts = _starts(given)
+    if starts[-1] >= MAX_BLOCKS:
+        raise UsageError(f"tables of one dtype and row length have {starts[-1]} rows in all; expected fewer than 2**48")
     numbers = np.concatenate([each[0].astype(np.int64) + start for each, start in zip(given, starts, strict=False)])
     return numbers, np.concatenate([each[1] for each in given]), starts[-1]
 

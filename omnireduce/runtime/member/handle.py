@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.member.calls import Call
+from omnireduce.runtime.member.calls import Call, once
 
 T = TypeVar("T")
 
@@ -64,8 +64,8 @@ class Together(Handle[T]):
     """Several collectives as one; `result` makes one of their results."""
 
     def __init__(self, handles: Sequence[Started[Any]], result: Callable[[list[Any]], T]) -> None:
-        self._handles, self._result = handles, result
-        self._made: list[T] = []
+        self._handles = handles
+        self._result = once(lambda: result([handle.wait() for handle in handles]))
 
     def done(self) -> bool:
         return all(handle.done() for handle in self._handles)
@@ -76,10 +76,9 @@ class Together(Handle[T]):
 
     def wait(self, timeout_s: float | None = None) -> T:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        found = [handle.wait(None if end is None else end - time.monotonic()) for handle in self._handles]
-        if not self._made:
-            self._made.append(self._result(found))
-        return self._made[0]
+        for handle in self._handles:
+            handle.wait(None if end is None else end - time.monotonic())
+        return self._result()
 
 
 class Started(Handle[T]):

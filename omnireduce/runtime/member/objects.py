@@ -49,7 +49,7 @@ class _Form(NamedTuple):
     `keys` of what a table is made of.
     """
 
-    said: Callable[[Any], object]
+    said: Callable[[Any], Any]
     read: Any
     made: Callable[[Any], object]
     keys: Callable[[list[Any]], Sequence[Any]] = lambda items: ()
@@ -93,6 +93,10 @@ def _scalar_made(x: tuple[str, list[int], bytes]) -> object:
     return _array_made(x)[()]
 
 
+def _time(kind: Any) -> _Form:
+    return _Form(_time_said, tuple[_Date, _Fold], lambda x: kind.fromisoformat(x[0]).replace(fold=x[1]))
+
+
 def _time_said(x: Any) -> list[object]:
     zone = x.tzinfo
     offset = None if type(zone) is not datetime.timezone else zone.utcoffset(None)
@@ -125,12 +129,8 @@ FORMS: dict[type[Any], _Form] = {  # the number of a form is its place: new ones
     complex: _Form(lambda x: [x.real, x.imag], tuple[float, float], lambda x: complex(*x)),
     decimal.Decimal: _Form(str, _Number, decimal.Decimal),
     datetime.date: _Form(str, _Date, datetime.date.fromisoformat),
-    datetime.time: _Form(
-        _time_said, tuple[_Date, _Fold], lambda x: datetime.time.fromisoformat(x[0]).replace(fold=x[1])
-    ),
-    datetime.datetime: _Form(
-        _time_said, tuple[_Date, _Fold], lambda x: datetime.datetime.fromisoformat(x[0]).replace(fold=x[1])
-    ),
+    datetime.time: _time(datetime.time),
+    datetime.datetime: _time(datetime.datetime),
     datetime.timedelta: _Form(
         lambda x: [x.days, x.seconds, x.microseconds], tuple[int, int, int], lambda x: datetime.timedelta(*x)
     ),
@@ -179,7 +179,7 @@ def _lowered(x: Any, depth: int = 0) -> object:
     form = FORMS[kind]
     said = form.said(x)
     if form.read is ITEMS:
-        said = [_lowered(each, depth + 1) for each in said]  # type: ignore[attr-defined]
+        said = [_lowered(each, depth + 1) for each in said]
     return Ext(_NUMBER[kind], encode(said))
 
 

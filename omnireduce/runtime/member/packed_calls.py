@@ -57,19 +57,8 @@ def _language(trust: object) -> str:
 def _describe(
     place: Place, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
 ) -> Descriptor:
-    name = check_name(name, place.owner)
-    return describe(
-        kind,
-        name,
-        dtype,
-        shape,
-        "sum",
-        place.block_size,
-        root,
-        item_bytes,
-        place.size,
-        packets=packet_count(place.part_bytes),
-    )
+    name, packets = check_name(name, place.owner), packet_count(place.part_bytes)
+    return describe(kind, name, dtype, shape, "sum", place.block_size, root, item_bytes, place.size, packets=packets)
 
 
 def _packets(place: Place, called: Descriptor, own: Array | None, senders: Sequence[int], like: Array) -> Packets:
