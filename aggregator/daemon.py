@@ -26,6 +26,7 @@ from aggregator.notify import notify, watchdog_s
 from aggregator.pages import make_pages, why_open
 from aggregator.reload import reloaded
 from aggregator.shard import Listeners, open_listeners, run_shard
+from aggregator.signals import ignore
 from aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config, parse_address
 from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
@@ -116,8 +117,7 @@ class Daemon:
 
     def _ignore_signals(self) -> None:
         """All is over: one that comes now must not change the exit status."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         signal.set_wakeup_fd(-1)
 
     def _bind(self) -> list[Listeners]:

@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from aggregator.metrics import Answers, ShardCollector
 from aggregator.pages import ALL, CHALLENGE, Pages, make_pages
 from aggregator.reload import reload_on_hangup
+from aggregator.signals import ignore
 from aggregator.watchdog import LOOK_S, Pulse
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
@@ -290,8 +291,7 @@ def run_monitor(
 ) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The shards
     want `secret`, the pages want what `access` says."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
     start_logs(config.log)
     allow_all_descriptors()
     monitor = Monitor(config, secret, names, addresses, pulses, access)

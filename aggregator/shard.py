@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from aggregator.access import make_access
 from aggregator.reload import reload_on_hangup
+from aggregator.signals import ignore
 from aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Aggregator, Config
 from omnireduce.errors import TransportError
@@ -122,8 +123,7 @@ def run_shard(
 ) -> None:
     """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The daemon's
     monitor proves the secret `monitor`. With every turn `pulse` beats."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the supervisor gets them too, and closes the pipe
+    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
     start_logs(config.log, shard=listeners.name)
     _run_as_batch()
     allow_all_descriptors()  # every rank of every job is one
