@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .attacker import Tally
 from .field import Field, JobError, Options
 from .kinds import Kind
-from .verdict import Figures
+from .verdict import MOST_RATIO, Figures
 from .watch import Watch
 
 WARM_UP_S = 1.0
@@ -34,6 +34,8 @@ def besiege(kind: Kind, who: str, options: Options, seconds: float) -> Figures:
                 figures.alone.append(field.measure(share))
                 _attacked(field, figures, share, base)
                 field.settle()
+            if figures.ratio > MOST_RATIO:
+                _attacked_elsewhere(field, figures, share)
             if not field.same_shard():
                 figures.troubles.append("the shard was started again")
     except (JobError, AssertionError, OSError) as error:
@@ -54,11 +56,11 @@ def _attacked(field: Field, figures: Figures, seconds: float, base: _Base) -> No
     with field.gather() as gatherer:
         try:
             with watch:
-                field.attack()
+                field.attacker.attack()
                 try:
                     figures.beside.append(field.measure(seconds))
                 finally:
-                    tally = field.halt()
+                    tally = field.attacker.halt()
         finally:
             figures.tally.add(tally)
             figures.attack_s += tally.wall_s
@@ -71,6 +73,19 @@ def _attacked(field: Field, figures: Figures, seconds: float, base: _Base) -> No
         wrong = field.complete(gatherer)
     if wrong:
         figures.troubles.append(wrong)
+
+
+def _attacked_elsewhere(field: Field, figures: Figures, seconds: float) -> None:
+    """The same beside an attack on this daemon and on another one, in turns. Raises JobError."""
+    with field.elsewhere() as decoy:
+        for _ in figures.alone:
+            for attacker, found in ((field.attacker, figures.here), (decoy, figures.elsewhere)):
+                attacker.attack()
+                try:
+                    found.append(field.measure(seconds))
+                finally:
+                    attacker.halt()
+                field.settle()
 
 
 def campaign(kinds: Sequence[Kind], options: Options, seconds: float, say: Callable[[str], None]) -> list[Figures]:

@@ -7,7 +7,9 @@ import os
 import resource
 import secrets
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +51,21 @@ class Options:
     prefix: tuple[str, ...] = ()  # in front of the daemon's command
 
 
+class Attacker(Member):
+    """The process that strikes at a target."""
+
+    def __init__(self, kind: str, target: Target, seed: int) -> None:
+        super().__init__(kind, target, seed, target=attacker.serve)
+
+    def attack(self) -> None:
+        self.tell(GO)
+
+    def halt(self) -> Tally:
+        """End the attack; what the attacker did."""
+        self.tell(HALT)
+        return self.hear("tally", within_s=2 * WAIT_S)  # type: ignore[return-value]
+
+
 def _bounded() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
@@ -65,14 +82,16 @@ class Field:
             theirs = self._certificates.holder("aggregator") if self._certificates else ()
             ours = (self._certificates.trust(),) if self._certificates else ()
             settings = ("metrics.listen=127.0.0.1:0", *shared, *theirs, *kind.settings)
-            self.daemon = stack.enter_context(Daemon(1, *settings, prefix=options.prefix, preexec_fn=_bounded))
+            self._open = partial(Daemon, 1, *settings, prefix=options.prefix, preexec_fn=_bounded)
+            self.daemon = stack.enter_context(self._open())
             self._config = configured(self.daemon.addresses, *shared, *ours)
             self._secret_of_all = load_secret(self._config.security, environ={})
-            self._insider = self._target(folder, options)
+            self._secret_known = (folder / "secret").read_bytes() if options.secret else None
+            self._insider = self._target(self.daemon)
             self.target = replace(self._insider, secret=self._insider.secret if who == "member" else None)
             self._honest = self._join((*HONEST, *shared, *ours), stack)
-            arguments = (kind.name, self.target, options.seed)
-            self._attacker = stack.enter_context(Member(*arguments, target=attacker.serve))
+            self._seed = options.seed
+            self.attacker = stack.enter_context(Attacker(kind.name, self.target, self._seed))
             self.shard = self._ask_pid()
             self._stack = stack.pop_all()
 
@@ -82,12 +101,19 @@ class Field:
             opened.write(secrets.token_hex(32))
         return (f"security.secret_file={file}",)
 
-    def _target(self, folder: Path, options: Options) -> Target:
-        assert eventually(lambda: "http://" in self.daemon.log), self.daemon.log
-        page = self.daemon.log.partition("http://")[2].split("/")[0].split()[0].strip('"')
-        secret = (folder / "secret").read_bytes() if options.secret else None
+    def _target(self, daemon: Daemon) -> Target:
+        assert eventually(lambda: "http://" in daemon.log), daemon.log
+        page = daemon.log.partition("http://")[2].split("/")[0].split()[0].strip('"')
         ca = str(self._certificates.folder / "ca.pem") if self._certificates else None
-        return Target(self.daemon.addresses[0], page, secret, ca)
+        return Target(daemon.addresses[0], page, self._secret_known, ca)
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[Attacker]:
+        """The same attacker against another daemon of this machine."""
+        with self._open() as daemon:
+            target = replace(self._target(daemon), secret=self.target.secret)
+            with Attacker(self._kind.name, target, self._seed) as found:
+                yield found
 
     def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[Member]:
         elastic = ("elastic.enabled=true", "elastic.settle_s=1") if self._kind.elastic else ()
@@ -113,7 +139,7 @@ class Field:
         with self._stack:
             self.daemon.expected_status = None if kind else 0
             if kind is None:
-                self._attacker.close()
+                self.attacker.close()
                 for member in self._honest:
                     member.tell(FINISH)
                 for member in self._honest:
@@ -154,14 +180,6 @@ class Field:
 
     def settle(self) -> None:
         connection.wait([member.pipe for member in self._honest], SETTLE_S)
-
-    def attack(self) -> None:
-        self._attacker.tell(GO)
-
-    def halt(self) -> Tally:
-        """End the attack; what the attacker did."""
-        self._attacker.tell(HALT)
-        return self._attacker.hear("tally", within_s=2 * WAIT_S)  # type: ignore[return-value]
 
     def gather(self) -> Peer:
         """Somebody honest who waits for the last rank of a job."""

@@ -72,6 +72,9 @@ def figures_of(**changed: object) -> Figures:
         ({"log_bytes": MOST_LOG_BYTES + 1}, ["log"]),
         ({"beside": [[0.001], [0.001], [9.0]]}, []),  # one phase of a busy machine does not decide
         ({"beside": [[0.001], [0.001 * MOST_RATIO * 1.1], [9.0]]}, ["latency"]),
+        ({"beside": [[0.004]] * 3, "here": [[0.004]] * 3, "elsewhere": [[0.003]] * 3}, []),  # the machine is busy
+        ({"beside": [[0.004]] * 3, "here": [[0.004]] * 3, "elsewhere": [[0.002]] * 3}, ["latency"]),
+        ({"beside": [[]] * 3, "here": [[]] * 3, "elsewhere": [[]] * 3}, ["latency"]),
         ({"beside": [[], [], []]}, ["latency"]),
         ({"beside": [], "alone": []}, ["latency"]),
         ({"troubles": ["the shard died", "the shard died"]}, ["the shard died"]),
