@@ -33,7 +33,10 @@ class Rank:
     ) -> dict[str, Any]:
         """Make the data of a case."""
         size = self._peer.size
-        self._data = Dataset(elements, "float32", block_size, density, overlap, "sum", size, seed, distribution)
+        self._data = Dataset(
+            elements, dtype="float32", block_size=block_size, density=density, overlap=overlap, op="sum",
+            world_size=size, seed=seed, distribution=distribution,
+        )  # fmt: skip
         self._tensor = np.ones(elements, np.float32)
         self._row = block_size
         data = self._data

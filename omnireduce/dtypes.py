@@ -24,9 +24,9 @@ ALL_BITS = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 class ElementType:
     """One element type.
 
-    `storage` is the NumPy type under which kernels see it (16-bit floats travel as uint16), `zero_mask` selects the
-    bits of a 64-bit word that make an element non-zero, `is_half` says that sums are kept in float32 and rounded
-    once.
+    `storage` is the NumPy type under which kernels see it: 16-bit floats are uint16, unsigned integers are signed ones,
+    so that fewer kernels are compiled and loaded. `zero_mask` selects the bits of a 64-bit word that make an element
+    non-zero, `is_half` says that sums are kept in float32 and rounded once.
     """
 
     name: str
@@ -38,6 +38,10 @@ class ElementType:
     @property
     def is_half(self) -> bool:
         return self.is_float and self.dtype.itemsize == 2
+
+    @property
+    def is_unsigned(self) -> bool:
+        return self.dtype.kind == "u"
 
     @property
     def itemsize(self) -> int:
@@ -53,7 +57,7 @@ def _float(name: str, dtype: DTypeLike) -> ElementType:
 
 
 def _integer(name: str) -> ElementType:
-    return ElementType(name, np.dtype(name), np.dtype(name), ALL_BITS, is_float=False)
+    return ElementType(name, np.dtype(name), np.dtype(name.removeprefix("u")), ALL_BITS, is_float=False)
 
 
 _ALL = (
@@ -64,7 +68,7 @@ _ALL = (
     *(_integer(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")),
 )
 ELEMENT_TYPES: dict[str, ElementType] = {each.name: each for each in _ALL}
-BOOL = ElementType("bool", np.dtype(np.bool_), np.dtype(np.uint8), ALL_BITS, is_float=False)  # any and all, no sums
+BOOL = ElementType("bool", np.dtype(np.bool_), np.dtype(np.int8), ALL_BITS, is_float=False)  # any and all, no sums
 _BY_DTYPE = {each.dtype: each for each in (*_ALL, BOOL)}
 
 

@@ -15,11 +15,11 @@ CASES = [(dtype, op) for dtype in DTYPES for op in OPS if op != "mean" or ELEMEN
 
 
 def awkward_values(dtype: str) -> Array:
-    """NaN, infinities, -0.0, subnormals and the limits of floats; the limits of integers."""
+    """NaN, infinities, -0.0, subnormals and the limits of floats; the limits of integers, signed and unsigned."""
     element = ELEMENT_TYPES[dtype]
     if not element.is_float:
         limits = np.iinfo(element.dtype)
-        return np.array([limits.min, limits.max, 1], element.dtype)
+        return np.array([limits.min, 0, 1, limits.max // 2, limits.max // 2 + 1, limits.max], element.dtype)
     width = element.itemsize * 8
     unsigned = np.dtype(f"u{element.itemsize}")
     infinity = int(np.array([np.inf]).astype(element.dtype).view(unsigned)[0])

@@ -65,14 +65,14 @@ class SyntheticCase:
     def tensors(self, world_size: int) -> TensorSource:
         return Dataset(
             self.elements,
-            self.dtype,
-            self.block_size,
-            self.density,
-            self.overlap,
-            self.op,
-            world_size,
-            self.seed,
-            self.distribution,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            density=self.density,
+            overlap=self.overlap,
+            op=self.op,
+            world_size=world_size,
+            seed=self.seed,
+            distribution=self.distribution,
         )
 
 

@@ -86,6 +86,7 @@ class Dataset:
     def __init__(
         self,
         elements: int,
+        *,
         dtype: str,
         block_size: int,
         density: float,

@@ -77,7 +77,9 @@ def pack_blocks(
         stop = min(cursor + span, blocks)
         if shards > 1:
             stop = min(stop, (cursor // stripe + 1) * stripe)
-        count, reached = _pack_run(source, target, in_place, mask, cursor, stop, skip, rows, indices, count)
+        count, reached = _pack_run(
+            source, target, in_place, mask, start=cursor, stop=stop, skip=skip, rows=rows, indices=indices, count=count
+        )
         span -= reached - cursor
         cursor = reached
         if reached < stop:

@@ -2,17 +2,32 @@
 
 Every kernel takes `parts` from `plan_union`. An absent block is a block of zeros. Adding it would change no value (but
 the sign of a -0, which stays as it is); min, max and prod must see it, so they count the contributions.
+
+Unsigned integers are seen as signed ones. Sums and products have the same bits. Min and max have ops of their own: two
+numbers compare as unsigned ones as they do as signed ones, unless only one of them is negative.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import Array, ElementType
 from omnireduce.kernels.jit import kernel
 
-SUM, MEAN, MIN, MAX, PROD = range(5)
+SUM, MEAN, MIN, MAX, PROD, UNSIGNED_MIN, UNSIGNED_MAX = range(7)
 OPS = {"sum": SUM, "mean": MEAN, "min": MIN, "max": MAX, "prod": PROD, "any": MAX, "all": MIN}
+_UNSIGNED = OPS | {"min": UNSIGNED_MIN, "max": UNSIGNED_MAX}
+
+
+def op_code(op: str, element: ElementType) -> int:
+    """What the kernels call `op` for such elements."""
+    return (_UNSIGNED if element.is_unsigned else OPS)[op]
+
+
+@kernel
+def _is_below(left: int, right: int) -> bool:
+    """Compare two signed numbers as unsigned ones."""
+    return (left < right) != ((left < 0) != (right < 0))
 
 
 @kernel
@@ -27,6 +42,9 @@ def _combine(op: int, out: Array, left: Array, right: Array) -> None:
     elif op == PROD:
         for i in range(out.size):
             out[i] = left[i] * right[i]
+    elif op in (UNSIGNED_MIN, UNSIGNED_MAX):
+        for i in range(out.size):
+            out[i] = left[i] if _is_below(left[i], right[i]) == (op == UNSIGNED_MIN) else right[i]
     else:
         for i in range(out.size):
             out[i] = left[i] + right[i]
@@ -44,6 +62,9 @@ def _accumulate(op: int, total: Array, item: Array) -> None:
     elif op == PROD:
         for i in range(total.size):
             total[i] *= item[i]
+    elif op in (UNSIGNED_MIN, UNSIGNED_MAX):
+        for i in range(total.size):
+            total[i] = total[i] if _is_below(total[i], item[i]) == (op == UNSIGNED_MIN) else item[i]
     else:
         for i in range(total.size):
             total[i] += item[i]
@@ -52,7 +73,7 @@ def _accumulate(op: int, total: Array, item: Array) -> None:
 @kernel
 def _finish(op: int, total: Array, present: int, ranks: int) -> None:
     """Let absent blocks take part in min and max as zeros, and divide a mean once."""
-    zero = total.dtype.type(0)  # a plain 0 is signed: beside it, uint64 would become float64
+    zero = total.dtype.type(0)  # a plain 0 is an int64, which would make wider what it meets
     if op == MEAN:
         for i in range(total.size):
             total[i] /= ranks
@@ -62,6 +83,9 @@ def _finish(op: int, total: Array, present: int, ranks: int) -> None:
     elif present < ranks and op == MAX:
         for i in range(total.size):
             total[i] = zero if total[i] < zero else total[i]
+    elif present < ranks and op == UNSIGNED_MIN:
+        for i in range(total.size):
+            total[i] = zero
 
 
 @kernel

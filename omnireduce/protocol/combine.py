@@ -9,7 +9,7 @@ import numpy as np
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.kernels.merge import ABSENT
-from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
+from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 from omnireduce.wire.blocks import HEADER_BYTES, capacity
 
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
@@ -65,7 +65,7 @@ class Combiner:
         self._formats[key] = self._format
         if len(self._formats) > FORMATS:
             del self._formats[next(iter(self._formats))]
-        self._op = OPS[descriptor.op]
+        self._op = op_code(descriptor.op, descriptor.element)
         return self._format
 
     def _new_format(self, descriptor: Descriptor) -> Format:
@@ -92,7 +92,9 @@ class Combiner:
         form = self._format
         if form.half:
             scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
-            reduce_half_blocks(self._op, form.brain, form.source, parts, out, scratch, scratch.view(np.uint32))
+            reduce_half_blocks(
+                self._op, form.brain, form.source, parts, out, scratch=scratch, bits=scratch.view(np.uint32)
+            )
         else:
             reduce_blocks(self._op, form.source, parts, out)
 

@@ -106,8 +106,8 @@ class DenseTensor:
         layout, full, count = self.layout, self.layout.full_blocks, 0
         if cursor < full:
             count, cursor = pack_blocks(
-                self._source.full, self._target.full, self._in_place, self._mask,
-                cursor, span, layout.stripe_blocks, layout.shards, rows, indices,
+                self._source.full, self._target.full, in_place=self._in_place, mask=self._mask, cursor=cursor,
+                span=span, stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
             )  # fmt: skip
         if cursor == full < layout.blocks:
             count, cursor = self._pack_tail(shard, count, rows, indices)

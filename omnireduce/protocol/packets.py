@@ -22,12 +22,13 @@ COUNT_BYTES = 8
 class Packets(RowSet):
     """This worker's part, and those of all `senders` in the end.
 
-    `own`: the packets of this worker's part, none of one that sends nothing; `most`: how many a part may have; `like`:
-    (0, ...), what the items of all parts are. After `finish`, `parts` holds an array (items, ...) of each sender.
+    `own`: the packets of this worker's part, none of one that sends nothing; `like`: (0, ...), what the items of all
+    parts are. `rank` is this worker's, and a part has at most `most` packets. After `finish`, `parts` holds an array
+    (items, ...) of each sender.
     """
 
     def __init__(
-        self, rank: int, own: Array, senders: Sequence[int], most: int, like: Array, layout: Layout, memory: Memory
+        self, own: Array, like: Array, layout: Layout, memory: Memory, *, rank: int, senders: Sequence[int], most: int
     ) -> None:
         super().__init__(rank * most + np.arange(len(own)), own, layout, memory)
         self.nbytes = own.nbytes  # the other parts are as large as they are

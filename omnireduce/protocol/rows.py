@@ -39,8 +39,9 @@ class RowSet:
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         layout = self.layout
         count, cursor = pack_rows(
-            self._numbers, self._bytes, cursor, layout.stripe_blocks, layout.shards, shard, rows, indices
-        )
+            self._numbers, self._bytes,
+            position=cursor, stripe=layout.stripe_blocks, shards=layout.shards, shard=shard, rows=rows, indices=indices,
+        )  # fmt: skip
         frontier = layout.blocks if cursor == len(self._numbers) else int(self._numbers[cursor])
         return Packed(count, cursor, frontier)
 

@@ -116,9 +116,9 @@ class Union:
         if self._ahead:
             known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
         added: int = plan_union(
-            *(self._indices, self._position, self._count, self._start, self.shape.block_size, known),
-            *(numbers, parts, mark_sole),
-        )
+            self._indices, self._position, self._count, self._start,
+            block_size=self.shape.block_size, watermark=known, out_indices=numbers, parts=parts, mark_sole=mark_sole,
+        )  # fmt: skip
         return added
 
     def use(self) -> None:

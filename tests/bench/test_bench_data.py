@@ -29,7 +29,10 @@ def make(
     seed: int = 1,
     distribution: Any = "uniform",
 ) -> Dataset:
-    return Dataset(elements, dtype, block_size, density, overlap, op, world_size, seed, distribution)
+    return Dataset(
+        elements, dtype=dtype, block_size=block_size, density=density, overlap=overlap, op=op,
+        world_size=world_size, seed=seed, distribution=distribution,
+    )  # fmt: skip
 
 
 def filled(data: Dataset, elements: int, world_size: int, round_number: int = 0) -> list[Array]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 from harness import Guarded
+from messages import AGGREGATOR_NONCE, HELLO, SLOT_BYTES, SLOTS, TEAM_SECRET, WORKER_NONCE
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
@@ -26,7 +27,7 @@ from omnireduce.wire.control import Hello, Welcome, decode_control, encode_contr
 
 from .machines import busy_worker, kind_of
 from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper
-from .seeds import AGGREGATOR_NONCE, HELLO, SECRET, SLOT_BYTES, SLOTS, TEAM_SECRET, WORKER_NONCE
+from .seeds import SECRET
 
 TEAMS = Teams({"": [SECRET], TEAM_SECRET.team: [TEAM_SECRET]})
 TURNS = 200  # of a server until a connection that has ended must be forgotten

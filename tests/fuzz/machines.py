@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 from harness import Guarded
+from messages import SLOT_BYTES, SLOTS
 
 from omnireduce.descriptor import PACKET_BYTES, decode_descriptor
 from omnireduce.dtypes import Array, element_type
@@ -34,7 +35,7 @@ from .oracles import (
     packets_are_proper,
     result_is_proper,
 )
-from .seeds import SLOT_BYTES, SLOTS, TENSOR, WHOLE
+from .seeds import TENSOR, WHOLE
 
 RANKS = ["rank 0 (host h, pid 1)", "rank 1 (host h, pid 2)"]
 AGGREGATOR = "aggregator a:1"
@@ -168,7 +169,8 @@ def packets(data: bytes) -> str:
 def _unpacked(said: dict[int, int], numbers: Array, rows: Array, width: int) -> str:
     """What becomes of the packets, where each item has `width` numbers of 4 bytes."""
     layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, width), np.int32)
-    operand = Packets(0, packed(np.ones((3, width), np.int32)), range(2), MOST_PACKETS, like, layout, Pool().take)
+    own = packed(np.ones((3, width), np.int32))
+    operand = Packets(own, like, layout, Pool().take, rank=0, senders=range(2), most=MOST_PACKETS)
     operand.put(rows, numbers, np.zeros(len(said), np.bool_), False)
     try:
         operand.finish()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import struct
 
+from messages import SLOT_BYTES
+
 from omnireduce.descriptor import Descriptor
 from omnireduce.wire.control import (
     Challenge,
@@ -18,7 +20,7 @@ from omnireduce.wire.control import (
     Welcome,
 )
 
-from .seeds import FIRST, SLOT_BYTES, TENSOR
+from .seeds import FIRST, TENSOR
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

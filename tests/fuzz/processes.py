@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from cluster_checks import assert_serves
 from local_cluster import WAIT_S, Daemon, Ranks, configured, resident_bytes
+from messages import SLOT_BYTES, SLOTS, TEAM_SECRET, TEAM_TEXT
 from raw_peer import RawPeer
 
 from omnireduce import Communicator, Config, OmniReduceError
@@ -24,7 +25,7 @@ from omnireduce.wire.control import Challenge, ControlMessage, Greeting, Hello, 
 
 from .connections import frames
 from .machines import kind_of
-from .seeds import SLOT_BYTES, SLOTS, TEAM_SECRET, TEAM_TEXT, TENSOR
+from .seeds import TENSOR
 
 SECRET_TEXT = "the secret of the fuzzer"
 GROWTH_BYTES = 64 << 20  # of a shard, whatever number of strangers it has seen

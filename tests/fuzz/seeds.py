@@ -9,6 +9,18 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from messages import (
+    AGGREGATOR_NONCE,
+    CAUSE,
+    ELASTIC,
+    GREETING,
+    HELLO,
+    MESSAGES,
+    SLOT_BYTES,
+    TEAM_GREETING,
+    TEAM_SECRET,
+    WORKER_NONCE,
+)
 from msgspec.msgpack import Ext, encode
 
 from omnireduce.descriptor import Descriptor
@@ -18,21 +30,15 @@ from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire.blocks import seal
 from omnireduce.wire.control import (
-    PROTOCOL_VERSION,
     Aborted,
     Cause,
     Challenge,
     ControlMessage,
-    Endpoint,
     Goodbye,
-    Greeting,
-    Hello,
     Leave,
-    Newcomers,
     Pending,
     Proof,
     Refused,
-    Seat,
     Waiting,
     Welcome,
     encode_control,
@@ -40,10 +46,6 @@ from omnireduce.wire.control import (
 
 CORPUS = Path(__file__).parent / "corpus"
 SECRET = Secret(b"the secret of the fuzzer")
-TEAM_TEXT = b"the secret of its team"
-TEAM_SECRET = Secret(TEAM_TEXT, "team")
-WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
-SLOTS, SLOT_BYTES = 2, 65536
 TENSOR = Descriptor("allreduce", "gradient", "float32", (5, 60))  # 38 blocks, the last one short
 ROWS = Descriptor("allreduce_rows", "", "float32", (50, 12))
 HALVES = Descriptor("reduce_scatter", "", "bfloat16", (100,), "mean")
@@ -54,31 +56,6 @@ RAGGED = Descriptor("allgather_ragged", "", "int64", (0, 3), item_bytes=8, parts
 OBJECT = Descriptor("broadcast_object", "", "plain data", (), root=1, item_bytes=1, parts=2, packets=8)
 PARTS = Descriptor("scatter", "", "|V3", (2,), root=1, item_bytes=3, parts=2)
 CALLS = [TENSOR, ROWS, HALVES, MOVED, GATHERED, ANY, RAGGED, OBJECT, PARTS]
-ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
-HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
-ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
-GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
-TEAM_GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE, TEAM_SECRET.team)
-CAUSE = Cause("rank 1 (host h, pid 7)", "died", timeout=True)
-
-MESSAGES: dict[str, ControlMessage] = {
-    "greeting": GREETING,
-    "greeting-team": TEAM_GREETING,
-    "challenge": Challenge(AGGREGATOR_NONCE),
-    "proof": Proof(bytes(32)),
-    "hello": HELLO,
-    "hello-verbs": msgspec.structs.replace(HELLO, verbs=ENDPOINT),
-    "hello-elastic": ELASTIC,
-    "pending": Pending([1, 2], 2, "rank 1 was refused"),
-    "welcome": Welcome(3, ENDPOINT, "note"),
-    "welcome-seat": Welcome(3, seat=Seat(1, 2, 9, bytes(32))),
-    "newcomers": Newcomers(2),
-    "refused": Refused("because"),
-    "waiting": Waiting("collective 3", "rank 1", 2.5),
-    "aborted": Aborted(CAUSE),
-    "leave": Leave(CAUSE),
-    "goodbye": Goodbye(),
-}
 
 
 def control(*messages: ControlMessage) -> bytes:

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
+from messages import HEADER
 from msgspec.msgpack import Ext
 
 from omnireduce.transport.stream import CONTROL, DATA, FRAME
 from omnireduce.wire.words import UNDECODABLE
 
 EDGES = [0, 1, 2, 7, 8, 9, 37, 38, 39, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**47, 2**48, 2**62, 2**63 - 1]
-HEADER = struct.Struct("<QqIIII")
 HEADER_BYTES = 64
 NUMBERS = st.sampled_from(EDGES) | st.sampled_from(EDGES).map(lambda edge: -edge - 1)
 VALUES = (

@@ -16,7 +16,7 @@ from samples import CASES, DTYPES, Array, awkward_values, sparse_tensor
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels import reduce as kernels
 from omnireduce.kernels.merge import ABSENT
-from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
+from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 STRIDE = 97 if os.environ.get("NUMBA_DISABLE_JIT") == "1" else 1  # of all 65,536 values; plain Python is slow
@@ -28,9 +28,11 @@ def reduce_entries(dtype: str, op: str, arena: Array, parts: Array, out: Array) 
     arena, out = arena.view(element.storage), out.view(element.storage)
     if element.is_half:
         scratch = np.full((2, out.shape[1]), np.nan, np.float32)
-        reduce_half_blocks(OPS[op], dtype == "bfloat16", arena, parts, out, scratch, scratch.view(np.uint32))
+        reduce_half_blocks(
+            op_code(op, element), dtype == "bfloat16", arena, parts, out, scratch, scratch.view(np.uint32)
+        )
     else:
-        reduce_blocks(OPS[op], arena, parts, out)
+        reduce_blocks(op_code(op, element), arena, parts, out)
 
 
 def expected_entry(arena: Array, offsets: Array, size: int, op: str) -> Array:

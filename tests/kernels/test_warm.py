@@ -43,7 +43,7 @@ for element in ELEMENT_TYPES.values():
             operand.pack(0, 0, 64, rows, np.zeros(8, np.int64))
             operand.put(rows, np.arange(8), np.zeros(8, np.bool_), True)
         for numbers in (np.arange(3), np.array([2, 0, 2])):
-            own = combine_duplicates(numbers, np.ascontiguousarray(values), element.is_half)
+            own = combine_duplicates(numbers, np.ascontiguousarray(values), element)
             rows = RowSet(*own, layout, Pool().take)
             rows.pack(0, 0, 64, np.zeros((8, size), np.uint8), np.zeros(8, np.int64))
 assert compiled() == before, (before, compiled())

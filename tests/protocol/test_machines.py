@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_bench import BLOCK, BLOCKS, DESCRIPTOR, RANKS, SLOTS, Bench, aggregator, garbage, message, submit, worker
+from messages import MESSAGES
 from samples import Array
 
 from omnireduce.protocol.aggregator import AggregatorMachine
@@ -20,27 +21,10 @@ from omnireduce.wire.blocks import block_rows, seal
 from omnireduce.wire.control import (
     Aborted,
     Cause,
-    ControlMessage,
     Goodbye,
-    Hello,
     Leave,
-    Pending,
-    Refused,
     Waiting,
-    Welcome,
 )
-
-CONTROL: list[ControlMessage] = [
-    Hello(1, "job", 0, 2, 0, 1, 4, 65536, "host", 7, 64),
-    Pending([1, 2], 2),
-    Welcome(3),
-    Refused("no"),
-    Waiting("what", "who", 2.5),
-    Aborted(Cause("who", "why")),
-    Leave(),
-    Leave(Cause("who", "why")),
-    Goodbye(),
-]
 
 
 def one_rank_began(bench: Bench) -> None:
@@ -114,7 +98,7 @@ EVENTS: dict[str, Callable[[Bench, int], Any]] = {
     "late": lambda bench, peer: bench.pass_time(1000.0),
     **{
         f"told {type(each).__name__} {number}": lambda bench, peer, each=each: bench.told(peer, each)
-        for number, each in enumerate(CONTROL)
+        for number, each in enumerate(MESSAGES.values())
     },
 }
 

@@ -47,8 +47,8 @@ BUGS = {
             "sums are maxima",
             "omnireduce.protocol.combine",
             "a sum is wrong",
-            "        self._op = OPS[descriptor.op]\n",
-            '        self._op = OPS["max"]\n',
+            "        self._op = op_code(descriptor.op, descriptor.element)\n",
+            '        self._op = op_code("max", descriptor.element)\n',
         ),
     )
 }

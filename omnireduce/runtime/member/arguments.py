@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from omnireduce.descriptor import Op
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import Array, ElementType
 from omnireduce.errors import UsageError
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
@@ -89,7 +89,7 @@ def check_rows(indices: Array, values: Array, n_rows: object) -> int:
     return rows
 
 
-def combine_duplicates(numbers: Array, rows: Array, half: bool) -> tuple[Array, Array]:
+def combine_duplicates(numbers: Array, rows: Array, element: ElementType) -> tuple[Array, Array]:
     """Sort rows by number and add equal ones, in the order given; 16-bit floats are added in float32."""
     if numbers.size == 0 or np.all(numbers[1:] > numbers[:-1]):
         return numbers, rows
@@ -97,7 +97,7 @@ def combine_duplicates(numbers: Array, rows: Array, half: bool) -> tuple[Array, 
     ordered = numbers[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1], [True])))
     unique = ordered[starts[:-1]]
-    values = rows.astype(np.float32) if half else rows
+    values = rows.astype(np.float32) if element.is_half else rows.view(element.storage)
     out = np.empty((len(unique), rows.shape[1]), values.dtype)
     add_rows(values, order, starts, out)
-    return unique, out.astype(rows.dtype, copy=False)
+    return unique, out.astype(rows.dtype) if element.is_half else out.view(rows.dtype)

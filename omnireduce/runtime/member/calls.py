@@ -132,8 +132,9 @@ def reduction_at_root(place: Place, x: NDArray[S], root: int, op: str, name: str
     """All elements of `x` combined in the root's `x`; those of the others stay."""
     root, element = check_root(root, place.size), element_type(check_array(x, "x").dtype)
     called = describe(
-        "reduce", check_name(name, place.owner), element.name, x.shape, check_op(op), place.block_size, root
-    )
+        "reduce", check_name(name, place.owner), element.name, x.shape, check_op(op),
+        block_size=place.block_size, root=root,
+    )  # fmt: skip
     layout, is_root = place.layout(called), place.rank == root
     flat = flat_view(x, "x", writable=is_root)
     if is_root:
@@ -156,7 +157,7 @@ def rows(
     n_rows = check_rows(indices, values, n_rows)
     shape = n_rows, values.shape[1]
     called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op), group=group)
-    numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element.is_half)
+    numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element)
     layout = place.layout(called)
     operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool.take))
     return Call(called, operand, lambda: operand.result, reads=(indices, values))
@@ -238,7 +239,10 @@ def barrier(place: Place, name: str) -> Call[None]:
 def _moving(place: Place, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
     """What travels where bytes move: `parts` arrays like `x`."""
     name = check_name(name, place.owner)
-    return describe(kind, name, dtype_text(x.dtype), x.shape, "sum", place.block_size, root, x.dtype.itemsize, parts)
+    return describe(
+        kind, name, dtype_text(x.dtype), x.shape,
+        block_size=place.block_size, root=root, item_bytes=x.dtype.itemsize, parts=parts,
+    )  # fmt: skip
 
 
 def _movement(

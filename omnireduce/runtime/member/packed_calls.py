@@ -58,7 +58,10 @@ def _describe(
     place: Place, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
 ) -> Descriptor:
     name, packets = check_name(name, place.owner), packet_count(place.part_bytes)
-    return describe(kind, name, dtype, shape, "sum", place.block_size, root, item_bytes, place.size, packets=packets)
+    return describe(
+        kind, name, dtype, shape,
+        block_size=place.block_size, root=root, item_bytes=item_bytes, parts=place.size, packets=packets,
+    )  # fmt: skip
 
 
 def _packets(place: Place, called: Descriptor, own: Array | None, senders: Sequence[int], like: Array) -> Packets:
@@ -68,7 +71,9 @@ def _packets(place: Place, called: Descriptor, own: Array | None, senders: Seque
             "once, or raise it on every rank"
         )
     rows, layout = NOTHING if own is None else packed(own), place.layout(called)
-    return place.with_pool(lambda pool: Packets(place.rank, rows, senders, called.packets, like, layout, pool.take))
+    return place.with_pool(
+        lambda pool: Packets(rows, like, layout, pool.take, rank=place.rank, senders=senders, most=called.packets)
+    )
 
 
 def _bytes_of(x: object, trust: bool) -> Array:

@@ -70,6 +70,7 @@ class Job:
         name: str,
         links: Sequence[Link],
         hellos: Sequence[Hello],
+        *,
         clock: Clock,
         on_end: Callable[[Job, End], None],
         verbs: Verbs | None = None,

@@ -1,0 +1,66 @@
+"""A control message of every kind, and the header of a message of blocks, as bytes."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from omnireduce.secret import Secret
+from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
+from omnireduce.wire.control import (
+    PROTOCOL_VERSION,
+    Aborted,
+    Cause,
+    Challenge,
+    ControlMessage,
+    Endpoint,
+    Goodbye,
+    Greeting,
+    Hello,
+    Leave,
+    Newcomers,
+    Pending,
+    Proof,
+    Refused,
+    Seat,
+    Waiting,
+    Welcome,
+)
+
+HEADER = struct.Struct("<QqIIII")  # what follows up to HEADER_BYTES is 0
+SLOTS, SLOT_BYTES = 2, 65536
+TEAM_TEXT = b"the secret of its team"
+TEAM_SECRET = Secret(TEAM_TEXT, "team")
+WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
+ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
+HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
+ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
+GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
+TEAM_GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE, TEAM_SECRET.team)
+CAUSE = Cause("rank 1 (host h, pid 7)", "died", timeout=True)
+
+MESSAGES: dict[str, ControlMessage] = {
+    "greeting": GREETING,
+    "greeting-team": TEAM_GREETING,
+    "challenge": Challenge(AGGREGATOR_NONCE),
+    "proof": Proof(bytes(32)),
+    "hello": HELLO,
+    "hello-verbs": msgspec.structs.replace(HELLO, verbs=ENDPOINT),
+    "hello-elastic": ELASTIC,
+    "pending": Pending([1, 2], 2, "rank 1 was refused"),
+    "welcome": Welcome(3, ENDPOINT, "note"),
+    "welcome-seat": Welcome(3, seat=Seat(1, 2, 9, bytes(32))),
+    "newcomers": Newcomers(2),
+    "refused": Refused("because"),
+    "waiting": Waiting("collective 3", "rank 1", 2.5),
+    "aborted": Aborted(CAUSE),
+    "leave": Leave(CAUSE),
+    "goodbye": Goodbye(),
+    "status-request": StatusRequest(PROTOCOL_VERSION, ("job", 3, "")),
+    "status": Status(
+        shard="a:1", pid=7, version="0", uptime_s=1.5, connections=2, running=1, gathering=0, traffic=Traffic(),
+        jobs_started=1, jobs_ended=0, aborts={"died": 1}, refused=0, more=True,
+        jobs=[JobStatus(name="job", generation=3, world_size=2, joined=2, age_s=1.0, transport="shm")],
+    ),
+}  # fmt: skip
