@@ -7,14 +7,11 @@ import random
 import shlex
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 
 import click
 
 from . import mutate  # before anything of the product, which it may change
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # as for pytest: tests/
 
 
 def _seeds(context: click.Context, parameter: click.Parameter, text: str) -> range:

@@ -48,7 +48,7 @@ class Cluster:
         teams = None if self.secret is None else Teams({"": [self.secret]})
         access = Access(teams, ticket_key=f"{plan.seed}".encode())
         limits = Limits(
-            max_jobs=plan.protocol.max_jobs, max_world_size=8, max_job_bytes=1 << 26,
+            max_jobs=plan.max_jobs, max_world_size=8, max_job_bytes=1 << 26,
             join_timeout_s=plan.protocol.aggregator_join_timeout_s,
         )  # fmt: skip
         self.shards = [

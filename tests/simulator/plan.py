@@ -130,6 +130,11 @@ class Plan:
         return replace(self, faults=(), options=())
 
     @property
+    def max_jobs(self) -> int:
+        """How many jobs a shard admits. Each further launch has as much room as a job of its own."""
+        return self.protocol.max_jobs + 3 * sum(fault.kind == "second launch" for fault in self.faults)
+
+    @property
     def crowded(self) -> bool:
         """There may be more jobs at once than are allowed: their next generations count too."""
         return self.protocol.max_jobs < 3 * len(self.jobs)

@@ -6,10 +6,10 @@ message.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import numpy as np
-from messages import HEADER
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
@@ -18,6 +18,7 @@ from omnireduce.transport.sim import SimLink
 from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, message_indices, read_header
 from omnireduce.wire.control import Refused, encode_control
 
+_HEADER = struct.Struct("<QqIIII")
 FAR = 1 << 40  # a block number that no tensor here has
 NO_SLOT = 63  # more than any plan has
 
@@ -27,7 +28,7 @@ Rule = Callable[[Array, int, Header, Header | None], int | None]
 
 
 def _rewrite(slot: Array, header: Header) -> None:
-    HEADER.pack_into(slot.data, 0, *header)
+    _HEADER.pack_into(slot.data, 0, *header)
 
 
 def _frontier_too_far(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:

@@ -30,6 +30,7 @@ SLOW_S = 30.0  # how much longer things take with slow readers
 MOVES_ON = "though it moves on"
 BUSY = "the aggregator, which is busy"
 NOTICED_LATE = "it noticed that"  # and says by how much
+HELLO_S = 1.0  # how long a hello and the answer to it may be under way
 STOOD_STILL_S = 1.0  # beyond a time limit, as every freeze does; also what came before has arrived by then
 NOTICE_S = 5.0  # how long the news of a death may take to reach every rank, beyond what the fault itself takes
 
@@ -199,12 +200,14 @@ class Verdicts:
         self._must_go_on.clear()
 
     def _left_behind(self, worker: Worker) -> bool:
-        """It came when the job ran without it already, and that took longer than it may wait for a place."""
+        """The job ran without it while it waited, until its time was over or until all others had done their work."""
         if worker.ended_at is None or "still waiting for rank" not in str(worker.error):
             return False
-        others = [each for each in self._cluster.workers if each.job is worker.job]
+        others = [each for each in self._cluster.workers if each.job is worker.job and each.rank != worker.rank]
         runs = [run for each in others for run in zip(each.begins, each.ends, strict=False)]
-        return any(begin <= worker.said_hello_at and worker.ended_at <= end for begin, end in runs)
+        missed = [end for begin, end in runs if begin <= worker.said_hello_at + HELLO_S and worker.said_hello_at <= end]
+        nobody_comes = all(each.done or each.killed for each in others)
+        return any(worker.ended_at <= end for end in missed) or (bool(missed) and nobody_comes)
 
     def _explained(self, worker: Worker) -> bool:
         culprits = self._cluster.culprits(worker.job.name)
