@@ -2,7 +2,7 @@
 
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the daemon takes signals: the imports below take a while
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the slow imports below; later the daemon handles it
 
 from aggregator.cli import main  # noqa: E402  see above
 

@@ -1,4 +1,4 @@
-"""Who may join this daemon, as its configuration and the files that it names say now."""
+"""Who may join this daemon: its configuration, and what the files that it names hold at present."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from omnireduce.transport.tls import aggregator_context
 
 
 def make_access(config: Config, monitor: Secret) -> Access:
-    """Whom the shards talk to, beside the daemon's own monitor. Raises ConfigError, also when all the network could
-    join without a word having been said about that."""
+    """Read who may talk to the shards. The daemon's own monitor, which proves the secret `monitor`, always may.
+
+    Raises ConfigError. It also does so when there is no secret and other hosts can reach the daemon, unless the
+    configuration allows that by `security.allow_no_secret`.
+    """
     teams, listen = load_teams(config.security, monitor), config.aggregator.listen
     reach = "" if teams is not None or config.security.allow_no_secret else beyond_loopback(listen)
     if reach:
@@ -28,14 +31,14 @@ def make_access(config: Config, monitor: Secret) -> Access:
 
 
 def count_changes(before: Access, after: Access, monitor: Secret) -> dict[str, int]:
-    """How many teams and secrets there are beside the monitor's, how many secrets are new, and how many are gone."""
+    """Count the teams, the secrets, the new secrets, and the secrets that are gone. The monitor's does not count."""
     old, now = (set() if each.teams is None else each.teams.known - {("", monitor)} for each in (before, after))
     teams = 0 if after.teams is None else len(after.teams)
     return {"teams": teams, "secrets": len(now), "new": len(now - old), "gone": len(old - now)}
 
 
 def beyond_loopback(listen: str) -> str:
-    """Why hosts beyond this one can, or could, reach an address; empty for one of loopback."""
+    """Why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
     try:
         found = socket.getaddrinfo(parse_address(listen)[0], 0, type=socket.SOCK_STREAM)
     except OSError as error:

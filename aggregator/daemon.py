@@ -1,10 +1,10 @@
 """The supervisor: binds all addresses, compiles kernels, forks one process per shard, restarts one that dies or hangs.
 
-Shards are forked after the kernels are loaded, so a restart takes milliseconds, and before any thread exists. Metrics
-and health are served by one more process, the monitor.
+Shards are forked after the kernels are loaded, so a restart takes milliseconds. They are forked before any thread
+exists. Metrics and health are served by one more process, the monitor.
 
-At SIGHUP the supervisor reads the files that say who may join, and lets its children read them as well: they are
-what is wrong with them is found here first, and a child that is started again begins with what was accepted last.
+At SIGHUP the supervisor reads the files again that say who may join. If they are in order, it lets its children read
+them, too. So errors in the files show here first. A child that is started again begins with what was accepted last.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret
 
 log = logging.getLogger("omnireduce.aggregator")
-STOP_MARGIN_S = 5.0  # beyond drain_s, before a shard that does not stop is killed
+STOP_MARGIN_S = 5.0  # how long after drain_s a shard that does not stop is killed
 
 
 class Daemon:
     """All shards of this host. Raises ConfigError when the secret is missing or cannot be used."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's, whatever workers must know
+        self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's own; workers have others
         self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
         self._family = Family()
         self._signals, self._signals_in = socket.socketpair()
@@ -92,7 +92,7 @@ class Daemon:
         self._ends_with_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
-        # To warn of a full buffer, Python would take a lock in its signal handler, and a flood of signals hangs there.
+        # To warn of a full buffer, Python takes a lock in its signal handler. In a flood of signals that would hang.
         signal.set_wakeup_fd(self._signals_in.fileno(), warn_on_full_buffer=False)
 
     def _told_to_stop(self) -> bool:
@@ -116,7 +116,7 @@ class Daemon:
         self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
 
     def _ignore_signals(self) -> None:
-        """All is over: one that comes now must not change the exit status."""
+        """The daemon is done: a signal that comes now must not change the exit status."""
         ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         signal.set_wakeup_fd(-1)
 
@@ -159,7 +159,7 @@ class Daemon:
             tell_left_out()
 
     def _look(self) -> None:
-        """End shards that hang: they are then replaced as if they had died. Tell systemd while all take turns."""
+        """Kill shards that hang; they are then replaced like dead ones. Tell systemd while all shards take turns."""
         now, limit_s = time.monotonic(), self._config.aggregator.watchdog_s
         watched = [(child, child.watch) for child in self._family.members if child.watch is not None]
         for child, watch in watched:
@@ -174,7 +174,7 @@ class Daemon:
             notify("WATCHDOG=1")
 
     def _replace(self, child: Child) -> bool:
-        """Start a child anew that has died; return whether the daemon can go on."""
+        """Start a child again that has died, unless too many died; return whether the daemon can go on."""
         status = self._family.bury(child)
         about = {child.kind: child.address, "status": status}
         log.error("%s died with status %s", child.name, status, extra=tagged(f"{child.kind}_died", **about))
@@ -196,7 +196,7 @@ class Daemon:
 
 
 def _has_terminal() -> bool:
-    """Whether a terminal controls this process: SIGHUP means that it is gone if it was there before."""
+    """Whether a terminal controls this process. If one did before, SIGHUP means that the terminal is gone."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError:
@@ -205,7 +205,7 @@ def _has_terminal() -> bool:
 
 
 def _make_kernels_ready() -> None:
-    """Load or compile the kernels, and say so when that takes long."""
+    """Load or compile the kernels. The log shows the progress when that takes long, and the time in the end."""
     started = time.monotonic()
     warm_up_aggregator(_say_progress)
     seconds = time.monotonic() - started
@@ -217,7 +217,7 @@ def _say_progress(ready: int, total: int) -> None:
 
 
 def _check_rdma(config: Config) -> None:
-    """Raise TransportError, which says what there is, unless some RDMA port can be used."""
+    """Raise TransportError unless some RDMA port can be used. The error lists the ports that there are."""
     from omnireduce.transport.verbs.devices import choose
 
     choose(config.verbs, near="")

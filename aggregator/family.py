@@ -1,5 +1,8 @@
-"""The supervisor's child processes. Each is forked with a pipe whose end tells it to stop, and one by which it says
-where it hangs; it has a few lives."""
+"""The supervisor's child processes.
+
+Each child has two pipes. When the supervisor closes its end of the first one, the child stops. Into the second one the
+child writes where it hangs. A child that dies is started again, but not too often: see `Deaths`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from aggregator.watchdog import Watch
 RESTART_WINDOW_S = 60.0
 RESTARTS_PER_WINDOW = 5
 WHERE = signal.SIGUSR1  # lets a child write the stacks of its threads into a pipe
-STACKS_S, PAUSE_S = 1.0, 0.1  # for the first bytes of them, and between two
+STACKS_S, PAUSE_S = 1.0, 0.1  # how long to wait for the first bytes of the stacks, and for further ones
 STACKS_BYTES = 1 << 16
 
 
@@ -34,7 +37,7 @@ class Deaths:
         return len(self._at)
 
     def one_too_many(self) -> bool:
-        """Count one more, now; return whether to give up."""
+        """Count a death that happened now; return whether there were too many."""
         now = time.monotonic()
         self._at = [at for at in self._at if now - at < RESTART_WINDOW_S] + [now]
         return self.count > RESTARTS_PER_WINDOW
@@ -48,10 +51,10 @@ class Child:
     address: str
     run: Callable[[int], None]
     deaths: Deaths
-    watch: Watch | None  # of one that says when it takes a turn
+    watch: Watch | None  # None: the child takes no turns, as the monitor
     process: ForkProcess
     stop: int  # closing this descriptor asks it to stop
-    stacks: int  # what it says of where it hangs
+    stacks: int  # the descriptor from which its stacks are read
 
     @property
     def name(self) -> str:
@@ -77,20 +80,20 @@ class Family:
         self.members.append(Child(kind, address, run, deaths, watch, *self._forked(f"{kind} {address}", run)))
 
     def restart(self, child: Child) -> None:
-        """Fork it anew, after its end."""
+        """Fork a child again after its end."""
         child.process, child.stop, child.stacks = self._forked(child.name, child.run)
         if child.watch is not None:
             child.watch.begin_anew()
 
     def hang_up(self) -> None:
-        """Send SIGHUP to all that live: they read their files again."""
+        """Send SIGHUP to all children that live, so that they read their files again."""
         for child in self.members:
             pid = child.process.pid
             if pid is not None and child.process.is_alive():
                 os.kill(pid, signal.SIGHUP)
 
     def bury(self, child: Child) -> int:
-        """Take note of its end; return its exit status."""
+        """Release what a child that has ended leaves behind; return its exit status."""
         child.process.join()
         _close(child)
         status = child.process.exitcode
@@ -98,7 +101,7 @@ class Family:
         return status
 
     def stop(self, children: Sequence[Child], timeout_s: float) -> list[Child]:
-        """Ask them to stop and wait for that; return those that had to be killed."""
+        """Ask children to stop, and wait up to `timeout_s`; return those that had to be killed."""
         for child in children:
             _close(child)
         deadline, killed = time.monotonic() + timeout_s, []
@@ -111,9 +114,9 @@ class Family:
         return killed
 
     def _forked(self, name: str, run: Callable[[int], None]) -> tuple[ForkProcess, int, int]:
-        pipes = _Pipes(*os.pipe(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # who nobody reads does not wait for that
+        pipes = _Pipes(*os.pipe(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # the second never blocks the child
         process = self._context.Process(target=self._live, args=(run, pipes), name=name)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it waits until the child waits for it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # pending until the child takes it
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(pipes.stop_pipe)
@@ -138,7 +141,7 @@ class _Pipes(NamedTuple):
 
 
 def _close(child: Child) -> None:
-    """Close the supervisor's ends, which lets the child stop."""
+    """Close the supervisor's ends of the pipes, which makes the child stop."""
     for descriptor in (child.stop, child.stacks):
         if descriptor >= 0:
             os.close(descriptor)

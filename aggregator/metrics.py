@@ -12,7 +12,7 @@ from omnireduce.status import JobStatus, Status, Traffic
 
 Answers = Mapping[str, Status | Exception]
 _Value = float | None  # None: no sample
-_JOB = ["shard", "job", "team"]  # a team that is "" is for Prometheus none
+_JOB = ["shard", "job", "team"]  # to Prometheus an empty label, as team "" gives, is no label
 _TRAFFIC: tuple[tuple[str, str, Callable[[Traffic], int]], ...] = (
     ("collectives", "Collectives completed", lambda each: each.collectives),
     ("received_bytes", "Bytes from workers, framing included", lambda each: each.received_bytes),
@@ -31,7 +31,7 @@ class ShardCollector(Collector):
         self._ask = ask
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering asks nobody."""
+        """Return nothing: otherwise registering this collector would ask the shards."""
         return []
 
     def collect(self) -> Iterator[Metric]:

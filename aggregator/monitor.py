@@ -1,11 +1,12 @@
-"""Metrics and health by HTTP, in a process of its own: the shards serve jobs only, the supervisor has no threads.
+"""Metrics and health by HTTP, in a process of its own: shards only serve jobs, and the supervisor has no threads.
 
-The monitor asks the shards as anybody could, by a status request, but at Unix sockets of their own: whatever
-transports workers may use, and with TLS or without. It lives as long as the supervisor does.
+The monitor asks the shards by a status request, as anybody could. For that the shards have Unix sockets that only the
+monitor uses. So it makes no difference which transports workers may use, and whether they use TLS. The monitor lives as
+long as the supervisor does.
 
-Each connection has one deadline for all of it, TLS included, and a thread once it has said something. Of too many the
-oldest is hung up on, among the silent ones and among the others, so that neither keep anybody from asking whether the
-daemon lives.
+Each connection has one deadline for everything, TLS included. It gets a thread once the client has said something. When
+too many connections are silent, the oldest silent one is closed. The same holds for the others. So neither kind can
+keep a client from asking whether the daemon lives.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
 
 log = logging.getLogger("omnireduce.aggregator")
-CONNECTIONS = 128  # at once: silent ones, and the same number of others
-AT_ONCE = 64  # of them may wait for the shards
+CONNECTIONS = 128  # silent connections at once, and as many others
+AT_ONCE = 64  # requests that may wait for the shards; connections accepted in one turn
 CLIENT_S = 3.0  # how long a request may take, beside the time that the shards have for their answer
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -53,8 +54,10 @@ _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
 
 
 class Monitor:
-    """What the pages say of the shards at `addresses`, which are called `names` and have these `pulses`, and who may
-    read them: `access`."""
+    """Makes the pages about the shards at `addresses`. `names` and `pulses` are theirs, in the same order.
+
+    `access` says who may read the pages.
+    """
 
     def __init__(
         self,
@@ -70,13 +73,13 @@ class Monitor:
         self._config, self._secret, self._pulses = config, secret, pulses
         self._places = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
-        self._round: Future[Answers] | None = None  # of asking the shards, which is under way
+        self._round: Future[Answers] | None = None  # the answers to come; None: nobody asks the shards
         registry = CollectorRegistry()
         registry.register(ShardCollector(self._ask))
         self._metrics: _App = make_wsgi_app(registry)
 
     def __call__(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
-        """One request, as WSGI has it."""
+        """Answer one request, as WSGI wants it."""
         pages: dict[str, _App] = {"/metrics": self._metrics, "/readyz": self._ready}
         path = environ["PATH_INFO"]
         if path == "/healthz":
@@ -110,7 +113,7 @@ class Monitor:
         return _page(start, "503 Service Unavailable" if wrong else "200 OK", "\n".join(wrong) or "ready")
 
     def _ask(self) -> Answers:
-        """What the shards say; requests that come while they are asked share the answers."""
+        """Ask the shards and return their answers. Requests that come meanwhile share these answers."""
         with self._lock:
             under_way, mine = self._round, Future[Answers]()
             if under_way is None:
@@ -155,13 +158,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.set_app(monitor)
         self._monitor, self._limit_s = monitor, limit_s
         self._deadlines: dict[socket.socket, float] = {}  # of all connections, the oldest first
-        self._lock = threading.Lock()  # a socket that is shut down may not be closed meanwhile
-        self._silent: dict[socket.socket, Any] = {}  # the addresses of those without a thread: they said nothing yet
+        self._lock = threading.Lock()  # while one thread shuts a socket down, no other one closes it
+        self._silent: dict[socket.socket, Any] = {}  # addresses of clients that said nothing yet; no thread
         self._selector = selectors.DefaultSelector()
-        self._again_at: float | None = None  # when to listen again, after there was no room for one more
+        self._again_at: float | None = None  # when to listen again; None: it listens
 
     def serve(self, stop_pipe: int) -> None:
-        """Until `stop_pipe` is closed."""
+        """Serve until `stop_pipe` is closed."""
         with self._selector as selector:
             selector.register(self.socket, selectors.EVENT_READ, self._welcome)
             selector.register(stop_pipe, selectors.EVENT_READ)
@@ -188,12 +191,12 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._selector.register(self.socket, selectors.EVENT_READ, self._welcome)
 
     def _welcome(self) -> None:
-        """Take those who connect. A thread they get when they say something."""
+        """Accept the connections that wait. Each gets a thread only when its client says something."""
         for _ in range(AT_ONCE):
             try:
                 request, address = self.get_request()
-            except OSError as error:  # nobody is left, most often
-                if error.errno in NO_ROOM:  # who waits would keep the socket readable
+            except OSError as error:  # mostly: no further connection waits
+                if error.errno in NO_ROOM:  # the next connection would keep the socket readable
                     log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
                     self._again_at = time.monotonic() + PAUSE_S
                     self._selector.unregister(self.socket)
@@ -213,7 +216,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def _hang_up(self, now: float) -> None:
-        """Let go who is over time, and the oldest of too many: of the silent ones, and of those with a thread."""
+        """Close connections that are over their time. Where silent ones, or others, are too many, close the oldest."""
         with self._lock:
             speaking = [request for request in self._deadlines if request not in self._silent]
             gone = {request for request, deadline in self._deadlines.items() if deadline <= now}
@@ -226,36 +229,36 @@ class _Server(ThreadingMixIn, WSGIServer):
                     self._selector.unregister(request)
                     request.close()
                     continue
-                with suppress(OSError):  # it has gone already; else its thread finds the connection closed
-                    # Not as an SSLSocket does it, which would let its thread go on without TLS.
+                with suppress(OSError):  # the client may have gone; else its thread finds the connection closed
+                    # Not the method of an SSLSocket: after that its thread would go on without TLS.
                     socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection. Its thread shakes hands, when it reads. Raises OSError."""
+        """Accept the next connection. With TLS its thread shakes hands, when it first reads. Raises OSError."""
         request, address = super().get_request()
-        tls = self._monitor.access.tls  # of now: it may have been read again
+        tls = self._monitor.access.tls  # the present one: a SIGHUP may have replaced it
         if tls is None:
             return request, address
         try:
             return tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False), address
-        except OSError:  # it has gone already
+        except OSError:  # the client has gone already
             request.close()
             raise
 
     def shutdown_request(self, request: Any) -> None:
-        """The request is over."""
+        """Close the connection of a request that is over."""
         with self._lock:
             self._deadlines.pop(request, None)
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is nobody's trouble."""
+        """A client that goes away is no error of the daemon, so only the debug log has it."""
         log.debug("a request for metrics failed", exc_info=True, extra=tagged("metrics_failed"))
 
 
 class _Handler(WSGIRequestHandler):
     def get_stderr(self) -> TextIO:
-        """Nowhere: what is to be said is said by the log, which has limits."""
+        """Take the base class's messages and drop them: the log, which has limits, says what matters."""
         return io.StringIO()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class calls it so
@@ -289,8 +292,10 @@ def run_monitor(
     pulses: Sequence[Pulse],
     stop_pipe: int,
 ) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The shards
-    want `secret`, the pages want what `access` says."""
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died.
+
+    The monitor proves `secret` to the shards; None: they want no secret. `access` says who may read the pages.
+    """
     ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
     start_logs(config.log)
     allow_all_descriptors()

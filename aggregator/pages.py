@@ -1,4 +1,4 @@
-"""Who may read the pages of metrics, as the configuration and the files that it names say now."""
+"""Who may read the pages of metrics: the configuration, and what the files that it names hold at present."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BEARER = re.compile(r"bearer +(\S+) *\Z", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """`tokens`: digests of those of which a request for metrics must bring one; without any none is wanted. `tls`: what
-    the pages come by."""
+    """`tokens`: SHA-256 digests of the tokens, one of which a request for metrics must bring; empty: no token is
+    needed. `tls`: the TLS context of the pages; None: plain HTTP."""
 
     tokens: tuple[bytes, ...] = ()
     tls: ssl.SSLContext | None = None
@@ -31,7 +31,7 @@ class Pages:
         """Whether a request with this header may see the metrics. The time tells nothing about the tokens."""
         given = _BEARER.match(authorization)
         digest = _digest(given[1].encode(errors="replace") if given else b"")
-        known = [hmac.compare_digest(digest, each) for each in self.tokens]  # all of them, whichever it is
+        known = [hmac.compare_digest(digest, each) for each in self.tokens]  # all, so that the time tells nothing
         return not self.tokens or any(known)
 
 
@@ -39,7 +39,7 @@ ALL = Pages()
 
 
 def make_pages(metrics: Metrics) -> Pages:
-    """Whom the pages are for. Raises ConfigError."""
+    """Read who may see the pages. Raises ConfigError."""
     tokens = read_lines(metrics.token_file, "metrics.token_file", "token") if metrics.token_file else []
     for token in tokens:
         if not _TOKEN.match(token):

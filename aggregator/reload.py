@@ -1,7 +1,7 @@
-"""SIGHUP: what the supervisor's children read again, while they go on.
+"""How the supervisor's children read files again at SIGHUP, while they go on.
 
-A child has the signal blocked from its birth, and one thread that waits for it: it comes once however often it was sent
-meanwhile, nothing is read in a turn of a shard, and a folder that hangs holds up nothing but this thread.
+A child blocks the signal from its birth on; one thread waits for it. So signals that come while that thread reads count
+as one. A shard reads nothing in its turns. A folder that hangs holds up only this thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ log = logging.getLogger("omnireduce.aggregator")
 
 
 def reload_on_hangup(reload: Callable[[], None]) -> None:
-    """Call `reload` at each SIGHUP from now on, in a thread of its own. When it raises, what held goes on to hold."""
+    """Call `reload` at each SIGHUP from now on, in a thread of its own. When it raises, what was read before stays in
+    force."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     threading.Thread(target=_wait, args=(reload,), daemon=True, name="reload").start()
 
@@ -31,7 +32,7 @@ def _wait(reload: Callable[[], None]) -> None:
 
 
 def reloaded(reload: Callable[[], None]) -> bool:
-    """Call `reload`; return whether it raised nothing. What it raised is in the log then."""
+    """Call `reload`; return whether it succeeded. An exception is logged."""
     try:
         reload()
     except ConfigError as error:

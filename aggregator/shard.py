@@ -51,7 +51,7 @@ def open_listeners(host: str, port: int, kind: str, monitored: bool = False) -> 
     """
     shown = f"[{host}]" if ":" in host else host
     try:
-        # The TCP port is taken even for shm alone: it is what keeps two daemons from one address.
+        # The TCP port is taken even for shm alone: it keeps two daemons from using one address.
         tcp = listen_tcp(host, port)
         port = tcp.getsockname()[1]
         try:
@@ -71,15 +71,16 @@ def open_listeners(host: str, port: int, kind: str, monitored: bool = False) -> 
 
 
 def _run_as_batch() -> None:
-    """Woken, a shard does not push a worker off its core in the middle of a kernel: workers wait for their own core."""
+    """Make this process a batch task. When a message wakes a shard, it then does not push a worker off its core in the
+    middle of a kernel: a worker that is pushed off waits for its own core."""
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    except OSError as error:  # a sandbox may forbid it; it is only faster
+    except OSError as error:  # a sandbox may forbid it; without it all works, only slower
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
 def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[Door]:
-    """Where the shard listens. `tls` is asked for each connection: it may have been read again."""
+    """Where the shard listens. `tls` is called for each connection, because a SIGHUP may have replaced its result."""
 
     def tcp_link(sock: socket.socket) -> TcpLink:
         if config.transport.kind == "shm":
@@ -95,7 +96,7 @@ def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContex
 
     def monitor_link(sock: socket.socket) -> ShmLink:
         link = shm_link(sock)
-        if link.foreign_user is not None:  # who comes by this door goes first
+        if link.foreign_user is not None:  # connections of this door are served first
             raise ConnectionRefusedError("only the daemon's own user may ask here")
         return link
 
@@ -121,12 +122,14 @@ def _limits(settings: Aggregator) -> Limits:
 def run_shard(
     listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, stop_pipe: int
 ) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died. The daemon's
-    monitor proves the secret `monitor`. With every turn `pulse` beats."""
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died.
+
+    The daemon's monitor proves the secret `monitor`. `pulse` beats with every turn.
+    """
     ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
     start_logs(config.log, shard=listeners.name)
     _run_as_batch()
-    allow_all_descriptors()  # every rank of every job is one
+    allow_all_descriptors()  # every rank of every job needs one
     settings = config.aggregator
     server = ShardServer(
         listeners.name,

@@ -1,25 +1,25 @@
-"""Whether the shards take turns. Each says so in memory that it shares with the supervisor and the monitor."""
+"""Whether the shards take turns. Each shard notes its turns in memory that it shares with supervisor and monitor."""
 
 from __future__ import annotations
 
 import mmap
 import time
 
-LOOK_S = 1.0  # at least so often the supervisor looks, and a shard takes a turn
+LOOK_S = 1.0  # longest time between two looks of the supervisor, and between two turns of a shard
 
 
 class Pulse:
-    """When a shard last took a turn. Made before the fork; a shard that is started anew goes on with it."""
+    """When a shard last took a turn. Made before the fork; a shard that is started again uses the same one."""
 
     def __init__(self) -> None:
         self._at = memoryview(mmap.mmap(-1, 8)).cast("d")
 
     def beat(self) -> None:
-        """A turn is over, or a new life begins."""
+        """Note that a turn is over, or that the shard was started again."""
         self._at[0] = time.monotonic()
 
     def rest(self) -> None:
-        """The shard has ended as it should: nobody waits for a turn."""
+        """Note that the shard has ended as it should: nobody waits for a turn."""
         self._at[0] = 0.0
 
     @property
@@ -32,7 +32,7 @@ class Pulse:
 class Watch:
     """For how long a shard has taken no turn while its supervisor looked on.
 
-    The time between two looks counts for little: when the whole host was stopped, the shard was, too.
+    A long time between two looks counts for little: if the whole host was stopped, the shard was stopped, too.
     """
 
     def __init__(self, pulse: Pulse) -> None:
@@ -41,7 +41,7 @@ class Watch:
         self._looked_at = time.monotonic()
 
     def look(self, now: float) -> None:
-        """Look again, at the latest LOOK_S after the last time."""
+        """Take note of the shard's last turn. Call this at the latest LOOK_S after the last time."""
         if self._pulse.last != self._seen:
             self._seen, self.silent_s = self._pulse.last, 0.0
         else:
@@ -49,11 +49,12 @@ class Watch:
         self._looked_at = now
 
     def begin_anew(self) -> None:
-        """The shard has a new life."""
+        """The shard was started again."""
         self._pulse.beat()
         self.look(time.monotonic())
 
 
 def look_s(watchdog_s: float) -> float:
-    """How often to look, and to take a turn, so that `watchdog_s` (0: nobody waits for that) holds many of them."""
+    """The seconds between two looks, and between two turns: LOOK_S, or a quarter of `watchdog_s` (0: no limit) if
+    less."""
     return min(LOOK_S, watchdog_s / 4) if watchdog_s else LOOK_S

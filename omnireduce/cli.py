@@ -9,8 +9,8 @@
 | Ctrl-C                                          | one line             | 130         |
 | a bug                                           | its traceback        | 1           |
 
-Where the logs are JSON, so is that line. What standard error does not take, on a full disk for example, is lost, and
-changes no exit status.
+Where the logs are JSON, that line is JSON, too. Text that standard error does not take, on a full disk for example, is
+lost. The exit status stays the same.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class _Lossy(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data) or len(data)  # 0 would be asked again, for ever
+            return super().write(data) or len(data)  # after 0 the caller would try again, for ever
         except OSError:
             return len(data)
 
 
 def lose_unwritable_logs() -> None:
-    """Let no line that standard error does not take disturb this process, or its exit status.
+    """Drop what standard error does not take, so that it disturbs neither this process nor its exit status.
 
-    Python would raise at every line, and end with status 120 for what it could not write at last.
+    Otherwise Python raises at every such line, and ends with status 120 if text is still unwritten at exit.
     """
     plain = sys.__stderr__
-    if plain is not None and sys.stderr is plain:  # else it is somebody else's, a test's for example
+    if plain is not None and sys.stderr is plain:  # otherwise somebody, a test for example, has replaced it
         buffer = io.BufferedWriter(_Lossy(plain.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(buffer, plain.encoding, "backslashreplace", line_buffering=True)
 
 
 def config_options(command: _F) -> _F:
-    """Add `--config FILE` and `--set section.key=value`, which may come often.
+    """Add `--config FILE` and `--set section.key=value`, which may be given several times.
 
     The command gets `config_file: str | None` and `overrides: tuple[str, ...]`, as `load_config` takes them.
     """
@@ -91,7 +91,7 @@ def reporting_errors() -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         _complain(f"cannot write the results: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python still has of them, it would fail to write at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python would fail to write the rest at exit
         sys.exit(1)
     except KeyboardInterrupt:
         click.echo("Interrupted", err=True)

@@ -1,6 +1,6 @@
-"""What a collective is: the call that a user made, which all ranks must make in the same place.
+"""What a collective is: the call that a user made. All ranks must make the same call in the same place.
 
-Only the call travels. What the wire needs to know (type and number of elements, blocks) follows from it, on both sides.
+Only the call travels. Both sides derive from it what the wire needs to know: type and number of elements, and blocks.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ DTYPE_CHARACTERS = 60
 GROUP_CHARACTERS = 60
 MAX_DIMENSIONS = 64
 MAX_BLOCK_SIZE = (1 << 31) - 8
-MOVED_BLOCK_BYTES = 1 << 15  # at most, where bytes are moved: such blocks fit any slot
+MOVED_BLOCK_BYTES = 1 << 15  # largest block where bytes are moved: it fits any slot
 PACKET_BYTES = 1024
 MAX_PART_PACKETS = 1 << 25  # more than the largest protocol.max_part_bytes takes
 REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same ones again and again
 
 
 class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """One call. Raises UsageError for one that cannot be; what a peer sends is checked in the same way.
+    """One call. Raises UsageError for a call that is not possible. What a peer sends is checked in the same way.
 
-    `shape`: of the array, (n_rows, width) of `allreduce_rows`, of one item of `allgather_ragged`; `block_size`: in
-    elements; `item_bytes`: the size of an element where bytes are moved, else 0; `parts`: how many such arrays travel;
-    `group`: what the call of many arrays, of which these are some, is made of; `packets`: how many of them the part of
-    a rank may have, 0 where parts do not travel in packets.
+    `shape`: that of the array; (n_rows, width) for `allreduce_rows`; that of one item for `allgather_ragged`.
+    `block_size`: in elements. `item_bytes`: the size of an element where bytes are moved, else 0. `parts`: how many
+    arrays of this shape travel. `group`: where the arrays are some of a group, a text that stands for the whole group,
+    else empty. `packets`: how many packets the part of one rank may have; 0 where parts do not travel in packets.
     """
 
     kind: Kind
@@ -89,7 +89,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def _wrong_shape(self) -> str:
         if len(self.shape) > MAX_DIMENSIONS:
             return f"an array of {len(self.shape)} dimensions; expected at most {MAX_DIMENSIONS}"
-        # A dimension of 0 counts as 1 here: the others are limited all the same, and so is what it takes to say them.
+        # A dimension of 0 counts as 1 here, so that the other dimensions stay limited, and a text of them stays short.
         if min(self.shape, default=0) < 0 or math.prod(max(each, 1) for each in self.shape) >= MAX_ELEMENTS:
             return f"the shape {self._shape_text}: expected fewer than 2**62 elements"
         if self.kind == "allreduce_rows" and (len(self.shape) != 2 or not 1 <= self.shape[1] <= MAX_BLOCK_SIZE):
@@ -119,7 +119,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def reduces(self) -> bool:
-        """Numbers are combined. Else bytes move, as a sum to which all ranks but one contribute zeros."""
+        """Whether numbers are combined. Otherwise bytes are moved: as a sum to which all ranks but one contribute
+        zeros."""
         return self.kind in REDUCING
 
     @cached_property
@@ -147,7 +148,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def encoded(self) -> bytes:
-        """What travels of it, at most EXTRA_BYTES."""
+        """The bytes that travel, at most EXTRA_BYTES."""
         found = msgspec.msgpack.encode(self)
         assert len(found) <= EXTRA_BYTES, f"a descriptor of {len(found)} bytes"
         return found
@@ -177,7 +178,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return self._text
 
 
-describe = lru_cache(REMEMBERED)(Descriptor)  # a descriptor of a call that may have been made before
+describe = lru_cache(REMEMBERED)(Descriptor)  # makes a descriptor, or returns that of an equal call before
 
 _decoder = msgspec.msgpack.Decoder(Descriptor)
 
@@ -192,7 +193,7 @@ def decode_descriptor(data: bytes) -> Descriptor:
 
 
 def told_apart(one: Descriptor, other: Descriptor) -> tuple[str, str]:
-    """Both in words; of two that look the same, with what they differ in."""
+    """Both descriptors in words. Where the words are the same, a difference that they do not show is added."""
     if str(one) != str(other) or one == other:
         return str(one), str(other)
     what, sizes = "block_size", (one.block_size, other.block_size)

@@ -1,8 +1,13 @@
 """Every exception of the library, sorted by whose fault it is; `OmniReduceError` is the base of all.
 
-`ConfigError` the configuration, `UsageError` the caller, `TransportError` a connection that cannot be made,
-`RefusedError` the aggregator's answer to a request to join, `AbortedError` a collective that a peer, the network or a
-protocol violation ended, `CollectiveTimeoutError` one that took too long, `ClosedError` our own code closed it.
+    ConfigError             the configuration is wrong
+    UsageError              the caller is wrong
+    TransportError          a connection cannot be made
+    RefusedError            an aggregator refused a request to join
+    AbortedError            a peer, the network or a protocol violation ended a collective
+    CollectiveTimeoutError  a collective took too long
+    ClosedError             our own code closed the communicator
+
 `ProtocolError` stays inside: it reaches the caller as an `AbortedError` that names the peer. Messages say what was
 expected, what came and what to do.
 """
@@ -33,7 +38,7 @@ class ClosedError(OmniReduceError):
 class RefusedError(OmniReduceError):
     """An aggregator did not admit this worker (full, shutting down, or its job disagrees).
 
-    `temporary`: it may do so later.
+    `temporary`: the aggregator may admit the worker later.
     """
 
     def __init__(self, message: str, *, temporary: bool = False) -> None:
@@ -53,7 +58,7 @@ class AbortedError(OmniReduceError):
     """A collective was ended before its result was complete; every rank of the job gets this.
 
     `culprit` names who caused it ("rank 1 (host a, pid 7)", "aggregator 10.0.0.1:7400"), `reason` says what happened.
-    No result was returned as right; the contents of the collective's output arrays are undefined.
+    No result was returned; the contents of the collective's output arrays are undefined.
     """
 
     def __init__(self, culprit: str, reason: str) -> None:
@@ -65,12 +70,12 @@ class AbortedError(OmniReduceError):
 class CollectiveTimeoutError(AbortedError):
     """A collective took longer than `cluster.timeout_s`, and the job is over.
 
-    `culprit` names the ranks that the others waited for, or the aggregators that hang. It is no TimeoutError: that is
-    what `Handle.wait` raises when its own limit has passed, and then waiting again makes sense.
+    `culprit` names the ranks that the others waited for, or the aggregators that hang. It is not a TimeoutError:
+    `Handle.wait` raises that when its own limit has passed, and then waiting again makes sense.
     """
 
 
 def left_because(error: BaseException) -> str:
     """What the other ranks read when `error` ends a rank: its type and the beginning of its text, in one line."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:LONGEST_TEXT]
-    return "left because of " + text.encode(errors="backslashreplace").decode()  # a file's name may be no UTF-8
+    return "left because of " + text.encode(errors="backslashreplace").decode()  # a file's name in it may not be UTF-8

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Stripes(NamedTuple):
-    """The stripes of shard `shard`: of `stripe_blocks` blocks each, those whose number mod `shards` is its own."""
+    """The stripes of shard `shard`, of `stripe_blocks` blocks each: those whose number mod `shards` is `shard`."""
 
     shard: int = 0
     shards: int = 1
     stripe_blocks: int = 64
 
     def count(self, blocks: int) -> int:
-        """How many of the first `blocks` blocks of a tensor these are."""
+        """How many of the first `blocks` blocks of a tensor are in these stripes."""
         rounds, rest = divmod(blocks, self.shards * self.stripe_blocks)
         return rounds * self.stripe_blocks + min(max(rest - self.shard * self.stripe_blocks, 0), self.stripe_blocks)
 
@@ -50,8 +50,11 @@ class Layout:
         return self.elements % self.block_size
 
     def dealt(self, shards: int, stripe_blocks: int, whole_bytes: int, block_bytes: int) -> Layout:
-        """This tensor dealt to `shards`; if its blocks, of `block_bytes`, take no more than `whole_bytes`, all to the
-        first one."""
+        """This tensor, with its stripes dealt to `shards` shards.
+
+        A tensor whose blocks, of `block_bytes` each, take no more than `whole_bytes` goes to the first shard as a
+        whole.
+        """
         if self.blocks * block_bytes <= whole_bytes:
             stripe_blocks = max(stripe_blocks, self.blocks)
         return Layout(self.elements, self.block_size, shards, stripe_blocks)
@@ -61,11 +64,11 @@ class Layout:
         return block // self.stripe_blocks % self.shards
 
     def stripes(self, shard: int) -> Stripes:
-        """What `shard` owns of it."""
+        """The stripes of this tensor that `shard` owns."""
         return Stripes(shard, self.shards, self.stripe_blocks)
 
     def first_block(self, shard: int) -> int:
-        """The lowest block of `shard`, or `blocks` when the tensor is too small to reach it."""
+        """The lowest block of `shard`, or `blocks` when the tensor is too small to have a block there."""
         return min(shard * self.stripe_blocks, self.blocks)
 
     def takes_part(self, shard: int) -> bool:

@@ -1,12 +1,12 @@
 """Log lines: one for each event, as `key=value` text or as JSON, with the job and the rank that it is about.
 
-The library logs by `logging` under "omnireduce" and leaves it to the program where that goes. What a record tells
-beside its text travels in `extra`:
+The library logs by `logging` under "omnireduce"; the program decides where the lines go. A record has a text. The other
+things that it tells travel in `extra`:
 
     log.warning("rank %d left", rank, extra=tagged("rank_left", job=job, rank=rank))
 
-`start_logs` is for programs: it writes the lines of this process to standard error. A full disk stops a host. So what
-others can cause has limits: a few lines a second of each event, and so many bytes a minute.
+`start_logs` is for programs: it writes the lines of this process to standard error. A full disk stops a host. So the
+lines that peers can cause have limits: so many lines a second of each event, and so many bytes a minute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, TextIO
 
 from omnireduce.config.schema import Log
 
-# what no peer can cause
+# events that no peer can cause: they have no limits
 OWN = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", "metrics_open", "gave_up", "failed"}
 OWN |= {"reloaded", "reload_failed"}
 A_SECOND = 20  # lines of each other event
-A_MINUTE, OF_ONE = 400_000, 60_000  # bytes of all these lines, and of those of one event
+A_MINUTE, OF_ONE = 400_000, 60_000  # bytes of the lines of these events together, and of each of them
 LINE = 4096  # bytes that a line may take
 _PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
 
@@ -39,7 +39,7 @@ def tagged(name: str, **fields: object) -> dict[str, object]:
 
 
 class BoundLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose every record has `fields` as well, such as the job and rank that it speaks of."""
+    """A logger that adds `fields` to every record, such as the job and rank that the record is about."""
 
     def __init__(self, logger: logging.Logger, **fields: object) -> None:
         super().__init__(logger)
@@ -64,15 +64,18 @@ def logs_are_json() -> bool:
 
 
 def tell_left_out() -> None:
-    """Write how many lines were left out before this second, if there were any: for programs to call now and then."""
+    """Write how many lines were left out before this second, if any were. Programs call this now and then."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LimitedHandler):
             handler.tell_left_out(time.time())
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes lines within the limits above. A line of its own says how many were left out: before the next line in a
-    later second, whatever that is about, or by `tell_left_out`."""
+    """Writes lines within the limits above. A line of its own says how many were left out.
+
+    That line comes before the next line of a later second, whatever that one is about, or when `tell_left_out` is
+    called.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -99,7 +102,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         self._write(line, record)
 
     def _has_room(self, event: str) -> bool:
-        """For one more line, however long."""
+        """Whether there is room for one more line, however long it is."""
         in_minute = self._bytes[event] + LINE <= OF_ONE and self._bytes.total() + LINE <= A_MINUTE
         return in_minute and self._lines[event] < A_SECOND
 
@@ -153,7 +156,7 @@ class _Lines(logging.Formatter):
         fields = {key: value for key, value in line.items() if value is not None}
         written = self._write(fields)
         room = LINE // 2
-        while len(written.encode(errors="replace")) >= LINE:  # with the end of the line
+        while len(written.encode(errors="replace")) >= LINE:  # the end of the line counts, too
             fields = {key: _cut(value, room) for key, value in fields.items()}
             written, room = self._write(fields), room // 2
         return written
@@ -179,7 +182,8 @@ def _text(value: object) -> str:
 
 
 def _cut(value: object, most: int) -> object:
-    """Numbers as they are, and of the text of all else no more than `most` characters; the middle is left out."""
+    """Return a number as it is. Of any other value return a text that has no more than `most` characters of it; the
+    middle is left out."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= most or isinstance(value, int | float):
         return value

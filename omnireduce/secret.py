@@ -1,6 +1,6 @@
 """The shared secrets of a cluster: where they come from, and the proofs that they make.
 
-They are no part of the configuration, so that nothing that shows a configuration can show them.
+They are not part of the configuration, so a program that shows its configuration cannot show them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from omnireduce.config.security import SECRET_VARIABLE, TEAM_CHARACTERS, Securit
 from omnireduce.errors import ConfigError
 
 MIN_BYTES, MAX_BYTES = 16, 4096
-MOST_LINES = 4  # of one file, each a secret
+MOST_LINES = 4  # of one file; each line is a secret
 NONCE_BYTES = PROOF_BYTES = 32
-_BLOCK_BYTES = 64  # of SHA-256: HMAC hashes what is longer
+_BLOCK_BYTES = 64  # of SHA-256: HMAC hashes a key that is longer
 _PURPOSE = b"omnireduce handshake 2"
 _EXPECTED = (
     "expected 0600, or 0440 of root and of a group that this process is in; run chmod 600, and make a new one if "
     "somebody may have read it"
 )
-_USER, _ITS_GROUP, _GROUP = 2, 4, 8  # of the tags in an access list
+_USER, _ITS_GROUP, _GROUP = 2, 4, 8  # tags of entries in an access list
 _HOW = "for example by: (umask 077; openssl rand -hex 32 > FILE)"
 
 Role = Literal["worker", "aggregator"]
 
 
 class Secret:
-    """Bytes that only members of `team` know. It makes and checks proofs, and shows itself to nobody.
+    """Bytes that only members of `team` know. It makes and checks proofs. No text of it shows the bytes.
 
-    Two that are equal have the same bytes, whatever the team.
+    Two secrets with the same bytes are equal, even if their teams differ.
     """
 
     __slots__ = ("_key", "team")
 
     def __init__(self, key: bytes, team: str = "") -> None:
-        # What HMAC would do with a long one anyhow, done once: a proof takes the same time with every secret.
+        # HMAC would hash a long key anyhow. It is hashed here, once, so that every proof takes the same time.
         self._key = key if len(key) <= _BLOCK_BYTES else hashlib.sha256(key).digest()
         self.team = team
 
@@ -55,13 +55,13 @@ class Secret:
         return hash(self._key)
 
     def proof(self, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bytes:
-        """What only a `role` that knows the secret can say after these nonces, HMAC-SHA256."""
+        """The proof of a `role` that knows the secret, for these two nonces: HMAC-SHA256."""
         team = self.team.encode().ljust(TEAM_CHARACTERS, b"\0") if self.team else b""
         said = b"\0".join((_PURPOSE, role.encode(), worker_nonce + aggregator_nonce + team))
         return hmac.digest(self._key, said, "sha256")
 
     def proves(self, proof: bytes, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bool:
-        """Whether `proof` is that of the `role`; takes as long for a wrong one as for the right one."""
+        """Whether `proof` is the right one for `role`. A wrong proof takes as long as the right one."""
         return hmac.compare_digest(proof, self.proof(role, worker_nonce, aggregator_nonce))
 
 
@@ -69,8 +69,8 @@ def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> 
     """The secret that a worker proves: the first line of `security.secret_file` or of the environment's variable; None
     when there is neither.
 
-    Raises ConfigError for a file that cannot be read, that others may read (see `read_private`), for a secret that is
-    too short, when it comes from both places, and when a team has none.
+    Raises ConfigError for a file that cannot be read or that others may read (see `read_private`), for a line that is
+    too short or too long to be a secret, for too many lines, when both places give a secret, and when a team has none.
     """
     found = load_secrets(security, environ, security.team)
     if security.team and not found:
@@ -92,21 +92,21 @@ def load_secrets(security: Security, environ: Mapping[str, str] = os.environ, te
 
 
 def read_secrets(name: str | Path, key: str, team: str = "") -> list[Secret]:
-    """The secrets of a team in a file, one a line. Raises ConfigError, which names `key`."""
+    """The secrets of a team in a file, one a line. Raises ConfigError, which names `key` or the file."""
     return [Secret(line, team) for line in read_lines(name, key, "secret")]
 
 
 def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
-    """The lines of a file of secrets, or of `what` else nobody may know, 1 to MOST_LINES; white space around one does
-    not count. Raises ConfigError, which names `key`."""
+    """The lines of a private file, 1 to MOST_LINES, without the white space around each. An error calls such a line a
+    `what`. Raises ConfigError, which names `key` or the file."""
     return _lines(read_private(name, key, most_bytes=MOST_LINES * (MAX_BYTES + 2)), str(name), what)
 
 
 def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES) -> bytes:
-    """The start of a file that only its owner may read, or that root lets a group of ours read: one byte more than
-    `most_bytes` at most.
+    """The first `most_bytes` bytes of a private file, and one more byte if the file is longer.
 
-    Raises ConfigError, which names `key`.
+    A file is private if only its owner may read it, or if root lets a group of this process read it. Raises
+    ConfigError, which names `key`.
     """
     try:
         with open(Path(name).expanduser(), "rb", opener=_without_waiting) as file:
@@ -116,17 +116,17 @@ def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES) -> 
             if found.st_mode & 0o077:
                 _check_readers(file.fileno(), found, f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}")
             return file.read(most_bytes + 1)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of nobody
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory is known
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{key}: {name} cannot be read: {reason}") from None
 
 
 def _check_readers(file: int, found: os.stat_result, what: str) -> None:
-    """Accept a file that a group of ours may read, as Kubernetes mounts a secret, or that an access list lets us alone
-    read, as systemd hands one on. Raises ConfigError."""
+    """Accept a file of root's that a group of this process may read: Kubernetes mounts a secret so. Accept one that an
+    access list lets only this process's user read: systemd hands one on so. Raises ConfigError for all others."""
     if found.st_mode & 0o037:
         raise ConfigError(f"{what} lets others than its owner at it, {_EXPECTED}")
-    if found.st_uid != 0:  # a user's own group may well be that of all users
+    if found.st_uid != 0:  # the group of a user's file may well be that of all users
         raise ConfigError(f"{what} lets a group read it, but it belongs to user {found.st_uid}, {_EXPECTED}")
     users, groups = _listed_readers(file, found.st_gid)
     if strangers := groups - {os.getegid(), *os.getgroups()}:
@@ -138,8 +138,10 @@ def _check_readers(file: int, found: os.stat_result, what: str) -> None:
 
 
 def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
-    """Users and groups beside the owner that may read a file whose mode has the bit of the group, see acl(5): where
-    there is an access list, this bit is only what the list may allow at most."""
+    """The users and groups, beside the owner, that may read a file whose mode has the read bit of the group.
+
+    Where there is an access list, this bit is only the most that the list may allow: see acl(5).
+    """
     try:
         entries = struct.iter_unpack("<HHI", os.getxattr(file, "system.posix_acl_access")[4:])  # after its version
     except OSError:
@@ -150,7 +152,7 @@ def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
 
 
 def _without_waiting(name: str, flags: int) -> int:
-    """As `open` does it, but a FIFO is not waited for."""
+    """Open as `open` does, but do not wait at a FIFO."""
     return os.open(name, flags | os.O_NONBLOCK)
 
 

@@ -1,7 +1,7 @@
-"""What an aggregator shard says about itself to who asks: a StatusRequest is answered by a Status, page by page.
+"""What an aggregator shard says about itself: it answers a StatusRequest with a Status, page by page.
 
-Bytes are as `Link.counters` counts them, framing included; times are seconds; `received` is from workers, `sent` to
-them. Densities count the blocks of all-reduces and of row sets, this shard's part of them.
+Bytes are counted as `Link.counters` does, framing included. Times are in seconds. `received` is from workers, `sent` is
+to workers. Densities count this shard's blocks of all-reduces and of row sets.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from typing import Annotated
 import msgspec
 
 LISTED = 16  # how many ranks a list names at most
-MOST = 2**63 - 1  # where a total stays: what ranks announce can go beyond the integers that can be sent
+MOST = 2**63 - 1  # no total goes beyond: ranks can announce more than an integer that is sent can hold
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Traffic(msgspec.Struct, kw_only=True):
-    """Totals of one job or of a shard. `blocks` are those of the tensors, `own` those of them that ranks sent, added
-    up over `rank_blocks` = ranks × blocks, and `union` those that results had."""
+    """Totals of one job or of a shard.
+
+    `blocks`: the blocks of all tensors. `rank_blocks`: the same times ranks. `own_blocks`: how many of these the ranks
+    sent. `union_blocks`: how many blocks the results had.
+    """
 
     collectives: _Count = 0
     received_bytes: _Count = 0
@@ -40,13 +43,14 @@ class Traffic(msgspec.Struct, kw_only=True):
         return self.union_blocks / self.blocks if self.blocks else None
 
     def add(self, other: Traffic) -> None:
-        """Add all totals of `other`; none passes MOST."""
+        """Add all totals of `other`. No total goes beyond MOST."""
         for name in self.__struct_fields__:
             setattr(self, name, min(getattr(self, name) + getattr(other, name), MOST))
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """The collective `what` waits for `ranks` (at most LISTED of `total`), called `who`: no result for `seconds`."""
+    """The collective `what` waits for `total` ranks: `who` names them, `ranks` lists at most LISTED of them. No result
+    has left for `seconds`."""
 
     what: str
     ranks: list[_Count]
@@ -56,7 +60,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True):
-    """How long the others have waited, all in all, for `rank` to begin the collectives that it began last."""
+    """How long the others have waited in all for `rank`, in those collectives that it began as the last one."""
 
     rank: _Count
     seconds: _Seconds
@@ -67,10 +71,10 @@ FIRST_KEY: JobKey = ("", 0, "")
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One job. `generation` is 0 while it still gathers its ranks; then `missing` names some of those not here. Its
-    ranks have proved the secret of `team`.
+    """One job. `generation` is 0 while the job still gathers its ranks; then `missing` names some of the ranks that are
+    not here. The ranks have proved the secret of `team`.
 
-    `slots_in_use` are receive slots with a message that is still needed, `results_in_use` result slots that are being
+    `slots_in_use`: receive slots with a message that is still needed. `results_in_use`: result slots that are being
     filled, or that a rank has not read yet. `late` names the ranks that were waited for most, longest first.
     """
 
@@ -93,7 +97,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> JobKey:
-        """Where it stands in the order of jobs."""
+        """The job's place in the order of jobs."""
         return self.name, self.generation, self.launch
 
 
@@ -105,10 +109,11 @@ class StatusRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Aggregator's answer. `traffic` and what follows count since the shard started; `aborts` by AbortKind.
+    """Aggregator's answer. `traffic` and the fields after it count since the shard started; `aborts` by AbortKind.
 
-    `jobs` are in the order of their keys; with `more`, ask again after the last one. Who has proved the secret of a
-    team is told of its jobs alone; all else is of the whole shard.
+    `jobs` are in the order of their keys. With `more` there are further ones: ask again with the key of the last. A
+    worker that has proved the secret of a team is told only of the team's jobs; all other fields are about the whole
+    shard.
     """
 
     shard: str

@@ -1,7 +1,7 @@
 """Who may join an aggregator: those who know its own secret, and teams, each with a secret, jobs and limits of its own.
 
-`security.teams_folder` has a file NAME with the secret of each team and, where it is to differ from the defaults, a
-file NAME.toml with its `Terms`.
+`security.teams_folder` has a file NAME with the secret of each team. Where a team's `Terms` differ from the defaults,
+there is also a file NAME.toml with them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ msgspec.convert({}, Terms)  # the first conversion prepares the type, and thread
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Those who know one of `secrets`; "" is the name of those who know the aggregator's own."""
+    """The workers that know one of `secrets`. The name "" stands for those that know the aggregator's own secret."""
 
     name: str
     secrets: tuple[Secret, ...] = ()
     terms: Terms = FREE
 
     def proved(self, proof: bytes, worker_nonce: bytes, aggregator_nonce: bytes) -> Secret | None:
-        """The secret that a worker has proved to know. All are tried, so that the time tells nothing."""
+        """The secret that a worker has proved to know; None: none of them. All are tried, so that the time tells
+        nothing."""
         found = None
         for secret in self.secrets:
             if secret.proves(proof, "worker", worker_nonce, aggregator_nonce):
@@ -52,11 +53,11 @@ class Team:
 
     @property
     def jobs(self) -> Sequence[str]:
-        """What its jobs may be called; * stands for any characters."""
+        """What the team's jobs may be called; * stands for any characters."""
         return self.terms.jobs or ((self.name, f"{self.name}.*") if self.name else ("*",))
 
     def may_use(self, job: str) -> bool:
-        """Whether its jobs may have this name."""
+        """Whether the team's jobs may have this name."""
         return any(fnmatchcase(job, pattern) for pattern in self.jobs)
 
 
@@ -66,9 +67,9 @@ ANYBODY = Team("")  # where there is no secret
 class Teams:
     """The teams of an aggregator, by name; "" has the aggregator's own secrets, if there are any.
 
-    Each has as many secrets, those beside its own known to nobody. So has the one that stands for every team that does
-    not exist: neither an answer nor its time tells which teams there are. `known`: each secret with the name of its
-    team.
+    All teams have the same number of secrets: random ones, which nobody knows, are added to the real ones. One more
+    team of this kind stands for every team that does not exist. So neither an answer nor its time tells which teams
+    there are. `known`: each real secret with the name of its team.
     """
 
     def __init__(self, known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms] | None = None) -> None:
@@ -81,7 +82,7 @@ class Teams:
         self._nobody = Team(nobody, _filled((), nobody))
 
     def __len__(self) -> int:
-        """How many there are beside the aggregator's own."""
+        """How many teams there are, without the aggregator's own."""
         return len(self._teams) - 1
 
     def of(self, name: str) -> Team:
@@ -94,8 +95,9 @@ def _filled(own: Sequence[Secret], team: str) -> tuple[Secret, ...]:
 
 
 def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] = os.environ) -> Teams | None:
-    """Whom the configuration and its files let in, now; None when it wants no secret. The daemon's own monitor proves
-    `monitor`. Raises ConfigError for whatever is wrong with any of the files.
+    """Read which teams the configuration and its files let in; None when no secret is wanted.
+
+    The daemon's own monitor proves `monitor`. Raises ConfigError for anything that is wrong with one of the files.
     """
     general = load_secrets(security, environ)
     if not general and not security.teams_folder:
@@ -114,8 +116,11 @@ def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] =
 
 
 def _names(folder: Path) -> list[str]:
-    """The files of a folder of teams. What begins with a dot does not count: an editor made it, or a
-    mount, as the `..data` of Kubernetes, to which the names of its files are links."""
+    """The names of the files in a folder of teams, without those that begin with a dot.
+
+    Such a file comes from an editor or from a mount. An example is `..data` of Kubernetes: the other names are links to
+    files in it.
+    """
     try:
         found_folder = folder.stat()
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
@@ -123,7 +128,7 @@ def _names(folder: Path) -> list[str]:
             found = list(islice((each.name for each in entries if not each.name.startswith(".")), 2 * MOST_TEAMS + 1))
     except OSError as error:
         raise ConfigError(f"{_FOLDER}: {folder} cannot be read: {error.strerror}") from None
-    # Kubernetes mounts Secrets so that all might write to the folder, but for the mount.
+    # Kubernetes mounts Secrets read-only, though the mode of the folder lets all write to it.
     if found_folder.st_mode & 0o022 and not (read_only and found_folder.st_uid == 0):
         allowed = f"mode {stat.S_IMODE(found_folder.st_mode):04o} lets others than its owner add teams"
         expected = "expected 0700, or a folder of root's that is mounted read-only; run chmod 700"

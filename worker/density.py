@@ -57,7 +57,7 @@ def report_files(
     link_gbps: float,
     json_path: str | None,
 ) -> bool:
-    """Print a report of each file; return whether all of all files could be read. Errors go to stderr."""
+    """Print a report of each file; return whether all arrays of all files could be read. Errors go to stderr."""
     if json_path:
         check_writable(json_path)
     console = make_console()

@@ -41,8 +41,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """`count` collectives of `nbytes`, of `recorded` in all. `begin` and `end`, on the lanes' clock: of the first and
-    the last of them."""
+    """`count` collectives of `nbytes` bytes each; `recorded` is how many there were of all sizes.
+
+    `begin`: when the first of the `count` began; `end`: when the last of them ended; nanoseconds on the lanes' clock.
+    """
 
     nbytes: int
     count: int
@@ -53,7 +55,10 @@ class Breakdown:
 
 
 def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
-    """The collectives of one size, without the first `skip`: the size of most bytes in all. Raises UsageError."""
+    """Break down the collectives of one size, without the first `skip` of them: the size that has most bytes in all.
+
+    Raises UsageError when too few were recorded.
+    """
     under_way = windows(lanes)
     nbytes = sizes(lanes)[: len(under_way[str(lanes[0].origin)][0])]
     most = max(np.unique(nbytes), key=lambda size: int(nbytes[nbytes == size].sum()), default=0)

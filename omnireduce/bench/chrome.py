@@ -1,8 +1,8 @@
 """Traces in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
 Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-Every lane is a process with three threads, because a wait in one thread and work in another may overlap: spans of a
-thread have to nest. Numbers of processes and threads begin at 1, because 0 is the idle one to some viewers.
+Every lane is a process with three threads. Spans of one thread have to nest, but a wait in one thread and work in
+another may overlap. Numbers of processes and threads begin at 1, because some viewers take 0 for the idle process.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ def _thread(lane: int, track: str) -> int:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """In eighths, which are exact in binary: where spans touch, viewers that calculate in floats see no overlap."""
+    """Microseconds in eighths, which are exact in binary: viewers that calculate in floats see spans touch, not
+    overlap."""
     return nanoseconds // 125 / 8
 
 
 def _within(spans: Array, low: int, high: int) -> Array:
-    """What of the spans lies between two times."""
+    """The parts of the spans that lie between two times."""
     found = spans[(spans["end"] > low) & (spans["start"] < high)]
     found["start"], found["end"] = np.maximum(found["start"], low), np.minimum(found["end"], high)
     return found

@@ -5,12 +5,12 @@ The estimate for world size N, link bandwidth B in each direction, tensor bytes 
     up bytes = D S, down bytes = Du S, time = L + max(D, Du) S / B      with  Du = 1 - (1 - D)**N
     dense ring all-reduce: time = Ld + 2 (N - 1) / N S / B              (Patarasu and Yuan 2009)
 
-Du assumes that the workers' non-zero blocks are where they are independently of each other (random overlap);
-overlap that is greater makes Du smaller and the service faster. Du is also what comes down at most: of a sum over TCP a
-worker need not be sent what it alone has, D (1 - D)**(N - 1). Each block also carries its index and each
-direction one header, which these numbers include. L and Ld are what a collective costs however small it is, as
-measured on one host (docs/performance.md): they decide for small tensors. Left out are computation, the latency of
-the network, and shards that share a link with workers.
+Du assumes that the places of the workers' non-zero blocks are independent of each other (random overlap). A greater
+overlap makes Du smaller and the service faster. Du is the most that comes down. In a sum over TCP less may come,
+because a worker need not be sent the blocks that it alone has, D (1 - D)**(N - 1). Each block also carries its index
+and each direction one header, which these numbers include. L and Ld are what a collective costs however small it is, as
+measured on one host (docs/performance.md): they decide for small tensors. Left out are computation, the latency of the
+network, and shards that share a link with workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELPS = 1.1  # least speed-up that is worth a service of one's own
 
 
 class Density(msgspec.Struct, frozen=True):
-    """What is not zero in one array: elements, and for each block size blocks, a short last one included.
+    """How much of one array is not zero: elements, and for each block size blocks, a short last one included.
 
     Zeros are +0 and -0, decided on the bits: NaN is data.
     """
@@ -76,9 +76,10 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def measure(values: Array, block_sizes: Sequence[int]) -> Density:
-    """Count in one pass over `values`, (elements,), of any dtype that the service reduces, any byte order.
+    """Count the non-zero elements and blocks of `values`, (elements,), in one pass.
 
-    `block_sizes`: elements, multiples of 8. Raises UsageError for another dtype.
+    `values` may be of any dtype that the service reduces, in any byte order. `block_sizes`: elements, multiples of 8.
+    Raises UsageError for another dtype.
     """
     kind = number_type(values.dtype.newbyteorder("="))
     unit = math.gcd(*block_sizes)
@@ -103,7 +104,10 @@ def find_blocks(values: Array, block_size: int) -> Array:
 
 
 def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link_gbps: float) -> Estimate:
-    """The all-reduce of all `parts`, one after another, over links of `link_gbps` Gbit/s each way."""
+    """The all-reduce of all `parts`, one after another, over links of `link_gbps` Gbit/s each way.
+
+    Raises UsageError for fewer than 2 workers or no bandwidth.
+    """
     if world_size < 2 or not link_gbps > 0:
         given = f"world size {world_size} and {link_gbps:g} Gbit/s"
         raise UsageError(f"got {given}, expected at least 2 workers and more than 0 Gbit/s")
@@ -134,7 +138,7 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
 
 
 def _chunks(values: Array, kind: ElementType, unit: int) -> Iterator[tuple[int, Array]]:
-    """Yield (first unit, elements of it and some more units) in native byte order and aligned."""
+    """Yield (number of the first unit, elements of that unit and some more), in native byte order and aligned."""
     step = max(1, _CHUNK_ELEMENTS // unit)
     for first in range(0, -(-values.size // unit), step):
         yield first, np.require(values[first * unit : (first + step) * unit], kind.dtype, ["C", "A"])

@@ -23,20 +23,23 @@ class Lane:
     spans: Array
 
     def of(self, what: What, peer: int | None = None) -> Array:
-        """Its spans of one kind, those with one peer if given, in the order in which they were recorded."""
+        """The lane's spans of one kind, only those with `peer` if it is given, in the order in which they were
+        recorded."""
         found: Array = self.spans[self.spans["what"] == what]
         return found if peer is None else found[found["peer"] == peer]
 
     @property
     def known_until(self) -> float:
-        """When it stopped recording because it was full; infinity if it never was."""
+        """When the lane stopped recording because its trace was full; infinity if it never was."""
         return float(self.spans["end"][-1]) if self.origin.missed else np.inf
 
 
 def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
-    """The traces of one job, ranks first. Lanes of one host keep its monotonic clock; those of several get Unix time.
+    """The traces of one job, ranks first.
 
-    Raises UsageError when there are none, of several jobs without `job`, or of several runs.
+    If all lanes are of one host, their times are those of its monotonic clock. Otherwise they become Unix time. Raises
+    UsageError when there are no traces, when they are of several runs, and when they are of several jobs and `job` is
+    None.
     """
     found = [read_trace(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
     jobs = sorted({origin.job for origin, _ in found})
@@ -57,7 +60,7 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
 
 
 def _refuse_strangers(origins: Sequence[Origin]) -> None:
-    """Raise UsageError unless all were there at the same time: an older run may have left some."""
+    """Raise UsageError unless all traces were recorded at the same time: an older run may have left some."""
     latest = max(origins, key=lambda origin: origin.began_ns + origin.epoch_ns)
     for origin in origins:
         if origin.ended_ns + origin.epoch_ns < latest.began_ns + latest.epoch_ns:
@@ -75,7 +78,11 @@ def missing(lanes: Sequence[Lane]) -> list[str]:
 
 
 def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
-    """When what `sender` sent to `receiver` left, and when it was there, in order: links keep it. Raises UsageError."""
+    """When each message or credit that `sender` sent to `receiver` left, and when it had arrived, in order: links keep
+    it.
+
+    Raises UsageError when the two traces do not fit together.
+    """
     left, arrived = sender.of(out, receiver.origin.number), receiver.of(into, sender.origin.number)
     count = min(left.size, arrived.size)
     left, arrived = left[:count], arrived[:count]
@@ -85,7 +92,7 @@ def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
 
 
 def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
-    """When everything that came to `lane` from lanes on its host left, and when it was there; by arrival."""
+    """When everything that came to `lane` from lanes on its host left, and when it had arrived; in order of arrival."""
     found: list[Pairs] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for peer in lanes:
         if peer.origin.kind != lane.origin.kind and peer.origin.boot == lane.origin.boot:
@@ -97,8 +104,11 @@ def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
 
 
 def wake_ups(lane: Lane, lanes: Sequence[Lane]) -> Array:
-    """The end of every wait that something ended: from when the first of what came with it had left its sender (or the
-    wait began, if that was later) until the wait returned. Spans of kind WAIT."""
+    """The last part of every wait that an arrival ended, as spans of kind WAIT.
+
+    Such a span begins when the first of what arrived had left its sender, or when the wait began if that was later. It
+    ends when the wait returned.
+    """
     waits = lane.of(What.WAIT)
     left, arrived = arrivals(lane, lanes)
     after = np.searchsorted(waits["end"], arrived, "right") - 1  # the last wait that had ended then
@@ -129,8 +139,9 @@ def exclusive(layers: Sequence[Array]) -> tuple[Array, Array]:
 def windows(lanes: Sequence[Lane]) -> dict[str, tuple[Array, Array]]:
     """When each collective was under way, by lane: begin and end of all, in order, without overlap.
 
-    On a rank from its submission, or the end of the one before, to its completion; on a shard while it was on any rank.
-    Only those that all lanes recorded to their end count. Raises UsageError if a rank recorded none.
+    On a rank a collective is under way from its submission, or from the end of the one before, to its completion. On a
+    shard it is under way while any rank has it under way. Only those that all lanes recorded to their end count. Raises
+    UsageError if a rank recorded none.
     """
     ranks = [lane for lane in lanes if lane.origin.kind == "rank"]
     count = min((lane.of(What.COLLECTIVE).size for lane in ranks), default=0)

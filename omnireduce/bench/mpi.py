@@ -1,7 +1,7 @@
 """The baseline: mpi4py's `Allreduce`. MPI is imported here only, and only when a baseline is made.
 
-A program calls `finalize` when all went well, and not when it failed: mpi4py would end MPI at any exit, and that waits
-for the other ranks, which may wait for this one. A process that exits without it makes mpirun end the others.
+A program calls `finalize` when all went well, and not when it failed. mpi4py by itself would end MPI at any exit. That
+waits for the other ranks, which may wait for this one. When a process exits without `finalize`, mpirun ends the others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MpiAllreduce:
 
 
 def finalize() -> None:
-    """End MPI if it was started; all ranks of it call this, as it waits for them."""
+    """End MPI if it was started. All its ranks call this, because each waits for the others."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and not mpi.Is_finalized():
         mpi.Finalize()

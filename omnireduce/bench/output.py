@@ -1,4 +1,4 @@
-"""Result files: written beside their place and moved there when complete, so nobody sees half of one."""
+"""Result files: written under another name and renamed when they are complete, so nobody sees half a file."""
 
 from __future__ import annotations
 

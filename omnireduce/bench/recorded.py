@@ -1,11 +1,12 @@
 """Real tensors for the benchmark: each rank's array from a file of its own, such as a gradient that training saved.
 
-Every process reads the files of all ranks, one array at a time, and reduces them in rank order once; each round is
-compared with that. So it holds its own array, the expected result and for a while two more arrays, however many ranks
-there are. Comparison is by value: -0 equals 0, and NaN, which may be data here, equals NaN.
+Every process reads the files of all ranks, one array at a time, and reduces them once, in rank order. Each round is
+compared with this result. So a process holds its own array, the expected result and for a while two more arrays,
+however many ranks there are. Comparison is by value: -0 equals 0, and NaN, which may be data here, equals NaN.
 
 The service reduces in rank order, so its float results must be the oracle's to the last bit. Another all-reduce may
-take another order, which among more than two ranks may round otherwise, and may lose a NaN in min and max: `any_order`.
+take another order. Among more than two ranks it may then round differently, and in min and max it may lose a NaN. So
+`any_order` says whether another order gives the same.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from omnireduce.dtypes import Array, number_type
 from omnireduce.errors import UsageError
 
 RANK = "{rank}"
-_CHUNK_ELEMENTS = 1 << 17  # that are compared at once: temporaries stay small and in the cache
+_CHUNK_ELEMENTS = 1 << 17  # compared at once: temporaries stay small and in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedArray:
-    """One array that the files of all ranks hold, of one name, shape and dtype; an .npy file's has no name."""
+    """An array that the files of all ranks have, of one name, shape and dtype. That of an .npy file has no name."""
 
     pattern: str
     world_size: int

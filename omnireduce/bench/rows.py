@@ -17,8 +17,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `bytes` / median time in GB/s (1e9 bytes per second). `wire_up_bytes` and `wire_down_bytes` are what one worker
     sends to and receives from all shards for one collective, framing included, mean over workers and timed rounds.
     `wrong` counts the wrong elements of all ranks in all rounds, warm-up included. `mpi_time_ms` is the median of MPI's
-    all-reduce, in place or out of place, whichever is faster, and `speedup` how many times `time_ms` that is; both are
-    None, and not in the JSON, where MPI was not measured.
+    all-reduce, in place or out of place, whichever is faster. `speedup` is `mpi_time_ms` / `time_ms`. Where MPI was not
+    measured, both are None and not in the JSON.
     """
 
     transport: str

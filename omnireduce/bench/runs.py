@@ -1,9 +1,9 @@
 """Timed all-reduces of synthetic or recorded tensors, every element of every round checked.
 
-One round: fill the tensor, barrier, all-reduce in place (this is timed), compare with the oracle; then,
-against MPI, fill again and time MPI's all-reduce of the same data, out of place and in place. The rounds of
-both alternate, so that whatever else the machine does meets both. A round takes as long as its slowest rank. MPI's
-first result is checked too, unless its order of summation may give another one.
+One round: fill the tensor, barrier, all-reduce in place (this is timed), compare with the oracle; then, against MPI,
+fill again and time MPI's all-reduce of the same data, out of place and in place. The rounds of both alternate, so that
+whatever else the machine does disturbs both alike. A round takes as long as its slowest rank. MPI's first result is
+checked too, unless MPI's order of summation may give another result.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Run:
             self._check_mpi(number, self._tensor)
 
     def _check_mpi(self, number: int, result: Array) -> None:
-        """A baseline that does something else is no baseline."""
+        """Raise OmniReduceError if MPI's result is wrong: nothing can be compared with such a baseline."""
         wrong = self._data.wrong(number, result)
         if wrong:
             raise OmniReduceError(f"MPI's all-reduce and the oracle differ in {wrong} elements, nothing to compare")

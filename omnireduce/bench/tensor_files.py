@@ -1,8 +1,8 @@
 """Arrays in .npy, .npz and .safetensors files, mapped where the format allows it, never unpickled.
 
 The safetensors format (huggingface/safetensors, README, "Format"): 8 bytes with the length of the header,
-little-endian; the header, a JSON object that gives each tensor's dtype, shape and place [begin, end) in the
-rest of the file; then the tensors, without holes. Its every number is checked before it is used.
+little-endian; the header, a JSON object that gives each tensor's dtype, shape and place [begin, end) in the rest of the
+file; then the tensors, without holes. Every number in the header is checked before it is used.
 """
 
 from __future__ import annotations

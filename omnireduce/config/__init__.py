@@ -1,4 +1,5 @@
-"""The configuration: `schema` and `security` say what there is, in the words of `meta`, `keys` what each key allows.
+"""The configuration. `schema` and `security` define the keys, with the help of `meta`. `keys` says what each key
+allows.
 
 `loading` reads it.
 """

@@ -47,10 +47,10 @@ def unknown(word: str, allowed: Iterable[str]) -> str:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Split `HOST:PORT` into host and port; an IPv6 address stands in brackets, which the host comes without.
+    """Split `HOST:PORT` into host and port. An IPv6 address stands in brackets; the host that is returned has none.
 
-    Port 0 is allowed and means, where a program listens, that the system picks a port.
-    Raises ConfigError if the text is no such address.
+    Port 0 is allowed and means, where a program listens, that the system picks a port. Raises ConfigError if the text
+    is no such address.
     """
     host, _, port = text.rpartition(":")
     is_ipv6 = host.startswith("[") and host.endswith("]")
@@ -81,7 +81,7 @@ def _is_ipv6(host: str) -> bool:
 
 
 def _is_host(host: str) -> bool:
-    if re.fullmatch(r"[0-9.]+", host):  # digits only can be nothing but an IPv4 address
+    if re.fullmatch(r"[0-9.]+", host):  # digits and dots alone can only be an IPv4 address
         try:
             ipaddress.IPv4Address(host)
         except ValueError:
@@ -131,8 +131,8 @@ class Key:
         return f"{self.section}.{self.name}"
 
     def is_list_in(self, text: str) -> bool:
-        """Whether `text`, which is no TOML, means a list: where only a list is allowed, or where a list is allowed and
-        the text has a comma."""
+        """Whether `text`, which is no TOML, means a list. It does if only a list is allowed, or if a list is allowed
+        and the text has a comma."""
         hint = _bare(self.type)
         may_be_list = any(get_origin(_bare(each)) is tuple for each in get_args(hint))
         return get_origin(hint) is tuple or (may_be_list and "," in text)
@@ -152,7 +152,7 @@ class Key:
 
 
 def _bare(hint: Any) -> Any:
-    """A type without what is said about it."""
+    """A type without its annotations."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
@@ -181,7 +181,7 @@ def _allowed(hint: Any) -> str:
 
 
 def keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Key]:
-    """The keys of one section, or of another file that is written like one."""
+    """The keys of one section, or of another file whose struct is written like that of a section."""
     for field in msgspec.structs.fields(struct):
         meta: Meta = get_args(field.type)[-1]
         extra = meta.extra or {}
@@ -206,7 +206,7 @@ def names_in(section: str) -> list[str]:
 
 
 def conflicts(config: Config) -> Iterator[dict[str, str]]:
-    """Values that do not fit together: for each clash its keys, and for each key what the others leave it."""
+    """Values that do not fit together. For each clash: its keys, each with what it may be beside the other values."""
     protocol, bench, daemon = config.protocol, config.bench, config.aggregator
     most = (protocol.slot_bytes - FRAMING_BYTES) // WIDEST_ELEMENT_BYTES
     bench_sizes = bench.block_size if isinstance(bench.block_size, tuple) else (bench.block_size,)

@@ -61,7 +61,7 @@ def load_config(
 
 
 def override_config(config: Config, values: Mapping[str, object], *, source: str) -> Config:
-    """`config` with `values`, by "section.key", in place of its own, all checked; errors name `source`."""
+    """`config` with `values`, by "section.key", in place of its own values. All are checked; errors name `source`."""
     layers = _Layers()
     layers.add_tables("config", {section: asdict(getattr(config, section)) for section in SECTIONS})
     for path, value in values.items():
@@ -70,7 +70,10 @@ def override_config(config: Config, values: Mapping[str, object], *, source: str
 
 
 def check_config(config: Config) -> Config:
-    """`config`, which may have been constructed in Python, if all of it is allowed; lists become tuples."""
+    """Return `config`, which may have been constructed in Python, with lists made tuples.
+
+    Raises ConfigError for the first value that is not allowed.
+    """
     return override_config(config, {}, source="config")
 
 
@@ -79,7 +82,7 @@ class _Layers:
 
     def __init__(self) -> None:
         self._values: dict[str, object] = {}
-        self._sources: dict[str, str] = {}  # in the order in which the sources spoke
+        self._sources: dict[str, str] = {}  # the key that was given last stands last
 
     def add(self, source: str, key: Key, value: object) -> None:
         try:
@@ -90,8 +93,8 @@ class _Layers:
         self._sources[key.path] = source
 
     def add_text(self, source: str, key: Key, text: str) -> None:
-        """Add a TOML value, or a bare string where it is none or only that is allowed (`cluster.job=42`). A list may
-        also be written as on a command line: its values with commas between them."""
+        """Add a TOML value. Text that is no TOML is a bare string; so is any text where only a string is allowed
+        (`cluster.job=42`). A list may also be written as on a command line: its values with commas between them."""
         text = text.strip()
         value = _parse(text)
         if isinstance(value, str) and not text.endswith("]") and key.is_list_in(text):
@@ -127,7 +130,7 @@ class _Layers:
 
 
 def _key(source: str, path: str) -> Key:
-    """The key at "section.key"; ConfigError with the closest one if there is none."""
+    """The key at "section.key". Raises ConfigError, which names the closest key, if there is none."""
     if path in KEYS:
         return KEYS[path]
     if path == SECRET_KEY:
@@ -200,8 +203,10 @@ def dump_config(config: Config) -> str:
 
 
 def whole_bytes(config: Config) -> int:
-    """`protocol.whole_bytes` where all aggregators are reached by loopback. Elsewhere 0: shards on other hosts share
-    the load of every tensor, for each has a link of its own."""
+    """`protocol.whole_bytes` if all aggregators are reached by loopback, else 0.
+
+    Shards on other hosts have links of their own, so they share the load of every tensor.
+    """
     local = all(is_loopback(parse_address(address)[0]) for address in config.cluster.aggregators)
     return config.protocol.whole_bytes if local else 0
 

@@ -1,4 +1,4 @@
-"""What the schema of the configuration is written with: meanings, units, limits, and types of several sections."""
+"""Helpers for the schema of the configuration: meanings, units, limits, and types that several sections use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Meta
 
 
 def meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> Meta:
-    """What a key means, its unit, its limits and, where they do not say it all, what is allowed in words."""
+    """What a key means, its unit and its limits. `allowed` says in words what is allowed, where the limits do not."""
     return Meta(description=meaning, extra={"unit": unit, "allowed": allowed}, **limits)
 
 

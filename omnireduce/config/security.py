@@ -11,7 +11,7 @@ from omnireduce.config.meta import ADDRESS_ALLOWED, FilePath, meta
 Users = Literal["same", "any"]
 TEAM_CHARACTERS = 64
 SECRET_VARIABLE = "OMNIREDUCE_SECURITY_SECRET"
-SECRET_KEY = "security.secret"  # that it has no such key is said to those who try
+SECRET_KEY = "security.secret"  # no such key exists; who tries to set it is told so
 TEAM_PATTERN = rf"^[A-Za-z0-9_-]{{0,{TEAM_CHARACTERS}}}\Z"
 TEAM_ALLOWED = f'a string of up to {TEAM_CHARACTERS} characters out of A-Z a-z 0-9 _ -; "" for none'
 _JobsPattern = Annotated[

@@ -1,4 +1,4 @@
-"""`omnireduce doctor`: looks at this host and its aggregators, and says what to do about what is not well."""
+"""`omnireduce doctor`: looks at this host and its aggregators, and says what to do about what it finds wrong."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Finding(NamedTuple):
 
 
 def show(console: Console, findings: Sequence[Finding]) -> None:
-    """One line for each, as long as it takes."""
+    """Print one line for each finding. A long line is not cut."""
     for state, what, text, advice in findings:
         line = Text.assemble((f"{state:<5}", _STYLES[state]), (f"{what}: ", "bold"), text)
         console.print(line + Text(f"; {advice}" if advice else ""), soft_wrap=True)

@@ -15,11 +15,11 @@ GAP = 2  # spaces between columns
 
 
 class FittingTable:
-    """A table of one line for each row. Cells are never cut, and what peers said in them is neither markup nor a
+    """A table of one line for each row. Cells are never cut. Text of peers in a cell acts neither as markup nor as a
     command to the terminal.
 
-    `titles` of all columns; those in `left` are aligned to the left. Columns are left out in the order of `spare`
-    until the others fit into the width. If they never do, what is widest continues on the next line.
+    `titles` of all columns; those in `left` are aligned to the left. Columns are left out in the order of `spare` until
+    the others fit into the width. If they never do, the longest cells continue on the next line.
     """
 
     def __init__(self, titles: Sequence[str], *, left: Collection[str], spare: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ def check_versions() -> Iterator[Finding]:
         try:
             yield Finding("ok", name, version(name))
         except PackageNotFoundError:
-            if _is_importable(name):  # a link to the distribution's has no version
+            if _is_importable(name):  # a link to the distribution's package has no version
                 yield Finding("ok", name, "the distribution's")
             else:
                 yield Finding("info", name, f"not installed; it is for {purpose} only")
@@ -49,7 +49,7 @@ def _is_importable(name: str) -> bool:
 
 
 def check_launch(config: Config, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """What a worker in this place would take for its launcher, its rank and its job."""
+    """The launcher, the rank and the job that a worker would find here."""
     try:
         launch = detect_launch(environ)
     except UsageError as error:
@@ -106,7 +106,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]:
-    """The limits of open files; an aggregator raises its own to the hard one, and gives 3/4 of it to ranks."""
+    """The limits of open files. An aggregator raises its own to the hard limit, and gives 3/4 of that to ranks."""
     ranks = hard * 3 // 4
     text = f"{_shown(soft)} open files, {_shown(hard)} at most"
     need = SPARE_DESCRIPTORS + 4 * len(config.cluster.aggregators)
@@ -121,7 +121,7 @@ def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]
 
 
 def check_locked_memory(config: Config, limit: int, *, exempt: bool, has_devices: bool) -> Iterator[Finding]:
-    """The limit of locked memory, which counts with RDMA alone: slots are registered with the device."""
+    """The limit of locked memory. It counts only with RDMA, where slots are registered with the device."""
     protocol = config.protocol
     need = 2 * protocol.slots * protocol.slot_bytes * len(config.cluster.aggregators)
     text = f"{_shown(limit)} bytes" + (", not applied to this user" if exempt else "")

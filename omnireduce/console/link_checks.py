@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.devices import Port
 
 LOOPBACK = "127.0.0.1"
-ANSWER_S = 2.0  # for an aggregator
+ANSWER_S = 2.0  # how long an aggregator may take to answer
 
 
 def check_transports(config: Config) -> Iterator[Finding]:
-    """Each transport that is tried here, over loopback; RDMA is looked at by `check_rdma`."""
+    """Try shared memory and TCP, over loopback. RDMA is looked at by `check_rdma`."""
     yield _tried("shm", config, _try_shm, "does the sandbox allow memfd_create and abstract Unix sockets?")
     yield _tried("tcp", config, _try_tcp, "is the loopback interface up (ip link set lo up)?")
 
@@ -44,7 +44,7 @@ def _tried(kind: str, config: Config, attempt: Callable[[], str], advice: str) -
 
 
 def _try_shm() -> str:
-    with listen_tcp(LOOPBACK, 0) as holder:  # its port makes the name our own
+    with listen_tcp(LOOPBACK, 0) as holder:  # its port makes the name of the Unix socket unique
         port = holder.getsockname()[1]
         Region(1, 65536).close()
         with listen_shm(LOOPBACK, port), contextlib.closing(connect_shm(LOOPBACK, port, ANSWER_S)):
@@ -104,7 +104,7 @@ def _port(port: Port) -> Finding:
 
 
 def check_secret(config: Config) -> Iterator[Finding]:
-    """Where the secret comes from; whether it is the aggregators', these tell."""
+    """Say where the secret comes from. Whether it is that of the aggregators, `check_aggregators` finds out."""
     try:
         secret = load_secret(config.security)
     except ConfigError as error:
@@ -118,7 +118,7 @@ def check_secret(config: Config) -> Iterator[Finding]:
 
 
 def check_aggregators(config: Config) -> Iterator[Finding]:
-    """Ask each configured aggregator, by the transport that a worker would take, as one that wants to join does."""
+    """Ask each configured aggregator, by the transport and with the proof that a worker would use."""
     addresses = config.cluster.aggregators
     with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
         yield from pool.map(lambda address: _aggregator(address, config), addresses)

@@ -22,7 +22,7 @@ WIDTH = 140  # characters, where no terminal says otherwise
 class Look:
     """Asks the aggregators at `addresses`, as often as wanted; each answer takes `timeout_s` at most.
 
-    Raises ConfigError for an address that is none, and when the secret cannot be used.
+    Raises ConfigError for a malformed address, and when the secret cannot be used.
     """
 
     def __init__(self, addresses: Sequence[str], config: Config, timeout_s: float) -> None:
@@ -70,7 +70,7 @@ def watch_status(look: Look, every_s: float) -> None:
                     console.print(tables)
                 time.sleep(every_s)
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # Ctrl-C is the way to end it
 
 
 def _console() -> Console:

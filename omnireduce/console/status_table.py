@@ -13,14 +13,14 @@ from omnireduce.printing import density_text, short_count
 from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
 from omnireduce.wire.words import shown
 
-SHORTEST_WAIT_S = 0.1  # every look catches some collective in its course; what is shorter is no straggler
+SHORTEST_WAIT_S = 0.1  # each look meets some collective under way: a shorter wait is normal
 # columns of jobs that a narrow terminal does without, the least important first
 _SPARE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")
 _Jobs = Sequence[JobStatus]
 
 
 class View:
-    """Tables of one answer after another; from the second on with the rates between them."""
+    """The tables for one look after another. From the second look on they have the rates since the one before."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, bool], Traffic] = {}
@@ -45,7 +45,7 @@ class View:
 
 
 def _same_job(job: JobStatus) -> tuple[str, bool]:
-    """Shards number the generations of a job each for itself."""
+    """A key that is the same for a job on all shards: each shard counts generations by itself."""
     return job.name, job.generation > 0
 
 
@@ -53,7 +53,7 @@ def _sum(shards: _Jobs) -> Traffic:
     total = Traffic()
     for each in shards:
         total.add(each.traffic)
-    total.collectives = max(each.traffic.collectives for each in shards)  # the first takes part in all
+    total.collectives = max(each.traffic.collectives for each in shards)  # the first shard takes part in all
     return total
 
 
@@ -119,7 +119,7 @@ def _waits(shards: _Jobs) -> str:
 
 
 def _notes(shards: _Jobs) -> list[Text]:
-    """In full what a job waits for, if it does."""
+    """What a job waits for, in full; nothing if it does not wait."""
     first, wait = shards[0], _longest_wait(shards)
     name = shown(first.name)
     if not first.generation:

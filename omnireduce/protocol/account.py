@@ -1,4 +1,4 @@
-"""What a job did on one shard: collectives, blocks, and which ranks the others waited for. Nothing here per block."""
+"""What a job did on one shard: collectives, blocks, and which ranks the others waited for. Nothing runs per block."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from omnireduce.status import MOST, Late, Traffic
 
 
 class Account:
-    """Kept by the aggregator's machine.
+    """The account that the aggregator's machine keeps of a job.
 
-    `traffic` counts no bytes. A rank is late by the time that passes between the first message of a collective and its
-    own, when that is the last one.
+    `traffic` counts no bytes. Of each collective only the last rank to begin is late: by the time from the first
+    message of any rank to its own first message.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -34,7 +34,7 @@ class Account:
         """The last result has been sent."""
         traffic, union = self.traffic, done.union
         traffic.collectives = min(traffic.collectives + 1, MOST)
-        if descriptor.reduces:  # of the others, ranks send all or nothing by design
+        if descriptor.reduces:  # in other collectives ranks send all or nothing by design
             blocks = union.shape.stripes.count(union.shape.blocks)
             traffic.blocks = min(traffic.blocks + blocks, MOST)
             traffic.rank_blocks = min(traffic.rank_blocks + blocks * len(self._late_s), MOST)

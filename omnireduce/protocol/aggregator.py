@@ -21,7 +21,7 @@ from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Lea
 from omnireduce.wire.words import listed
 
 BUDGET = Budget()
-ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # of one look at all ranks: in any case, and for each rank (see Budget)
+ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
 
 @dataclass(slots=True)
@@ -35,8 +35,10 @@ class _Rank:
 
 
 class Wait(NamedTuple):
-    """The collective `what` (a text) waits for `ranks`, called `who`; no result has left for `seconds`. Without ranks
-    it waits for the aggregator, whose turns end before the work does."""
+    """The collective `what` (a text) waits for `ranks`, which `who` names; no result has left for `seconds`.
+
+    Without ranks it waits for the aggregator itself, which has more work than fits into one turn.
+    """
 
     what: str
     ranks: list[int]
@@ -47,18 +49,18 @@ class Wait(NamedTuple):
 class AggregatorMachine:
     """One generation of one job.
 
-    `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows
-    r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. Blocks of a result
-    take no more than `message_bytes` (None: than fit in a slot), unless one alone takes more. `stripes`: of this shard,
-    in tensors of more than `whole_bytes`. Ranks in `inline` are sent bytes, not slots that all share: their results
-    leave out what they have already.
+    `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows r ×
+    slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. The blocks of a result
+    take no more than `message_bytes` together (None: no more than fit in a slot), unless one block alone takes more.
+    `stripes`: the stripes of this shard, in tensors of more than `whole_bytes`. Ranks in `inline` get results as bytes,
+    not in slots that all ranks share: their results leave out what they have already.
 
-    When no result leaves for `warn_after_s`, all ranks are told whom they wait for, and again each time that the wait
-    has doubled: a rank that hears nothing for longer knows that the aggregator hangs.
+    When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
+    the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
 
-    `account` is kept of what the job does. `budget` bounds one call of `advance`, which may be given less by
-    `quantum`: with `more` there is more to do at once. `spent` is the work of the last call.
-    `reduction` makes the work space: `Reduction`, or what observes one.
+    `account` counts what the job does. `budget` bounds one call of `advance`; `quantum` can bound the next call
+    further. `more`: there is more to do at once. `spent`: the work of the last call. `reduction` makes the work space:
+    `Reduction`, or a class that observes one.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class AggregatorMachine:
         self._readers: list[set[int]] = [set() for _ in range(self._slots)]
         self._filling = -1  # the result slot being filled, -1 for none
         self._reduction = reduction(len(members), arena, results, self._message_bytes, budget)
-        self._current: Reduction | None = None  # the same, while a collective is under way
+        self._current: Reduction | None = None  # `_reduction`, while a collective is under way
         self.quantum, self._round_work = budget.work, ROUND_WORK + RANK_WORK * len(members)
         self.spent, self.more = 0, False
         self._descriptor: Descriptor | None = None
@@ -111,7 +113,7 @@ class AggregatorMachine:
         return self._quiet_since + max(self._warn_after_s, 2 * (self._warned_at - self._quiet_since))
 
     def waiting(self, now: float) -> Wait | None:
-        """Whom the collective under way waits for; None when there is none."""
+        """Whom the collective under way waits for; None when no collective is under way."""
         if self._current is None or self.ended is not None:
             return None
         ranks = [] if self.more else self._waited_for(self._current)
@@ -125,7 +127,7 @@ class AggregatorMachine:
         return held, self._slots - len(self._free)
 
     def has_left(self, rank: int) -> bool:
-        """The rank said that it goes, cleanly."""
+        """The rank has said that it leaves, cleanly."""
         return rank in self._gone
 
     # events
@@ -157,7 +159,7 @@ class AggregatorMachine:
             yield from self._left(rank)
 
     def heard(self, rank: int, now: float) -> None:
-        """A part of a message came from `rank`, which moves nothing on."""
+        """A part of a message came from `rank`. The machine cannot use it yet."""
 
     def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `rank` is over."""
@@ -165,12 +167,12 @@ class AggregatorMachine:
             yield from self.abort(Cause(self._ranks[rank].name, reason), "lost", rank)
 
     def violated(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
-        """`rank` broke the rules of its link, or said what cannot be read; the link may be over."""
+        """`rank` broke the rules of its link, or sent what cannot be decoded; the link may be over."""
         if rank not in self._gone:
             yield from self._violation(rank, ProtocolError(reason))
 
     def timer(self, now: float) -> Iterator[Effect]:
-        """Time has passed; if no result left for long, tell everybody who is waited for."""
+        """Time has passed. If no result left for long, tell all ranks whom they wait for."""
         deadline, wait = self.deadline, self.waiting(now)
         if deadline is None or now < deadline or wait is None:
             return
@@ -209,7 +211,7 @@ class AggregatorMachine:
                 return
             if taken and self.spent >= self.quantum:
                 continue
-            # what was taken is merged at once, or waits for others: another round would see no more of it
+            # Messages that were taken are merged now, or wait for other ranks: they alone need no other round.
             moved = self._merge(self._current)
             moved |= yield from self._return_used(self._current)
             if self._worth_sending(self._current, moved):
@@ -293,7 +295,7 @@ class AggregatorMachine:
         return work > 0
 
     def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
-        """Give back the slots that are used up; return whether there were any: behind them others may wait."""
+        """Give back the slots that are used up; return whether there were any. Other messages may wait behind them."""
         returned = False
         for rank, state in enumerate(self._ranks):
             if state.open_row >= 0 and current.union.exhausted(rank):
@@ -331,7 +333,8 @@ class AggregatorMachine:
                 self._free.append(slot)
 
     def _waited_for(self, current: Reduction) -> list[int]:
-        """Ranks that did not take results if these are what is short, else ranks with the lowest frontier."""
+        """The ranks that have not read their results, if no result slot is free; else those with the lowest
+        frontier."""
         if self._filling < 0 and not self._free:
             return sorted(set().union(*self._readers))
         return current.union.laggards

@@ -12,7 +12,7 @@ from omnireduce.wire.control import Hello
 def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
     """Why one more job is too much for the team of `hello`; empty when it is not.
 
-    `jobs` has a hello of every other job that gathers or runs, `held` of every one whose slots are taken.
+    `jobs` has a hello of every other job that gathers or runs, `held` one of every job whose slots are taken.
     """
     team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
     count = sum(each.team == hello.team for each in jobs)

@@ -17,7 +17,7 @@ ABORT_KINDS: tuple[str, ...] = get_args(AbortKind)
 
 
 class Send(NamedTuple):
-    """Send `nbytes` of send slot `slot` to `peer`, or to ALL; but to a peer in `instead`, that message (uint8).
+    """Send `nbytes` of send slot `slot` to `peer`, or to ALL. A peer in `instead` gets the message given there (uint8).
 
     Such a message, too, stays as it is until the peer has returned the credit of the slot.
     """
@@ -51,8 +51,8 @@ class Finish(NamedTuple):
 class End(NamedTuple):
     """The machine is done, cleanly or because of `cause`. No further effects follow.
 
-    An aggregator sorts causes by `kind`, and `rank` is the one to blame where one alone is. A cause is "relayed" by a
-    worker that learnt it from another shard, or of one.
+    An aggregator sorts causes by `kind`. `rank` is the rank to blame, if only one is. A "relayed" cause comes from a
+    worker, but is not about it: the worker learnt it from another shard, or blames one.
     """
 
     cause: Cause | None

@@ -22,7 +22,7 @@ def worker_name(rank: int, host: str, pid: int) -> str:
 
 
 def member_name(hello: Hello) -> str:
-    """How errors call the worker that said this."""
+    """How errors call the worker that sent this hello."""
     return worker_name(hello.rank, hello.host, hello.pid)
 
 
@@ -42,7 +42,7 @@ class Standing(IntEnum):
     """What a worker is to an elastic job."""
 
     NEWCOMER = 0
-    CLAIMANT = 1  # says that it was in the job, of which nothing is known here, as after a restart of the daemon
+    CLAIMANT = 1  # says that it was in the job, but this shard cannot know, as after a restart of the daemon
     SURVIVOR = 2  # has the ticket of the last formation
 
 
@@ -54,14 +54,18 @@ class Member(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """Those of one job who said hello, by the rank that they gave; `spec` is the hello of the first.
+    """The workers of one job that said hello, by the rank that they gave; `spec` is the hello of the first one.
 
-    An elastic job (`spec.smallest` > 0) of which the last generation still runs is held back: nobody leaves a job that
-    is well. It starts at once when `spec.world_size` workers are here and all of `expected`, the ranks that the workers
-    of the last generation gave. When no survivor has come or gone for `spec.settle_s`, it starts with fewer, if there
-    is one among them, or without those who were expected. Every other job starts when all are here.
+    A job that is not elastic starts when all its ranks are here.
 
-    It may take the room of generation `replaces`, once that has given it back. `terms` are those of its team.
+    An elastic job (`spec.smallest` > 0) is held back while its last generation still runs: nobody leaves a job that is
+    well. It starts at once when `spec.world_size` workers are here, with all of `expected` among them: these are the
+    ranks that the workers of the last generation gave. When no survivor has come or gone for `spec.settle_s`, it starts
+    without waiting for `expected`, and also with fewer workers, at least `spec.smallest`, if one of them survived, or
+    says so.
+
+    The job may take the room of generation `replaces`, once that has given it back. `terms` are those of the job's
+    team.
     """
 
     spec: Hello
@@ -75,7 +79,7 @@ class Gathering:
     is_news: bool = False  # who is missing has changed since
     members: dict[int, Member] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
-    namesakes: list[Gathering] = field(default_factory=list)  # all of this name, this one too: other launches
+    namesakes: list[Gathering] = field(default_factory=list)  # all of this name: this one, and those of other launches
     untold: dict[Hashable, None] = field(default_factory=dict)  # who still has to hear the last news
     _from: int = 0  # all ranks below it are here
     _inside: int = 0  # members whose rank is below the world size
@@ -87,13 +91,13 @@ class Gathering:
         self._standings[member.standing] += 1
         self.members[rank] = member
         if member.standing is Standing.SURVIVOR or len(self.members) == 1:
-            self.changed_at = now  # others, who may come and go as they like, keep nobody waiting
+            self.changed_at = now  # newcomers may come and go as they like: they keep nobody waiting
         self.is_news = self.held or len(self.members) > 1
         if self.refused is not None and self.refused[0] == rank:
             self.refused = None
 
     def remove(self, rank: int, now: float) -> None:
-        """The connection of this one is over."""
+        """The connection of the worker that gave this rank is over."""
         member = self.members.pop(rank)
         self._inside -= rank < self.spec.world_size
         self._standings[member.standing] -= 1
@@ -104,7 +108,8 @@ class Gathering:
             self.changed_at = now
 
     def lead(self, survivor: Hello) -> None:
-        """From now on the others are compared with this one, and who only says that he survived is a newcomer."""
+        """From now on the others are compared with this survivor. Workers that only say that they survived become
+        newcomers."""
         self.spec = survivor
         for rank, (key, hello, _) in self.members.items():
             self.members[rank] = Member(key, hello, Standing.NEWCOMER)
@@ -134,11 +139,11 @@ class Gathering:
 
     @property
     def is_overfull(self) -> bool:
-        """More have come than even survivors and those whom they replace can be."""
+        """More workers are here than the survivors and the newcomers whom they replace can be."""
         return len(self.members) >= 2 * self.spec.world_size
 
     def settles_at(self) -> float | None:
-        """When those who are here have waited long enough for others, or for the last generation; None: never."""
+        """When the workers here have waited long enough for others, or for the last generation; None: never."""
         enough = self.held or len(self.members) >= self.spec.smallest
         ready = (self.has_survivors and enough) or (self.is_full and not self.held)
         return self.changed_at + self.spec.settle_s if self.spec.smallest and ready else None
@@ -154,8 +159,8 @@ class Gathering:
         return (self.is_full and self.expected <= self.members.keys()) or self.has_settled(now)
 
     def take(self) -> list[tuple[Hashable, Hello]]:
-        """Take out those with whom the job starts, in rank order, with the ranks that they get: where there are too
-        many, survivors first."""
+        """Take out the workers with which the job starts, in rank order, with the ranks that they get. Where there are
+        too many, survivors go first."""
         order = sorted(self.members, key=lambda rank: (-self.members[rank].standing, rank))
         taken = [self.members.pop(rank) for rank in sorted(order[: self.spec.world_size])]
         self._count_anew()
@@ -166,7 +171,7 @@ class Gathering:
         ]
 
     def missing(self) -> list[int]:
-        """The first ranks that are not here, at most LISTED: no list is as long as the world size that a peer says."""
+        """The first ranks that are not here, at most LISTED: a peer may have given any world size."""
         found: list[int] = []
         while self._from in self.members:
             self._from += 1
@@ -192,7 +197,7 @@ class Gathering:
         return "" if other is None else _rival(other.spec, self.spec)
 
     def too_late(self, limit_s: float) -> str:
-        """What to say to those who have waited for the others for longer than this."""
+        """What to say to workers that have waited for the others for longer than `limit_s`."""
         missing = self.missing()
         what = "rank " + ", ".join(map(str, missing)) + (" …" if self.total_missing > len(missing) else "")
         if not missing:
@@ -214,7 +219,8 @@ class Gathering:
 
 
 def _rival(other: Hello, hello: Hello) -> str:
-    """What a worker is told whose peers may be those of `other`'s launch."""
+    """What to tell a worker while `other`, of another launch, waits under the same name: perhaps they belong
+    together."""
     launches = " and ".join(shown(each.launch or "none") for each in (hello, other))
     return (
         f"{member_name(other)} waits for a job of this name, too, but in another launch ({launches}): "

@@ -7,11 +7,11 @@
     worker      Hello      from here on as without a secret
 
 A proof is bound to a role and to a fresh nonce of either side: it can be neither sent back nor sent again. The worker
-proves itself first: whoever connects gets nothing to try guesses of the secret on. Memory and RDMA keys change hands
-with the Hello and its answer, so never before both proofs.
+proves itself first. So a stranger who connects gets nothing on which to try guesses of the secret. Memory and RDMA keys
+change hands with the Hello and its answer, so never before both proofs.
 
-The team says which secrets the aggregator tries; it answers with the one that the worker has proved. A team that does
-not exist is refused after its proof, in the words and in the time of a wrong one.
+The team says which secrets the aggregator tries. The aggregator's own proof uses the secret that the worker has proved.
+A team that does not exist is refused after the proof, in the same words and the same time as a wrong proof.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
 
 
 class Gate:
-    """Aggregator's side of one connection: says which messages are of a worker that may say Hello.
+    """Aggregator's side of one connection: lets no Hello pass before the handshake is complete.
 
-    `nonce` is fresh. `objection`: why nobody may say Hello here; empty when that depends on the secret alone. `team` is
-    the one whose secret must be proved, or has been; `said` is how the worker calls it.
+    `nonce` is fresh. `objection`: why no worker may say Hello here; empty when only the secret decides. `team` is the
+    one whose secret must be proved, or has been; `said` is the name that the worker gave for it.
     """
 
     def __init__(self, teams: Teams | None, nonce: bytes, objection: str = "") -> None:
@@ -42,9 +42,10 @@ class Gate:
         self.team, self.said = ANYBODY, ""
 
     def told(self, message: ControlMessage) -> Challenge | Proof | None:
-        """The answer to a message; None for one that is no part of the handshake and may be dealt with.
+        """The answer to a message of the handshake. None: the message is no part of the handshake, and may be dealt
+        with.
 
-        Raises ProtocolError for all that a worker may not say, or not yet.
+        Raises ProtocolError for a message that a worker may not send, or not yet.
         """
         if isinstance(message, Greeting) and self._theirs is None:
             return self._challenge(message)
@@ -59,7 +60,7 @@ class Gate:
         return None
 
     def signed(self, hello: Hello) -> Hello:
-        """A Hello that may be dealt with, with the team that was proved in place of what the worker says."""
+        """The Hello, with the team that was proved in place of the team that the worker wrote."""
         return msgspec.structs.replace(hello, team=self.team.name)
 
     def _challenge(self, greeting: Greeting) -> Challenge:

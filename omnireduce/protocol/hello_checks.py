@@ -34,7 +34,7 @@ SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks")
 
 
 def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
-    """How a hello differs from that of another worker of the same job."""
+    """How a hello differs from that of another worker of the same job; empty when it does not."""
     for name in names:
         ours, theirs = getattr(spec, name), getattr(hello, name)
         if ours != theirs:
@@ -44,7 +44,10 @@ def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) 
 
 
 def of_another_team(spec: Hello, hello: Hello) -> str:
-    """What to say to who wants to join a job of others: neither who they are nor how they do."""
+    """What to say to a worker that wants to join a job of another team; empty when it is of the same team.
+
+    The text tells nothing about the other workers.
+    """
     if spec.team == hello.team:
         return ""
     own = f"of team '{hello.team}'" if hello.team else "of those without a team"

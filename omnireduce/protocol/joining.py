@@ -3,12 +3,12 @@
     to each aggregator in turn   connect; prove the secret and have it proved, where there is one; say Hello
     then                         wait until all of them have said Welcome
 
-Of an elastic job the first aggregator decides the ranks. The worker says Hello to it alone, and takes the seat that its
-Welcome gives to the others. It has less time for that: who has a seat and does not come is left out of the next
-attempt.
+In an elastic job the first aggregator decides the ranks. The worker says Hello to that one alone. The Welcome has a
+seat, and the worker shows this seat to the other aggregators. It has less time for that: a worker that has a seat and
+does not come to the others is left out of the next attempt.
 
-What fails ends the attempt. An elastic worker hangs up, pauses and tries again until its time to join is over, unless
-what failed cannot pass. Every other worker fails with it.
+Any failure ends the attempt. A worker of an elastic job then hangs up, pauses and tries again, until its time to join
+is over or the failure is one that will not pass. A worker of another job gives up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUIET_S = 2.0  # how long to wait for an aggregator, or for ranks, before saying
 
 
 class Connect(NamedTuple):
-    """Connect to an aggregator, by this time at the latest; `connected` or `unreachable` says what came of it."""
+    """Connect to aggregator `shard`, at the latest at time `by`. Then call `connected` or `unreachable`."""
 
     shard: int
     by: float
@@ -45,7 +45,7 @@ class HangUp(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Tell the user about something that takes long; `event` names it, `shard` is the one in question or -1."""
+    """Tell the user about something that takes long. `event` names it; `shard` is the aggregator, or -1 for none."""
 
     event: str
     text: str
@@ -53,10 +53,10 @@ class Notice(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Every aggregator has welcomed this worker, rank `rank` of `size`: it is one, unless HangUp follows.
+    """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
 
-    `generation` is that of the first aggregator; `seat` proves later that this worker was in it. Tensors of up to
-    `whole_bytes` go to the first aggregator as a whole.
+    `generation` is that of the first aggregator. `seat` proves later that this worker was in this generation. Tensors
+    of up to `whole_bytes` go to the first aggregator as a whole.
     """
 
     welcomes: list[Welcome]
@@ -78,7 +78,7 @@ JoiningEffect = Deed | Failed
 
 
 def perform(effects: Iterator[JoiningEffect], do: Callable[[Deed], Iterator[JoiningEffect] | None]) -> None:
-    """Carry out effects in order, then the effects of what came of each, which `do` returns.
+    """Carry out effects in order by `do`, then the effects that each call of `do` has returned.
 
     Raises the error of Failed.
     """
@@ -106,8 +106,8 @@ class _Visit:
 class Joining:
     """One worker, until it is a rank of a job or knows why it cannot be.
 
-    `hello` is what it says to the first aggregator of `addresses`. It has `limit_s` to join. `transport` is what its
-    errors call the way to an aggregator.
+    `hello` is what the worker says to the first aggregator of `addresses`. It has `limit_s` seconds to join.
+    `transport` is the name of the transport in its errors.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class Joining:
         self._pause_s = RETRY_S
         self._reason = ""  # why the aggregator in turn could not be reached
         self._visits: list[_Visit] = []
-        self._shards = 0  # how many aggregators to visit by now
+        self._shards = 0  # how many aggregators to visit so far
         self._seat: Seat | None = None
         self.newcomers = 0  # workers that wait for the next generation
         self._said: set[str] = set()
         self._has_joined = self._has_failed = False
-        self._has_answer = False  # an aggregator of the list has said something: it is no wrong address
+        self._has_answer = False  # an aggregator of the list has said something: its address is not wrong
 
     @property
     def deadline(self) -> float | None:
@@ -159,7 +159,7 @@ class Joining:
             yield Tell(shard, candidate.greeting)
 
     def unreachable(self, shard: int, reason: str, now: float) -> Iterator[JoiningEffect]:
-        """No connection to this aggregator could be made; it may be coming up, or its name not be known yet."""
+        """No connection to this aggregator could be made. It may still start, or its name may become known later."""
         self._reason = reason
         self._again_at = min(now + RETRY_S, self._by)
         return iter(())
@@ -203,7 +203,7 @@ class Joining:
                 yield Connect(len(self._visits), self._by)
 
     def failed(self, error: OmniReduceError, now: float) -> Iterator[JoiningEffect]:
-        """Something ends this attempt: one of the events above, or what the caller could not do."""
+        """This attempt has failed: one of the events above says so, or the caller could not do what was asked."""
         yield HangUp()
         self._visits.clear()
         self._has_joined = False
@@ -244,7 +244,8 @@ class Joining:
         return is_news
 
     def _say_hello(self, shard: int) -> Iterator[JoiningEffect]:
-        """Say who we are at once: an aggregator drops who says nothing, and the next one may take long to come up."""
+        """Say Hello at once: an aggregator drops a connection without a Hello, and the next one may take long to come
+        up."""
         hello, seat = replace(self._hello, shard=shard), self._seat
         if seat is not None:
             hello = replace(
@@ -330,7 +331,7 @@ class Joining:
         return Notice("waiting_for_ranks", f"waiting for {self._what_is_missing()}")
 
     def _overdue(self, now: float) -> OmniReduceError:
-        """Whom this attempt waited for in vain."""
+        """The error that says whom this attempt waited for in vain."""
         proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
         if proving is None and len(self._visits) < self._shards:
             return unreachable(self._addresses[len(self._visits)], self._transport, self._reason)
@@ -361,7 +362,7 @@ class Joining:
 
 
 def unreachable(address: str, transport: str, reason: str) -> TransportError:
-    """What to say when nobody can be connected to at the address of an aggregator."""
+    """The error for an aggregator that cannot be connected to."""
     by = "" if transport == "auto" else f" by {transport}"
     return TransportError(
         f"cannot reach aggregator {address}{by}: {reason or 'nobody answers'}; "

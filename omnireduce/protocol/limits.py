@@ -11,7 +11,8 @@ from omnireduce.wire.control import Hello
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Jobs at once, ranks and bytes of slots of one job, seconds to gather; ranks and bytes of all jobs together."""
+    """How many jobs may be here at once; how many ranks and bytes of slots one job may have; how many seconds a job may
+    gather; how many ranks and bytes of slots all jobs together may have."""
 
     max_jobs: int
     max_world_size: int
@@ -36,7 +37,10 @@ class Limits:
         return ""
 
     def beyond(self, hello: Hello, jobs: int, others: Collection[Hello]) -> str:
-        """Which limit one more job like this breaks beside `jobs` others; `others` have, or want, memory."""
+        """Which limit one more job like this breaks beside `jobs` other ones; empty when none.
+
+        `others`: the jobs that have memory, or want it.
+        """
         if jobs >= self.max_jobs:
             return f"{self.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
         ranks, held = demand(others)

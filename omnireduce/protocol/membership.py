@@ -6,9 +6,10 @@ twice.
 
 Ranks of different launches never meet, even where they give their jobs the same name.
 
-Of an elastic job the first shard decides who is in it and what their ranks are, and gives this formation a number. The
-workers tell it the other shards: those who come with different formations never meet. A ticket proves to the first
-shard who was in the last formation: such a survivor goes before newcomers, and may end what still runs of it.
+In an elastic job the first shard decides who is in it and what their ranks are. It gives this formation a number. The
+workers tell the number to the other shards, where workers of different formations never meet. A ticket proves to the
+first shard that a worker was in the last formation. Such a survivor goes before newcomers, and may end the last
+generation if that still runs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from omnireduce.teams import FREE
 from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
 from omnireduce.wire.words import listed
 
-NEWS_S = 1.0  # at most so often those who wait are told who is missing: telling all of each newcomer takes N² messages
-NEWS_AT_ONCE = 64  # of one job who are told in one turn
+NEWS_S = 1.0  # between two news of who is missing to those who wait: telling all of each newcomer takes N² messages
+NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
 
 
 class Answer(NamedTuple):
@@ -72,21 +73,21 @@ class _Running(NamedTuple):
     spec: Hello  # of the first who said hello
     formation: int  # its number, which no other generation has
     ranks: dict[int, Hello]  # those that have not left, with the ranks that they have
-    asked: frozenset[int]  # the ranks that all of them, also who left, gave in their hellos
+    asked: frozenset[int]  # the ranks that all its workers gave in their hellos, also those that have left
 
 
 class Membership:
     """Admission to the jobs of one shard."""
 
     def __init__(self, limits: Limits, salt: int = 0, key: bytes = b"") -> None:
-        """`salt`: another one in every process, so that formations of different ones differ. `key`, for tickets: the
-        same in a process that takes the place of another, and known to nobody else."""
+        """`salt`: differs between processes, so that the numbers of their formations differ, too. `key`, for tickets:
+        the same in a process that takes the place of another, and known to nobody else."""
         self._limits, self._salt, self._key = limits, salt, key
         self._gathering: dict[Place, Gathering] = {}
-        self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # those, by team, job and formation
-        self._waiting: dict[Hashable, Hello] = {}  # of each connection in them
+        self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # the same by team, job and formation
+        self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
         self._running: dict[int, _Running] = {}
-        self._held: dict[int, Hello] = {}  # by generation, what its size and memory follow from, until it is released
+        self._held: dict[int, Hello] = {}  # by generation until it is released: its size and memory follow from this
         self._next_generation = 1
         self._deserted: set[int] = set()  # generations whose newcomers have gone
         self._has_freed_room = False
@@ -105,7 +106,7 @@ class Membership:
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
-        """A worker asks to join, of a team on these terms."""
+        """A worker asks to join. `terms` are those of its team."""
         place, standing = Place.of(hello), Standing.NEWCOMER
         wrong, temporary = self._unfit(hello)  # first: nothing may depend on numbers without bounds
         if not wrong:
@@ -216,9 +217,10 @@ class Membership:
         return gathering.complete(now) and not self._lacks_room(gathering)
 
     def _lacks_room(self, gathering: Gathering) -> bool:
-        """Whether it has to wait until the generation whose place it takes has given back its memory.
+        """Whether the job has to wait until the generation that it replaces has given back its memory.
 
-        Room for both is what nobody else was promised: who gathers, and takes no other's room, will want his own.
+        It need not wait where there is room for both. Room that is promised to others does not count: a job that
+        gathers, and replaces no other one, will want room of its own.
         """
         if gathering.replaces not in self._held:
             return False
@@ -229,7 +231,7 @@ class Membership:
         return bool(self._too_much(gathering.spec, gathering.terms, jobs, held))
 
     def _admit(self, place: Place) -> Admit:
-        """Start a job with those who are here; who is left over waits for the next generation."""
+        """Start a job with the workers that are here. Those who are left over wait for the next generation."""
         gathering = self._gathering[place]
         before = frozenset(gathering.members)
         ranked = gathering.take()
@@ -237,7 +239,7 @@ class Membership:
             del self._waiting[key]
         generation, self._next_generation = self._next_generation, self._next_generation + 1
         formation, hellos = place.formation, [hello for _, hello in ranked]
-        if not formation:  # this is the first shard: it may be formed anew
+        if not formation:  # this is the first shard: the job may be formed anew
             formation = self._salt + generation
             entry = tickets.ticket(self._key, gathering.spec, formation)
             hellos = [msgspec.structs.replace(each, formation=formation, ticket=entry) for each in hellos]
@@ -252,7 +254,8 @@ class Membership:
         return Admit(generation, gathering.spec.job, [key for key, _ in ranked], hellos)
 
     def _tell_news(self, place: Place, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
-        """Tell some who is missing, and in the end, if it is held back, those who run how many wait."""
+        """Tell some of the waiting workers who is missing. When all are told and the job is held back, tell the running
+        ranks how many wait."""
         if not gathering.untold:
             gathering.told_at, gathering.is_news = now, False
             gathering.untold = {key: None for key, *_ in gathering.members.values()}
@@ -267,7 +270,7 @@ class Membership:
             yield Announce(generation, min(len(gathering.members), room))
 
     def _replace(self, place: Place, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
-        """Survivors wait, and the generation that they left still runs."""
+        """End the generation that still runs: the survivors who left it have waited long enough."""
         gathering.changed_at = now
         generation = self._generation_of(place)
         assert generation is not None
@@ -276,7 +279,7 @@ class Membership:
         yield Replace(generation, Cause(late, why))
 
     def _generation_of(self, place: Place) -> int | None:
-        """The newest generation of a job that runs on this shard as the first one."""
+        """The newest generation that runs of a job, if this is the job's first shard; else None."""
         if place.formation:
             return None
         return max((number for number, each in self._running.items() if each.place == place), default=None)
@@ -284,7 +287,8 @@ class Membership:
     # who may come
 
     def _standing(self, hello: Hello, place: Place) -> Standing:
-        """What a worker that is fit to join is to its job. Beside a generation that runs, only its members survive."""
+        """What a worker, whose hello is in order, is to its job. While a generation runs, only its members are
+        survivors."""
         if not hello.survived:
             return Standing.NEWCOMER
         generation, has_ticket = self._generation_of(place), tickets.is_valid(self._key, hello)
@@ -296,7 +300,7 @@ class Membership:
         return Standing.SURVIVOR if is_member else Standing.NEWCOMER
 
     def _make_way(self, hello: Hello, place: Place, standing: Standing, now: float) -> Iterator[MembershipEffect]:
-        """Survivors go first: others who disagree with one, or gave his rank, are refused, not he."""
+        """Survivors go first: others that disagree with one, or that gave its rank, are refused in its place."""
         gathering = self._gathering.get(place)
         if gathering is None or standing is not Standing.SURVIVOR or of_another_team(gathering.spec, hello):
             return
@@ -313,7 +317,7 @@ class Membership:
             gathering.lead(hello)
 
     def _unfit(self, hello: Hello) -> tuple[str, bool]:
-        """Why `hello` cannot join whoever else is here, and whether it might later; empty when it can."""
+        """Why `hello` cannot join, whoever else is here, and whether it may later; empty when it can."""
         if self.draining:
             return "the aggregator is shutting down", True
         return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
@@ -333,11 +337,11 @@ class Membership:
         return self._too_much(hello, terms, jobs, held)
 
     def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
-        """Why a job like this is too much beside `jobs` and those whose slots are taken; empty when it is not."""
+        """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
 
     def _replaced_by(self, hello: Hello) -> int | None:
-        """The generation whose room an elastic job takes: its last one, unless another that gathers takes it."""
+        """The generation whose room an elastic job takes: its last one, unless another gathering takes that."""
         if not hello.smallest and not hello.formation:
             return None
         name = hello.job, hello.launch, bool(hello.smallest)

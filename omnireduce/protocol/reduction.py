@@ -21,12 +21,12 @@ PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
 
 
 class Budget(NamedTuple):
-    """What an aggregator does for one job before others have their turn. Work is counted in bytes that are read; what
-    has no bytes counts as many as take as long.
+    """What an aggregator does for one job before others have their turn. Work is counted in bytes that are read; work
+    without bytes counts as many bytes as take the same time.
 
-    `work`: of one turn, where no other job is busy. A turn may pass it by one step, and these bound a step. `window`:
-    indices of one message; `piece_bytes`: all ranks' parts of one block. `blocks`: of one result. `output`: bytes
-    that leave in one turn, about, beside other jobs.
+    `work`: of one turn, where no other job is busy. A turn may go beyond it by one step. A step is bounded, too:
+    `window`, indices of one message; `piece_bytes`, all ranks' parts of one block. `blocks`: most blocks of one result.
+    `output`: about how many bytes leave in one turn while other jobs are busy.
     """
 
     work: int = 16 << 20
@@ -45,11 +45,11 @@ class MakeReduction(Protocol):
 
 
 class Reduction:
-    """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one.
+    """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one of them.
 
     `arena`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes).
-    Blocks of a result take no more than `message_bytes`, unless one alone takes more. `union`: what the ranks have
-    brought.
+    The blocks of a result take no more than `message_bytes` together, unless one block alone takes more. `union`: the
+    blocks that the ranks have brought.
     """
 
     def __init__(self, ranks: int, arena: Array, results: Array, message_bytes: int, budget: Budget) -> None:
@@ -102,7 +102,7 @@ class Reduction:
         return added * form.block_work
 
     def _merge_piece(self, slot: int) -> int:
-        """As `merge`, where one block is too much for one step."""
+        """As `merge`, for blocks of which one alone is too much for one step."""
         if self._column == 0 and not self._plan(1):
             return 0
         form, before = self._format, self._column
@@ -114,7 +114,7 @@ class Reduction:
         return self._ranks * (piece_bytes * form.byte_work + BLOCK_WORK)
 
     def _plan(self, most: int) -> int:
-        """List the next blocks of the union, at most so many, behind what is written; return how many there are."""
+        """List the next blocks of the union, at most `most`, behind those written; return how many there are."""
         numbers = self._numbers[self.written : self.written + most]
         return self.union.plan(numbers, self._parts, self._sole_is_result)
 
@@ -125,8 +125,9 @@ class Reduction:
     def seal(self, slot: int, number: int, memories: Mapping[int, Array]) -> tuple[int, dict[int, Array]]:
         """Complete the result message in `slot` and start an empty one.
 
-        Returns its length in bytes, and the messages of those ranks in `memories` that are better off with less: what
-        they have already is left out. These lie in the memory given for the rank, uint8 (bytes,).
+        Returns its length in bytes, and shorter messages for those ranks in `memories` for which they are worth it. A
+        shorter message leaves out the blocks that the rank has already. It lies in the memory given for the rank, uint8
+        (bytes,).
         """
         numbers, block_bytes = self._numbers[: self.written], self._format.block_bytes
         cut_short = self.full and not self.union.used_up

@@ -1,6 +1,6 @@
-"""What the members of a formation of an elastic job are given, and nobody else: it proves later that they were in it.
+"""Tickets, which only the members of a formation of an elastic job get: they prove later that a worker was in it.
 
-A ticket is made of a key that never leaves the daemon, so a shard need not remember whom it gave one.
+A ticket is made with a key that never leaves the daemon. So a shard need not remember which workers got one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PURPOSE = b"omni ticket 1"
 
 
 def ticket(key: bytes, hello: Hello, formation: int) -> bytes:
-    """That of the members of `formation` of the job that `hello` names: keyed BLAKE2b (RFC 7693), 32 bytes.
+    """The ticket of the members of `formation` of the job that `hello` names: keyed BLAKE2b (RFC 7693), 32 bytes.
 
     HMAC-SHA256 would do as well, but in each shard it touches 1.1 MiB of OpenSSL.
     """
@@ -23,5 +23,6 @@ def ticket(key: bytes, hello: Hello, formation: int) -> bytes:
 
 
 def is_valid(key: bytes, hello: Hello) -> bool:
-    """Whether the worker that says this was in the formation that it names. Takes as long for a wrong ticket."""
+    """Whether the worker of this hello was in the formation that it names. A wrong ticket takes as long as a right
+    one."""
     return hello.survived > 0 and compare_digest(hello.ticket, ticket(key, hello, hello.survived))

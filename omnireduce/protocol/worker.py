@@ -19,7 +19,7 @@ from omnireduce.wire.blocks import block_rows, largest_block, message_extra, mes
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
 from omnireduce.wire.words import listed, shown
 
-LATE = 0.05  # of the time limit: who looks so long after it was stopped, or waited for a processor
+LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Stream:
         self._sent_frontier = 0
         self._result_frontier = 0
         self.heard_at = 0.0  # when anything came
-        self.waiting: Waiting | None = None  # the last thing that came, unless work went on since
+        self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
 
     def submit(self, collective: Collective) -> None:
@@ -60,12 +60,12 @@ class _Stream:
         self._free.append(slot)
 
     def heard(self, now: float, waiting: Waiting | None = None) -> None:
-        """Something came: a sign of work, or word of `waiting`."""
+        """Something came from this shard: a sign of work, or the message `waiting`."""
         self.heard_at, self.waiting = now, waiting
 
     def hangs(self, now: float, since: float, timeout_s: float) -> bool:
-        """Whether this shard is quiet for longer than it would be: it says Waiting when it sends no result for half of
-        the time limit, and again when twice as much has passed."""
+        """Whether this shard has been quiet for longer than a shard that works. A shard that sends no result says
+        Waiting at the latest after half of the time limit, and again each time that the wait has doubled."""
         waited_s = 0.0 if self.waiting is None else self.waiting.seconds
         return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
 
@@ -131,10 +131,10 @@ class _Stream:
 class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
-    `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the
-    shard in errors; `me` names this worker, whose number is `rank`. Blocks of a message to shard i take no more than
-    `message_bytes[i]` (nothing given: than fit in a slot), unless one alone takes more. A collective that takes longer
-    than `timeout_s` ends the job.
+    `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
+    in errors; `me` names this worker, whose number is `rank`. The blocks of a message to shard i take no more than
+    `message_bytes[i]` together (nothing given: no more than fit in a slot), unless one block alone takes more. A
+    collective that takes longer than `timeout_s` ends the job.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class WorkerMachine:
         self._under_way: deque[Collective] = deque()
         self._oldest_since = 0.0
         self._late_s = 0.0  # how long after its time limit this was noticed; 0: in time
-        self._longest: Waiting | None = None  # wait during the oldest collective
+        self._longest: Waiting | None = None  # the longest wait during the oldest collective
         self._next = 0
         self._waiting_for = ""
         self._warned_at_s = 0.0
@@ -207,7 +207,7 @@ class WorkerMachine:
         for stream in taking_part:
             stream.submit(collective)
             if not self._under_way:
-                stream.waiting = None  # for this worker, most likely
+                stream.waiting = None  # that wait was most likely for this worker
         self._under_way.append(collective)
         return collective.number
 
@@ -287,18 +287,20 @@ class WorkerMachine:
         self._streams[shard].heard(now)
 
     def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
-        """The link to `shard` is over. It is told as well: where RDMA failed, control messages may still pass."""
+        """The link to `shard` is over. That shard is told, too: where RDMA failed, control messages may still pass."""
         if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
 
     def violated(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
-        """`shard` broke the protocol, as its message, its link or what cannot be read of it shows."""
+        """`shard` broke the protocol: by a message, on its link, or by bytes that cannot be decoded."""
         if self.ended is None:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {reason}"))
 
     def timer(self, now: float) -> Iterator[Effect]:
-        """Time has passed; end the job if its oldest collective is overdue. Who was stopped listens for a moment first:
-        what came meanwhile may not have been read."""
+        """Time has passed; end the job if its oldest collective is overdue.
+
+        A worker that was stopped waits for a moment first: messages may have come meanwhile that it has not read.
+        """
         deadline = self.deadline
         if deadline is None or now < deadline:
             return
@@ -308,7 +310,7 @@ class WorkerMachine:
             yield from self._end(self._overdue(now))
 
     def leave(self, reason: str = "") -> Iterator[Effect]:
-        """Go, because of `reason` or, without one, because the work is done."""
+        """Leave the job, because of `reason` or, without a reason, because the work is done."""
         if self.ended is not None:
             return
         if not reason and self._under_way:
@@ -330,7 +332,7 @@ class WorkerMachine:
                 listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
             )
         long_wait = self._longest is not None and self._longest.seconds >= self._timeout_s / 2
-        if self._late_s and not long_wait:  # what it reads now may be old: it cannot judge others
+        if self._late_s and not long_wait:  # what this worker reads now may be old: it cannot judge others
             reason += f"; it noticed that {self._late_s:.1f} s late: was it stopped or overloaded?"
             return Cause(self._me, reason, timeout=True)
         if waits:

@@ -51,10 +51,11 @@ class Driver:
         self.machine, self.links = machine, links
         self._clock = clock
         self._on_finish, self._on_end, self._on_warn = on_finish, on_end, on_warn
-        self.flush_bytes = EVERYTHING  # of one link at once
+        self.flush_bytes = EVERYTHING  # most bytes of one link at once
 
     def feed(self, peer: int) -> None:
-        """Give the machine everything that has arrived from `peer`; of a part of a message, that it has come."""
+        """Give the machine everything that has arrived from `peer`. Of an incomplete message it learns that something
+        has come."""
         counters = self.links[peer].counters
         before = counters.received_bytes
         events = self.links[peer].poll()
@@ -85,11 +86,14 @@ class Driver:
         self._keep_deadline(self._clock())
 
     def turn(self) -> None:
-        """Feed from all peers, let the machine do what it can, then keep the deadline, if it had passed before: when
-        this process was stopped meanwhile, much may have come that the machine does not know yet, and it must not judge
-        that nothing came.
+        """Feed from all peers, and let the machine do what it can. Then call its timer, if the deadline had passed
+        before.
 
-        Credits gather until `flush`, which is for whoever is going to wait."""
+        A deadline that passes during the turn has to wait: if this process was stopped meanwhile, much may have come
+        that the machine does not know yet. It must not judge that nothing came.
+
+        Credits gather until `flush`, which a caller that is going to wait has to call.
+        """
         now = self._clock()
         for peer in range(len(self.links)):
             self.feed(peer)
@@ -122,7 +126,7 @@ class Driver:
 
     def _send(self, effect: Send) -> None:
         if effect.peer == ALL:
-            # gathered until the end of the turn: waking all ranks for each result costs more
+            # these gather until the end of the turn: waking all ranks for each result costs more
             for peer, link in enumerate(self.links):
                 link.send(effect.slot, effect.nbytes, effect.instead.get(peer))
         else:
@@ -152,5 +156,5 @@ def say_last_words(link: Link, deadline: float) -> None:
         room = select.poll()  # not `select`, which has a limit of 1024 descriptors
         room.register(link, select.POLLIN | select.POLLOUT)
         room.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        link.poll()  # nobody wants its news any more
+        link.poll()  # nobody needs its events any more
         link.flush()

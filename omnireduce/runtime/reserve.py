@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)  # for one more connection
-PAUSE_S = 1.0  # in which nobody is accepted then
+PAUSE_S = 1.0  # how long nobody is accepted then
 
 
 def shortage(error: OSError | MemoryError) -> str:
@@ -23,21 +23,21 @@ def shortage(error: OSError | MemoryError) -> str:
 
 
 def allow_all_descriptors() -> None:
-    """Raise this process's limit as far as it may."""
+    """Raise this process's limit of open files as far as it may."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Reserve:
-    """Keeps a descriptor back, so that a connection can be taken, and told why, when there is no other left: else it
-    would wait for one, and wake whoever listens for ever."""
+    """Keeps one descriptor back. When there is no other one left, a connection can be accepted with it, and told why it
+    is refused. Otherwise the connection would wait, and wake whoever listens for ever."""
 
     def __init__(self) -> None:
         self._descriptor = os.open(os.devnull, os.O_RDONLY)
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Within the block there is one descriptor more; it has to be given back by the end."""
+        """Within the block one more descriptor is free; the block must have closed it by its end."""
         self.close()
         try:
             yield

@@ -8,12 +8,12 @@ slot k of the other. Theory of operation:
    `return_credit(k)`.
 3. The sender's `poll()` reports `Credited(k)`; slot k is the sender's again.
 
-Messages stay in order, in each direction. Control messages share that order. Nothing blocks and nothing raises for the
-peer's or the network's sake: a link that is over says `Lost(reason)` as its last event. A second `send` of a slot
-that is under way is our own mistake and raises.
+Messages stay in order, in each direction. Control messages share that order. Nothing blocks, and no fault of the peer
+or the network raises: a link that is over says `Lost(reason)` as its last event. A second `send` of a slot that is
+under way is our own mistake and raises.
 
-One `poll` has a budget of bytes and events, whatever the peer sends: others wait for their turn meanwhile. What it
-leaves stays where the descriptor tells of it, so whoever waits for that misses nothing.
+One `poll` has a budget of bytes and events, whatever the peer sends: others wait for their turn meanwhile. The rest
+stays where the descriptor still tells of it, so nobody who waits at the descriptor misses it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Control(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The link is over; nothing follows. `violation` says that the peer broke the rules, not the network: then what is
-    sent until the link is closed may still reach it, if it can be sent at once."""
+    """The link is over; nothing follows. `violation`: the peer has broken the rules, while the network works. Then what
+    is sent before the link is closed may still reach the peer, if it can be sent at once."""
 
     reason: str
     violation: bool = False
@@ -74,7 +74,7 @@ class Link(ABC):
     """One end of a reliable, ordered, credit-controlled path to a peer."""
 
     kind: str
-    inline = False  # block messages travel as bytes, so they need not lie in the send slot
+    inline = False  # True: block messages travel as bytes, so they need not lie in the send slot
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -94,7 +94,7 @@ class Link(ABC):
         self.send_slots, self.receive_slots = send_slots, receive_slots
 
     def bound_control(self, most: int) -> None:
-        """Until slots are attached, take control messages of at most `most` bytes."""
+        """Until slots are attached, accept only control messages of at most `most` bytes."""
         return  # a link that keeps no bytes of them needs no bound
 
     def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
@@ -130,7 +130,7 @@ class Link(ABC):
     def _send(self, slot: int, nbytes: int) -> None: ...
 
     def _send_instead(self, slot: int, message: Array) -> None:
-        """Only links that are `inline` are asked to."""
+        """Called only for links that are `inline`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Link(ABC):
 
     @abstractmethod
     def flush(self, most: int = EVERYTHING) -> None:
-        """Hand as much of the waiting output to the system as it takes, but about `most` bytes."""
+        """Hand as much of the waiting output to the system as it takes, but no more than about `most` bytes."""
 
     def peek(self) -> bool:
         """Whether `poll` has something to report, as far as that can be told without asking the system."""
@@ -159,12 +159,13 @@ class Link(ABC):
 
     @property
     def task(self) -> Callable[[], None] | None:
-        """Work that keeps this link, until it is done. It takes long, and any thread may do it; then `poll` goes on."""
+        """Long work that this link waits for; None if there is none. Any thread may do it; after that `poll` goes
+        on."""
         return None
 
     @property
     def clogged(self) -> bool:
-        """More output waits than for any peer that reads."""
+        """More output waits than can wait for a peer that reads."""
         return False
 
     @abstractmethod

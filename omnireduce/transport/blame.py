@@ -1,4 +1,5 @@
-"""Whose an OSError is: the system's, about a peer, or that of a signal handler, about something else."""
+"""Where an OSError comes from: the system, which tells of a peer, or a signal handler, which tells of something
+else."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ OURS = {"socket", "ssl", *(f"{HERE}.{name}" for name in ("stream", "shm", "tcp",
 
 
 def from_a_handler(error: OSError) -> bool:
-    """Whether a signal handler has raised what came out of a call of ours to the system.
+    """Whether `error`, which came out of a call of ours to the system, was raised by a signal handler.
 
     A handler runs in the middle of such a call, and TimeoutError, ConnectionError and BlockingIOError are OSErrors. The
-    numbers do not tell them apart: a handler that writes to a broken pipe has one as well. But the way of its error
-    leads through code that is not ours.
+    error numbers do not tell the two apart: a handler that writes to a broken pipe has one as well. But the traceback
+    of its error leads through code that is not ours.
     """
     assert error.__traceback__ is not None  # its first entry is the caller, who has caught it
     at = error.__traceback__.tb_next

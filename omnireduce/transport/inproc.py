@@ -21,7 +21,7 @@ class InprocLink(Link):
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
-        self.most_events = UNLIMITED  # that one poll reports
+        self.most_events = UNLIMITED  # how many events one poll reports at most
         self._arrived: deque[Event] = deque()
         self._lost = self._closed = False
 

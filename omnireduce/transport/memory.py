@@ -1,7 +1,7 @@
 """Slot memory: anonymous files that can be mapped by several processes of one host and leave nothing behind.
 
-An aggregator maps a region and touches nothing of it: all jobs would wait while one joins. It gets its pages on first
-use, or from a worker on the same host, who touches its own slots, in its own time, before it goes on.
+An aggregator maps a region and touches none of it: otherwise all jobs would wait while one joins. The region gets its
+pages on first use. A worker on the same host touches its own slots, in its own time, before it goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 
-POPULATE_BYTES = 64 << 20  # of which a worker touches all; of larger memory it may never use most
+POPULATE_BYTES = 64 << 20  # largest memory of which a worker touches all; of larger memory it may use little
 
 
 class Region:
@@ -26,7 +26,7 @@ class Region:
         self.fd = os.memfd_create("omnireduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size)
-            # a peer that could shrink the file would end us with SIGBUS
+            # a peer that shrinks the file would end us with SIGBUS: the seal prevents that
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.slots = _map(self.fd, 0, size, 0).reshape(rows, slot_bytes)
         except BaseException:
@@ -42,10 +42,10 @@ class Region:
 
 
 def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
-    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes), backed by pages already
-    unless they are many. Raises TransportError.
+    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes). They are backed by pages
+    already, unless they take more than POPULATE_BYTES.
 
-    The peer must have given up to shrink it: that would end us with SIGBUS.
+    Raises TransportError, also when the file is not sealed: a peer that shrinks it would end us with SIGBUS.
     """
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:

@@ -60,7 +60,7 @@ class ShmLink(StreamLink):
     def send_control_with_memory(self, body: bytes, up_fd: int, down_fd: int) -> None:
         """Send a control message together with the descriptors of the upward and downward slots.
 
-        Descriptors cannot wait in a buffer: a peer that has not read what was sent before is hung up on.
+        Descriptors cannot wait in a buffer: if the peer has not read what was sent before, the link is ended.
         """
         self.flush()
         frame = FRAME.pack(CONTROL, 0, len(body)) + body
@@ -100,7 +100,7 @@ def _abstract(host: str, port: int, purpose: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether `host` is an address of this network namespace: abstract names are private to it as well."""
+    """Whether `host` is an address of this network namespace, which also has its own abstract names."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -117,7 +117,8 @@ def _numeric(host: str) -> str:
 
 
 def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = False, purpose: str = "") -> ShmLink:
-    """Connect to an aggregator on this host: of root or of this user, or of `any_user`; to what listens for `purpose`.
+    """Connect to an aggregator on this host, at its socket for `purpose`. It must be of root or of this user; with
+    `any_user` it may be of any user.
 
     Raises OSError when it is elsewhere or offers no shared memory, TransportError when it is another user's.
     """

@@ -2,7 +2,7 @@
 
 The two ends of a link share a `Network`, which says what time it is and runs what happens later. Like a stream link, an
 end gathers its output until `flush`, keeps the output that a full pipe does not take, and still delivers what was sent
-before a close. When which process polls is the simulation's business: `on_ready` tells it that an end has news.
+before a close. The simulation decides when each process polls; `on_ready` tells it that an end has news.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POISON = 0xEE  # what a receive slot holds once its credit is returned, so that 
 
 
 class Network(Protocol):
-    """Virtual time: what it is, in seconds, and how to make something happen at a later one."""
+    """Virtual time: `now` says it, in seconds; `at` makes something happen at a later time."""
 
     def now(self) -> float: ...
     def at(self, time: float, action: Callable[[], None]) -> None: ...
@@ -32,7 +32,8 @@ class Copied(Received):
 
 
 class SimLink(InprocLink):
-    """One end. `delay_s()` is asked for each message; `pipe_bytes` may be sent before the peer has read."""
+    """One end. `delay_s()` gives each message its delay; `pipe_bytes` may be on the way before the peer has read
+    them."""
 
     kind = "sim"
     other: SimLink
@@ -60,12 +61,12 @@ class SimLink(InprocLink):
 
     @property
     def readable(self) -> bool:
-        """What a selector would say."""
+        """Whether a selector would find this end readable."""
         return self._lost or bool(self._arrived)
 
     @property
     def writable(self) -> bool:
-        """What a selector would say."""
+        """Whether a selector would find this end writable."""
         return self._has_room(wire_bytes(self._output[0]) if self._output else FRAME_BYTES)
 
     @property
@@ -83,7 +84,7 @@ class SimLink(InprocLink):
         self._instead[slot] = message
 
     def announce_again(self, slot: int, nbytes: int) -> None:
-        """Break the protocol: send what lies in a slot that is under way once more."""
+        """Break the protocol: send a slot once more that is under way already."""
         again = Copied(slot, nbytes)
         again.message = self.send_slots[slot, :nbytes].copy()
         self._output.append(again)

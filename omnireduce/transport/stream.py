@@ -26,11 +26,11 @@ from omnireduce.transport.blame import from_a_handler
 FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3
 READ_BYTES = 65536
-FIRST_BYTES = 8192  # of that, until a longer message is announced: most of those who connect say little
+FIRST_BYTES = 8192  # size of the input buffer until a longer message is announced: most newcomers say little
 # What one poll takes. Then others get their turn, however fast the peer sends; the socket stays readable.
 BYTES_PER_POLL = 4 << 20
-EVENTS_PER_POLL = 256  # and those that came with the last of them; an honest peer has fewer under way
-FRAMES_BYTES = 8192  # read at once while frames are expected: few enough events
+EVENTS_PER_POLL = 256  # and those read together with the last of them; an honest peer has fewer under way
+FRAMES_BYTES = 8192  # bytes read at once while frames are expected: this limits the events of one read
 CONTROL_LIMIT = READ_BYTES - FRAME.size  # bytes: a control message and its frame fit the input buffer
 BACKLOG = 4096  # connections that may wait to be accepted; the system cuts it to net.core.somaxconn
 GATHER = 16  # buffers per sendmsg
@@ -45,11 +45,11 @@ class StreamLink(Link):
         sock.setblocking(False)
         self._sock = sock
         self._small = bytearray()
-        # messages, which are writable, and small frames, which are not; with each, how many bytes of all end with it
+        # messages, as writable views, and small frames, as read-only ones; with each, how many bytes of all end with it
         self._output: deque[tuple[int, memoryview]] = deque()
-        self._gone: deque[int] = deque([0], 1)  # how many bytes of all the system has taken
+        self._gone: deque[int] = deque([0], 1)  # how many bytes the system has taken so far
         self._output_dead = False
-        self._output_error = ""  # what killed it, if the reading side cannot tell
+        self._output_error = ""  # what ended the output, if the reading side cannot tell
         self._control_limit = CONTROL_LIMIT
         self._buffer = bytearray(FIRST_BYTES)
         self._view = memoryview(self._buffer)
@@ -108,10 +108,11 @@ class StreamLink(Link):
         self.flush()
 
     def _queue(self, frame: bytes = b"", *messages: memoryview) -> None:
-        """Put the small frames, then this one and what it announces, behind what waits already.
+        """Put the small frames, then `frame` and the `messages` that it announces, behind the output that waits
+        already.
 
-        A signal handler that raises may come between two lines. Then nothing is there twice, and no frame without what
-        it announces: the peer can still be told.
+        A signal handler that raises may come between two lines. Even then nothing is there twice, and no frame is there
+        without its message. So the peer can still be told.
         """
         small, self._small = self._small, bytearray()
         small += frame
@@ -129,11 +130,11 @@ class StreamLink(Link):
             self._output.clear()
         output, gone = self._output, self._gone
         while True:
-            while output and output[0][0] <= gone[0]:  # first: an exception may have come before that last time
+            while output and output[0][0] <= gone[0]:  # first: last time an exception may have come before this
                 output.popleft()
             if not (self._small or output):
                 return
-            if self._small and (most <= 0 or len(output) < GATHER):  # a peer decides how often we get here
+            if self._small and (most <= 0 or len(output) < GATHER):  # else a peer could make many buffers
                 self._queue()
             if most <= 0:  # `wants_write` tells of the rest
                 return
@@ -149,10 +150,10 @@ class StreamLink(Link):
             most -= gone[0] - before if is_bounded else 0
 
     def _output_failed(self, error: OSError) -> None:
-        """The system takes no more, now or ever. Raises what is a signal handler's.
+        """The system takes no more output, for now or for ever. Raises the error if a signal handler has raised it.
 
-        The reading side tells why: what the peer said before it left may still be unread. But the system tells a
-        time-out only once.
+        The reading side tells the reason, because the peer's last words may still be unread. But the system tells a
+        time-out only once, so the error is noted here.
         """
         if from_a_handler(error):
             raise error
@@ -169,7 +170,7 @@ class StreamLink(Link):
 
     @property
     def clogged(self) -> bool:
-        """More waits than could wait for a peer that gives credit only for what it has read."""
+        """More output waits than can wait for a peer that gives credit only for what it has read."""
         small = len(self._small) + sum(len(view) for _, view in self._output if view.readonly)
         return small > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
 
@@ -221,11 +222,11 @@ class StreamLink(Link):
         return count
 
     def _end_closed(self, events: list[Event], why: str | None) -> None:
-        """Nothing more will come. `why`: what the system said, if it was not the peer who closed the connection."""
+        """Nothing more will come. `why`: what the system said, unless the peer has closed the connection."""
         self._end(events, f"connection broken: {why}" if why else "connection closed")
 
     def _arrived(self, count: int, events: list[Event]) -> None:
-        """Deal with `count` bytes that are in their place."""
+        """Deal with `count` bytes that have been received to where they belong."""
         self.counters.received_bytes += count
         if self._body is None:
             self._filled += count
@@ -235,7 +236,7 @@ class StreamLink(Link):
 
     def _end(self, events: list[Event], reason: str, violation: bool = False) -> None:
         self._lost = Lost(reason, violation)
-        if not violation:  # who has broken the rules can still be told so
+        if not violation:  # a peer that has broken the rules can still be told so
             self._output_dead = True
             self._output.clear()
         events.append(self._lost)
@@ -274,7 +275,7 @@ class StreamLink(Link):
             self._filled = rest
 
     def _credit_or_data(self, kind: int, slot: int, length: int, body: int, events: list[Event]) -> int:
-        """Take one frame; return how many bytes of a message behind it were in the buffer."""
+        """Take one frame; return how many bytes of the message that it announces were in the buffer."""
         event = Received(slot, length) if kind == DATA else Credited(slot)
         wrong = self._admit(event) or (f"a credit of {length} bytes" if kind == CREDIT and length else "")
         if wrong:

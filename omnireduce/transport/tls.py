@@ -1,11 +1,11 @@
 """TCP links whose every byte goes through TLS 1.3, block messages included.
 
-OpenSSL would read a socket until it is empty, whatever the peer keeps sending. So it has no socket here, only memory:
-the link hands it one record at a time, and counts them. One poll takes few records; what it leaves stays in the socket,
-where the descriptor tells of it. Only the beginning of a record that is not whole yet is kept.
+If OpenSSL had the socket, it would read until the socket is empty, whatever the peer keeps sending. So it works on
+memory here: the link hands it one record at a time, and counts them. One poll takes few records. The rest stays in the
+socket, where the descriptor tells of it. Only the beginning of a record that is not whole yet is kept.
 
-Nothing but a handshake is taken before that is complete, which means: before the peer's certificate is verified, where
-one is demanded.
+Until the handshake is complete, the link takes nothing else. By then the peer's certificate is verified, where one is
+demanded.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from omnireduce.transport.tcp import TcpLink
 RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, length of what follows
 RECORD_TYPES = range(20, 24)
 RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
-WIRE_BYTES = 131072  # looked at at once
-STRANGER_WIRE_BYTES = 20480  # the same of who is not admitted: one record
-RECORDS_PER_POLL = 64  # 1 MiB of whole ones
+WIRE_BYTES = 131072  # bytes looked at at once
+STRANGER_WIRE_BYTES = 20480  # the same for a peer that is not admitted: one record
+RECORDS_PER_POLL = 64  # 1 MiB, if they are full
 HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
 EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
 HUNG_UP = (7, 8)  # TCP_CLOSE, TCP_CLOSE_WAIT: states of a connection, from <netinet/tcp.h>
 SEAL_BYTES = 131072  # encrypted at once
-ANSWER_BYTES = 65536  # of what OpenSSL says by itself that may wait for the peer; an honest one asks for little
+ANSWER_BYTES = 65536  # bytes of OpenSSL's own answers that may wait for the peer; an honest peer asks for little
 
 
 class TlsLink(TcpLink):
     """A link over TCP and TLS. The handshake goes on in `poll`.
 
-    `host`: whose certificate a worker wants to see; an aggregator's end has none. `aside`: each step of the handshake
-    is a `task`, as signing takes long: until it is done, this thread leaves OpenSSL alone.
+    `host`: the name that a worker wants to see in the certificate; empty at an aggregator's end. `aside`: each step of
+    the handshake is a `task`, because signing takes long. Until the task is done, this thread leaves OpenSSL alone.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class TlsLink(TcpLink):
     ) -> None:
         super().__init__(sock, peer, dead_peer_s)
         self._aside = aside
-        self._step: _Step | None = None  # of the handshake; nobody has heard yet what came of it
+        self._step: _Step | None = None  # of the handshake, until its outcome is dealt with
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
         self._wire = memoryview(bytearray(STRANGER_WIRE_BYTES))
-        self._kept = 0  # bytes at its start: of a record that is not whole
+        self._kept = 0  # bytes at the start of `_wire`: of a record that is not whole
         self._sealed = memoryview(b"")  # records on their way out
         self.established = False
         self._empty = 0  # records since the last one with data
         if host:
-            with suppress(ssl.SSLWantReadError):  # an answer
+            with suppress(ssl.SSLWantReadError):  # it wants an answer first
                 self._tls.do_handshake()
 
     def attach(self, send_slots: Array, receive_slots: Array) -> None:
@@ -103,7 +103,7 @@ class TlsLink(TcpLink):
     def _write(self, views: Sequence[memoryview]) -> None:
         """Encrypt, if the system has taken what was encrypted before.
 
-        This is no single call of C: what a signal handler that raises cuts here may be sent twice, which ends the
+        This is not a single call of C. When a signal handler raises here, something may be sent twice, which ends the
         connection.
         """
         self._send_sealed()
@@ -123,7 +123,7 @@ class TlsLink(TcpLink):
 
     @property
     def clogged(self) -> bool:
-        """A peer can also make OpenSSL answer it."""
+        """As with other stream links. Besides, a peer can make OpenSSL answer it: these answers are limited, too."""
         return super().clogged or self._outgoing.pending > ANSWER_BYTES
 
     # input
@@ -156,8 +156,8 @@ class TlsLink(TcpLink):
     def _take_records(self, end: int, budget: int, events: list[Event]) -> tuple[int, int]:
         """Take whole records from the first `end` bytes of the wire, at most `budget`.
 
-        Return where they end, and how many more this poll may take: none when others should have their turn, or the
-        handshake is over, so that what comes behind it is for whoever polls next.
+        Return where they end, and how many more this poll may take. That is 0 when others should have their turn, or
+        when the handshake is over: what comes behind the handshake is left to the next poll.
         """
         at = 0
         while budget and self._lost is None:
@@ -176,7 +176,7 @@ class TlsLink(TcpLink):
         return at, budget
 
     def _record_size(self, at: int, end: int, events: list[Event]) -> int:
-        """The bytes of the record that begins at `at`; 0 when it is not whole, or none."""
+        """The size in bytes of the record that begins at `at`; 0 when it is not whole, or no record of TLS."""
         if end - at < 5:
             return 0
         kind, major, length = RECORD.unpack_from(self._wire, at)
@@ -187,7 +187,8 @@ class TlsLink(TcpLink):
         return size if size <= end - at else 0
 
     def _keep(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
-        """Of the bytes up to `end`, those from `at` on are not used yet: leave them in the socket, or keep them."""
+        """Take the bytes before `at` out of the socket. Those from `at` up to `end` are not used yet: leave them in the
+        socket, or keep them here."""
         used, dropped = (at if leave else end) - self._kept, 0
         try:
             dropped = self._sock.recv_into(self._wire, used, socket.MSG_TRUNC)  # copies nothing
@@ -200,7 +201,7 @@ class TlsLink(TcpLink):
         self._wire[: self._kept] = self._wire[at : at + self._kept]
 
     def _take_handshake(self, events: list[Event]) -> None:
-        """Go one step further, or let a task do it."""
+        """Go one step further with the handshake, or let a task do it."""
         self._empty += 1
         if self._aside:
             self._step = _Step(self._tls, self._sock)
@@ -245,7 +246,7 @@ class TlsLink(TcpLink):
                 raise
             if isinstance(error, ssl.SSLWantReadError):
                 return 0
-            alert = "_ALERT_" in str(getattr(error, "reason", ""))  # it says that our side broke the rules
+            alert = "_ALERT_" in str(getattr(error, "reason", ""))  # an alert says that our side broke the rules
             self._end(events, f"{'connection broken' if alert else 'no TLS'}: {error.strerror or error}", not alert)
             return 0
         if count == 0:
@@ -279,7 +280,7 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
 
 
 def _shake_hands(link: TlsLink, deadline: float) -> str:
-    """Return when the handshake is over: nothing, or why it failed. Raises TimeoutError."""
+    """Return when the handshake is over: an empty text, or why it failed. Raises TimeoutError."""
     ready = select.poll()
     while not link.established:
         link.flush()
@@ -319,8 +320,10 @@ class _Step:
 
 
 def aggregator_context(files: Security | Metrics, section: str = "security") -> ssl.SSLContext | None:
-    """What an aggregator shows, and with `tls_ca` demands; None without TLS. `files` is the `section` of the
-    configuration. Raises ConfigError."""
+    """An aggregator's TLS: the certificate that it shows and, with `tls_ca`, demands of its peers; None without TLS.
+
+    `files` is the `section` of the configuration. Raises ConfigError.
+    """
     if not (files.tls_certificate or files.tls_key or files.tls_ca):
         return None
     if not files.tls_certificate:
@@ -333,7 +336,11 @@ def aggregator_context(files: Security | Metrics, section: str = "security") -> 
 
 
 def worker_context(security: Security) -> ssl.SSLContext | None:
-    """What a worker demands, and with `tls_certificate` shows; None without TLS. Raises ConfigError."""
+    """A worker's TLS: the certificates that it accepts and, with `tls_certificate`, the one that it shows; None without
+    TLS.
+
+    Raises ConfigError.
+    """
     if not (security.tls_certificate or security.tls_key or security.tls_ca):
         return None
     if not security.tls_ca:

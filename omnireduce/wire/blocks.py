@@ -4,10 +4,10 @@ A block message fills the start of a slot, so that every transport moves one con
 
     header (64 bytes) | blocks (count × block bytes) | padding to 8 | indices (count × int64) | extra
 
-In a result the bits of an index above MAX_BLOCKS may say that one rank alone contributed (1 + its number): that rank
-has the block already, and the result that it is sent may leave these blocks out, though not their indices.
-Everything little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the
-others. The end of a collective is a frontier equal to its number of blocks.
+In a result an index may have a mark in its bits above MAX_BLOCKS: 1 + the number of the rank that alone contributed.
+That rank has the block already. The result that it is sent may leave such blocks out, but not their indices. Everything
+is little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the others. The
+end of a collective is a frontier equal to its number of blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Control messages, their checks on decoding: msgpack, tagged by type."""
+"""Control messages, and the checks on decoding them. They are msgpack, tagged by type."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_
 _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]  # what one peer says goes on to all: it must fit their messages
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]  # one peer's text goes to all others: it must fit their messages
 
 
 class Cause(msgspec.Struct, frozen=True):
     """Why a collective or job ended: who, and what happened.
 
-    `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; what other shards
-    still have to deliver of the last one may be waited for.
+    `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; a worker may
+    still wait for what other shards owe it of the last collective.
     """
 
     culprit: _Text
@@ -57,7 +57,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, first where there is a secret: prove that you know that of my team, as I shall."""
+    """Worker to aggregator, the first message where there is a secret: prove that you know the secret of my team; I
+    shall, too."""
 
     version: int
     nonce: _Nonce
@@ -90,14 +91,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     host: str
     pid: _I32
     stripe_blocks: _I32  # how blocks are dealt to shards: ranks that differ would never meet
-    timeout_s: float = 60.0  # the worker's limit for one collective; who it waits for must be known before
+    timeout_s: float = 60.0  # the worker's limit for one collective; before that it must learn whom it waits for
     verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
-    whole_bytes: _I32 = 0  # this worker can have tensors of up to so many bytes go to the first shard as a whole
+    whole_bytes: _I32 = 0  # tensors of up to so many bytes may go to the first shard as a whole
     tcp_message_bytes: _Message = 1 << 18  # the longest message that suits this worker if it stays with TCP
     smallest: _I32 = 0  # with how many workers an elastic job may start; 0: with `world_size` only
     settle_s: float = 0.0  # how long an elastic job waits for more of them
     launch: str = ""  # what tells launches apart: ranks of different ones never meet; empty: nothing is known
-    formation: _Formation = 0  # of an elastic job, beyond its first shard: what the first one gave
+    formation: _Formation = 0  # in an elastic job, beyond its first shard: the number that the first one gave
     survived: _Formation = 0  # the formation that this worker was in before; 0: it comes new
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
     team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
@@ -112,8 +113,8 @@ class Pending(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Rank `rank` of `world_size`. `formation` is what the worker tells the other shards; `ticket` proves later that it
-    was in it."""
+    """Rank `rank` of `world_size`. `formation` is what the worker tells the other shards; `ticket` proves later that
+    the worker was in it."""
 
     rank: _U32
     world_size: _U32
@@ -124,8 +125,8 @@ class Seat(msgspec.Struct, frozen=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start.
 
-    `verbs` answers the worker's; without it blocks go over this connection, and `note` says why. `seat` is the worker's
-    place in an elastic job. `whole_bytes`: the least that its ranks said.
+    `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
+    the worker's place in an elastic job. `whole_bytes`: the least of those that the ranks sent.
     """
 
     generation: _Positive
@@ -220,7 +221,7 @@ def other_version(theirs: int) -> str:
 
 
 def _what_is_wrong(body: bytes, error: Exception) -> str:
-    """Why a control message does not decode: the first one of another version may well look different."""
+    """Why a control message does not decode. The first message of another version may well look different."""
     try:
         trouble = other_version(_opening_decoder.decode(body).version)
     except UNDECODABLE:

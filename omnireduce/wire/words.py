@@ -11,7 +11,7 @@ UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Some names for a text that a peer is told: short, however many there are."""
+    """Names as a text that a peer is told: at most four of them, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

@@ -33,9 +33,9 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class ElasticResult(msgspec.Struct, frozen=True):
-    """What became of the run, in the eyes of the rank that is the first one at its end.
+    """The result of the run, as the process sees it that is rank 0 at its end.
 
-    `workers` of each step; `curve` as far as this process was the first rank.
+    `workers`: how many took each step. `curve`: its points while this process was rank 0.
     """
 
     steps: int
@@ -86,7 +86,7 @@ class ElasticTraining:
 
 
 def run_elastic_train(comm: Communicator, config: Config, corpus: Corpus, *, json_path: str | None = None) -> int:
-    """Train through faults and verify; the rank that is the first one at the end prints the result and writes it to
+    """Train through faults and verify. The process that is rank 0 at the end prints the result and writes it to
     `json_path`. Return the exit status: 1 if the weights differ between ranks or from a one-process run, else 0.
 
     Raises what `run_train` raises, AbortedError when it failed again and again.

@@ -227,7 +227,8 @@ def verify(
 
 
 def _timing(comm: Communicator, trainer: Trainer) -> Timing:
-    """Medians over the steps. A step takes as long as its slowest rank; what that one does not compute is exchange."""
+    """Medians over the steps. Step and computation take as long as on their slowest rank; the difference is
+    exchange."""
     compute = np.array([record.compute_s for record in trainer.records])
     step = compute + np.array([record.exchange_s for record in trainer.records])
     step, compute = comm.allgather(np.stack((step, compute)) * 1e3).max(axis=0)

@@ -1,4 +1,4 @@
-"""From the links to all shards to an engine that drives them; or, when that fails, to peers that know why."""
+"""Makes of the links to all shards an engine that drives them. When that fails, it tells the peers why."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ class Assembled(NamedTuple):
 
 
 def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
-    """Make the engine of a rank that has joined. Raises TransportError when there are no descriptors or no memory for
-    it; the other ranks are told, and everything is given back."""
+    """Make the engine of a rank that has joined.
+
+    Raises TransportError when there are no descriptors or no memory for it. The other ranks are then told, and
+    everything is given back.
+    """
     joined, links = arrival.joined, arrival.links
     me = worker_name(joined.rank, socket.gethostname(), os.getpid())
     try:
         return _assemble(config, job, arrival, me)
     except (OSError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno is None:  # not the system's: a signal handler's
+        if isinstance(error, OSError) and error.errno is None:  # an error of a signal handler, not of the system
             _give_up(links, Cause(me, left_because(error)))
             raise
         wrong = shortage(error)

@@ -25,15 +25,17 @@ S = TypeVar("S", bound=np.generic)
 
 
 class Member(NamedTuple):
-    """A rank in one generation of a job: what its calls need to know, and what drives them. They are replaced
-    together, so that no call is made for one generation and started in another."""
+    """A rank in one generation of a job: what its calls need to know, and the engine that drives them.
+
+    Both are replaced together, so that no call is made for one generation and started in another.
+    """
 
     place: Place
     engine: Engine
 
 
 class Collectives:
-    """On NumPy arrays; every rank must call the same ones in the same order."""
+    """Collectives on NumPy arrays; every rank must call the same ones in the same order."""
 
     _member: Member
 
@@ -105,8 +107,8 @@ class Collectives:
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
         """Combine `x` of all ranks as `allreduce` does, for one of them: replace the root's `x` and return it there.
 
-        The others' `x` is only read; they get None. What travels to the root travels to all. Raises what `allreduce`
-        raises.
+        The others' `x` is only read; they get None. The result travels to all ranks, not only to the root. Raises what
+        `allreduce` raises.
         """
         return self._start(calls.reduction_at_root, x, root, op, name).wait()
 
@@ -154,7 +156,7 @@ class Collectives:
     def gather(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
         """Return the `x` of all ranks, (size, *x.shape), on the root; None on the others.
 
-        What travels to the root travels to all. Otherwise as `allgather`.
+        The parts travel to all ranks, not only to the root. Otherwise as `allgather`.
         """
         return self._start(calls.parts_at_root, x, root, name).wait()
 
@@ -166,7 +168,7 @@ class Collectives:
         """Replace `out` on each rank by the root's `parts[rank]`, bit by bit; return it.
 
         `out`: a C-contiguous array, of the same dtype and shape on all ranks; `parts`: (size, *out.shape) of that dtype
-        on the root, not looked at elsewhere. What travels to one rank travels to all. Raises what `allreduce` raises.
+        on the root, not looked at elsewhere. Every part travels to all ranks. Raises what `allreduce` raises.
         """
         return self._start(calls.part_of_root, out, parts, root, name).wait()
 
@@ -177,10 +179,10 @@ class Collectives:
         return self._start_async(calls.part_of_root, out, parts, root, name)
 
     def alltoall(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
-        """Send part `x[r]` to rank r; return what the ranks have sent here, (size, *x.shape[1:]), bit by bit.
+        """Send part `x[r]` to rank r; return the parts that the ranks have sent here, (size, *x.shape[1:]), bit by bit.
 
         `x`: a C-contiguous array of `size` parts, of the same dtype and shape on all ranks. All parts travel to all
-        ranks, so this moves `size` times what would do. Raises what `allreduce` raises.
+        ranks, so this moves `size` times as many bytes as are needed. Raises what `allreduce` raises.
         """
         return self._start(calls.exchanged_parts, x, name).wait()
 
@@ -189,14 +191,16 @@ class Collectives:
         return self._start_async(calls.exchanged_parts, x, name)
 
     def broadcast_object(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
-        """Return the root's `x` on all ranks: there itself, elsewhere one that is equal. The others' `x` is ignored.
+        """Return the root's `x` on all ranks: the object itself on the root, an equal one elsewhere. The others' `x` is
+        ignored.
 
-        `x` is plain data: None, bool, numbers of up to some 4,000 digits, str, bytes, tuples, lists, dicts, sets,
-        dates (whose tzinfo is None or a plain offset), arrays. It is nested up to 64 deep, and has up to 65,536 keys
-        that are neither str nor bytes. With `trust`, on all ranks, it is anything that can be pickled; then each rank
-        and each aggregator of the job can run code in this process. It takes up to `protocol.max_part_bytes` (1 GiB).
-        Raises UsageError for other objects, and on all ranks but the root for bytes of a peer that are none; otherwise
-        what `allreduce` raises.
+        `x` is plain data: None, bool, numbers of up to some 4,000 digits, str, bytes, tuples, lists, dicts, sets, dates
+        (whose tzinfo is None or a plain offset), arrays. It is nested up to 64 deep, and has up to 65,536 keys that are
+        neither str nor bytes. With `trust`, on all ranks, it is anything that can be pickled; then each rank and each
+        aggregator of the job can run code in this process. It takes up to `protocol.max_part_bytes` (1 GiB).
+
+        Raises UsageError for other objects. On all ranks but the root it also raises UsageError for bytes of a peer
+        that are no such object. Otherwise it raises what `allreduce` raises.
         """
         return self._start(packed_calls.object_of_root, x, root, name, trust).wait()
 
@@ -205,7 +209,7 @@ class Collectives:
         return self._start_async(packed_calls.object_of_root, x, root, name, trust)
 
     def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
-        """Return what is equal to the `x` of each rank, in a list. See `broadcast_object` for what `x` may be."""
+        """Return a list with an object equal to the `x` of each rank. See `broadcast_object` for what `x` may be."""
         return self._start(packed_calls.all_objects, x, name, trust).wait()
 
     def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
@@ -237,10 +241,10 @@ class Collectives:
     ) -> Rows[S]:
         """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
 
-        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first,
-        in the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row
-        length may not. `op`: sum, or mean, which divides by the number of ranks, also of those that lack a row.
-        Returns (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
+        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first, in
+        the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row length
+        may not. `op`: sum or mean; mean divides by the number of all ranks, also of those that lack the row. Returns
+        (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
 
         Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
         """

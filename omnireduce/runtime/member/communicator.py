@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Totals of one worker since it joined. Bytes include framing; with shared memory, what a wire would have
+    """Totals of one worker since it joined. Bytes include framing; with shared memory they are what a wire would have
     carried. `shard_bytes` are those exchanged with each shard, both ways."""
 
     sent_bytes: int
@@ -54,10 +54,10 @@ class Communicator(Collectives):
     `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
     (None: as `cluster.job` says). Construction returns once all ranks have joined.
 
-    Several threads may share it. A collective without a name may be started by one of them only: the thread that has
-    made the communicator, or has called `reform` last. Others must name theirs, the same on every rank: the name is
-    what tells which thread's tensor meets which. Named ones that meet in another order on another rank are an error.
-    No two threads may have collectives of one name under way. Handles may be waited for in any thread.
+    Several threads may share it. Only one of them may start a collective without a name: the thread that has made the
+    communicator, or has called `reform` last. The others must name theirs, with the same names on every rank: the names
+    say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. No
+    two threads may have collectives of one name under way. Handles may be waited for in any thread.
 
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
@@ -66,7 +66,7 @@ class Communicator(Collectives):
     aggregators, and `generation`, the number that the first one gave this membership.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
-    until the others do so.
+    until the others call `reform`.
 
     Raises ConfigError; UsageError for a `job` or `rank` that cannot be; TransportError when an aggregator cannot be
     reached; RefusedError when it does not admit this worker, or ranks are missing after `cluster.join_timeout_s`;
@@ -102,7 +102,7 @@ class Communicator(Collectives):
         check_trace(config.trace)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest, self._pool = name, size, Pool()
-        self._gave_up = False  # by `shutdown`
+        self._gave_up = False  # `shutdown` was called
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
         self._hello = hello_of(config, name, launch, rank, size)
@@ -117,19 +117,20 @@ class Communicator(Collectives):
         self._form(self._hello)
 
     def _say_progress(self, ready: int, total: int) -> None:
-        """A warning: a program that sets up no logs shows nothing less."""
+        """Say so as a warning: a program that sets up no logs shows nothing less severe."""
         if self._hello.rank == 0:
             self._log.warning(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
 
     def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
         """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
 
-        For after an AbortedError, or when `newcomers` is not 0. `rank`, `size`, `generation` and `statistics` are new
-        afterwards, also of which rank is which process; the order of ranks stays that in which they were launched. The
-        job starts again with `largest` workers (None: as many as were launched), or with `smallest` or more
-        (None: `elastic.smallest`) when no other has come for `elastic.settle_s`. All workers give the same numbers.
+        For after an AbortedError, or when `newcomers` is not 0. Afterwards `rank`, `size`, `generation` and
+        `statistics` are new. A process may have another rank, but the order of ranks stays that in which they were
+        launched. The job starts again with `largest` workers (None: as many as were launched). It also starts with
+        `smallest` or more (None: `elastic.smallest`) when no other has come for `elastic.settle_s`. All workers give
+        the same numbers.
 
-        Returns when this worker is in such a job. Raises what construction raises, RefusedError when fewer than
+        Returns when this worker is in such a job. Raises what construction raises. Raises RefusedError when fewer than
         `smallest` have come after `cluster.join_timeout_s`; it may then be called again. Collectives under way in other
         threads raise. Raises UsageError in a signal handler that interrupts a collective; ClosedError when a signal
         handler or another thread calls `shutdown` meanwhile.
@@ -157,9 +158,9 @@ class Communicator(Collectives):
         return self._machine.newcomers
 
     def _form(self, hello: Hello) -> None:
-        """Become a rank of a generation of the job, unless `shutdown` is called meanwhile: then raise ClosedError."""
+        """Become a rank of a generation of the job. Raises ClosedError when `shutdown` is called meanwhile."""
         self._enter(join(self.config, hello, lambda: self._gave_up))
-        if self._gave_up:  # since it had joined; the old engine may have been the one that was asked
+        if self._gave_up:  # called after the join; perhaps only the old engine was asked to leave
             self._hang_up()
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
@@ -207,7 +208,7 @@ class Communicator(Collectives):
         """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing.
 
         In a signal handler that interrupts a collective it returns at once. The collective then leaves the job, closes
-        everything and raises ClosedError. While `reform` joins it makes that raise ClosedError soon.
+        everything and raises ClosedError. A `reform` that joins meanwhile raises ClosedError soon.
         """
         self._gave_up = True
         self._hang_up()
@@ -234,7 +235,7 @@ class Communicator(Collectives):
 
 
 def _lending(engine: Engine, pool: Pool) -> WithPool:
-    """No method: a communicator that refers to itself would keep its memory until the cycle collector runs."""
+    """This is no method: a communicator that refers to itself would keep its memory until the cycle collector runs."""
 
     def with_pool(make: Callable[[Pool], T]) -> T:
         return engine.exclusively(lambda: make(pool))
@@ -278,7 +279,7 @@ _process = _Process()
 
 @atexit.register
 def _shut_down_all() -> None:
-    """At the end of the process. Where an exception ended it the other ranks read which."""
+    """At the end of the process leave all jobs. If an exception ended it, the other ranks read which one."""
     error = _process.ended_by
     for communicator in list(_open_communicators):
         communicator.__exit__(None if error is None else type(error), error, None)

@@ -1,4 +1,4 @@
-"""How a worker, or who asks an aggregator, connects to one: by the wanted transport, once."""
+"""How a worker, or a program that asks for a status, connects to an aggregator: by the wanted transport, once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def connect_once(
     deadline: float,
     say: Callable[[str], None],
 ) -> StreamLink:
-    """Connect to an aggregator; only control messages can flow yet. Calls `make_tls` before it connects by TCP, and
-    `say` with the reason when shared memory would do but is another user's.
+    """Connect to an aggregator; only control messages can flow yet. Calls `make_tls` before it connects by TCP. Calls
+    `say`, with the reason, when shared memory is there but belongs to another user.
 
-    Raises OSError, TransportError when it offers nothing but the shared memory of another user, and what `make_tls`
-    raises.
+    Raises OSError when the aggregator cannot be reached; TransportError when only shared memory may be used and it
+    belongs to another user, or when TLS fails; and what `make_tls` raises.
     """
     host, port = parse_address(address)
     wanted = config.transport
@@ -44,7 +44,7 @@ def connect_once(
             owner = link.peer_user
             if wanted.kind == "shm" or any_user or owner == os.geteuid():
                 return link
-            # Root's memory could be shared, but root's aggregator shares none with others than root.
+            # Root's memory could be shared, but an aggregator of root shares none with other users.
             link.close()
             say(
                 f"the aggregator {address} is of user {owner}, this worker of user {os.geteuid()}: for shared memory "

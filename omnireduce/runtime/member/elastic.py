@@ -29,8 +29,9 @@ class NewcomersError(OmniReduceError):
 class ElasticState:
     """What a training loop has achieved: `step`, the number of steps done, and `arrays`, which it changes in place.
 
-    `arrays`: C-contiguous, of the same names, shapes and dtypes on all ranks; `fingerprint`: bytes that stand for
-    whatever else has to be the same. A copy of the arrays is kept as of the last commit, at first of what they are now.
+    `arrays`: C-contiguous, of the same names, shapes and dtypes on all ranks. `fingerprint`: bytes that stand for
+    whatever else has to be the same. A copy of the arrays is kept: first as they are at construction, then as of the
+    last commit.
     """
 
     def __init__(
@@ -58,16 +59,16 @@ class ElasticState:
         self.step = self.committed_step
 
     def sync(self) -> int:
-        """Make all ranks' states that of the one with the most steps; return its rank. All ranks call this when the job
+        """Give all ranks the state of the rank with the most steps; return that rank. All ranks call this when the job
         is new or formed anew.
 
-        Raises AbortedError when the job failed; UsageError when this rank's arrays or fingerprint are others: leave
-        then, and the other ranks go on.
+        Raises AbortedError when the job failed. Raises UsageError when this rank's arrays or fingerprint differ from
+        those of that rank; this rank should then leave, and the other ranks go on.
         """
         mine = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
         all_ranks = self._comm.allgather(mine, name="step and fingerprint")[:, 0]
         steps = all_ranks["step"]
-        # Of those that are as far, one of the majority: a worker that does not belong here should be the one to go.
+        # Of the ranks with most steps, one of the majority: a worker that does not belong here should be the one to go.
         alike = [int((all_ranks["fingerprint"] == each["fingerprint"]).sum()) for each in all_ranks]
         source = max(range(len(steps)), key=lambda rank: (steps[rank], alike[rank], -rank))
         if all_ranks["fingerprint"][source] != mine["fingerprint"][0]:
@@ -88,13 +89,13 @@ class ElasticState:
 
 
 def run_elastic(comm: Communicator, state: ElasticState, train: Callable[[int], T], *, attempts: int = 3) -> T:
-    """Call `train(source)` until it returns, and return what it does; all ranks of `comm` call this.
+    """Call `train(source)` until it returns, and return its result; all ranks of `comm` call this.
 
-    `train` goes on from `state`, which is the same on all ranks when it is called, as it was on rank `source`; it
-    commits now and then. When ranks or aggregators fail, or workers wait to join, the job is formed anew and `train`
-    called again from the last commit: `comm.rank` and `comm.size` may be others then.
+    `train` goes on from `state`, and commits now and then. When it is called, all ranks have the state that rank
+    `source` had. When ranks or aggregators fail, or workers wait to join, the job is formed anew and `train` is called
+    again from the last commit. `comm.rank` and `comm.size` may then be others.
 
-    Raises AbortedError when it failed `attempts` times in a row without a commit, and what `train` and
+    Raises AbortedError when the job failed `attempts` times in a row without a commit, and what `train` and
     `Communicator.reform` raise.
     """
     fruitless, reached = 0, 0

@@ -26,9 +26,9 @@ from omnireduce.transport.base import Link
 from omnireduce.wire.control import Cause
 
 T = TypeVar("T")
-UNKNOWN = -1  # for what a link is watched, while that changes
+UNKNOWN = -1  # what a link is watched for, while that changes
 PEEKED = [(-1, 0)]  # a link has news that no descriptor told
-SMALL_BYTES = 1 << 20  # of a tensor whose exchange is worth polling for: most of it is waiting, for a short time
+SMALL_BYTES = 1 << 20  # largest tensor that is worth polling for: its exchange is mostly waiting, for a short time
 FORKED = "was forked from the one that joined; connect in it anew"
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
@@ -66,16 +66,16 @@ class Engine(Interruptible):
         self._waiters = 0
         self._background: threading.Thread | None = None
         self._here = Here()
-        self._asked_to_leave = False  # by a call on top of another one
-        # What an exception interrupted here is half done, so the job has to end. An assignment, because no other signal
-        # handler can come before it. The lock is kept until then: nobody else goes on.
+        self._asked_to_leave = False  # set by a call on top of another one
+        # The exception that interrupted a call: that call is half done, so the job has to end. It is noted by an
+        # assignment, because no other signal handler can come before it. The lock is kept until the job has ended.
         self._cut_by = ""
         self._leaving = 0  # the thread that shuts down
 
     @entering
     def exclusively(self, function: Callable[[], T]) -> T:
-        """Return `function()`, which uses what the machine uses; nobody drives meanwhile. Raises what `submit` raises
-        of nested calls."""
+        """Call `function`, which uses what the machine uses, while nobody drives; return its result. Raises what
+        `submit` raises of nested calls."""
         self._refuse_nested()
         with self._lock:
             return function()
@@ -383,8 +383,8 @@ class Engine(Interruptible):
 
     def _let_go(self) -> None:
         with self._lock:
-            # The driver refers back to this engine; without that, the slots go with the last reference to it, not with
-            # the next run of the cycle collector.
+            # The old driver refers back to this engine. Without it the slots are freed with the last reference to the
+            # engine, not with the next run of the cycle collector.
             self._driver = Driver(self._machine, (), time.monotonic)
             wake, self._wake = self._wake, -1
             if wake >= 0:

@@ -1,7 +1,7 @@
-"""Many arrays, or tables, in one call. Those of one type travel in one exchange, but for large arrays, each in its own.
+"""Many arrays, or tables, in one call. Arrays of one type travel in one exchange, but each large array in its own.
 
-All exchanges of a group are under way together. What a group is made of travels with each, so that ranks whose groups
-differ are told, not summed.
+All exchanges of a group are under way together. A summary of the whole group travels with each. So ranks whose groups
+differ get an error, not a sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from omnireduce.wire.blocks import MAX_BLOCKS
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
-FUSED_BYTES = 1 << 18  # of an array that is copied to travel with others; copying more takes longer than an exchange
+FUSED_BYTES = 1 << 18  # largest array that is copied to travel with others; copying more takes longer than an exchange
 DEEPEST = 50
 
 
@@ -47,11 +47,11 @@ def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
             calls.append(reduction(place, "allreduce", few[0].array, None, op, name, None, group))
         else:
             calls.append(_fused(place, few, op, name, group))
-    return calls or [_fused(place, [], op, name, group)]  # the others may have more: then all are told
+    return calls or [_fused(place, [], op, name, group)]  # another rank's group may have arrays: then all are told
 
 
 class Batch(NamedTuple):
-    """Calls for several tables, and what makes the result of each table from theirs."""
+    """Calls for several tables. `result` makes the result of each table from the results of the calls."""
 
     calls: list[Call[Rows[Any]]]
     result: Callable[[list[Rows[Any]]], list[Rows[Any]]]
@@ -88,17 +88,18 @@ def _check_table(table: object, what: str) -> None:
 
 
 def _exchange_of(leaf: _Leaf) -> Hashable:
-    """The same of arrays that travel together."""
+    """A key that is the same for arrays that travel together."""
     return leaf.array.dtype if leaf.array.nbytes <= FUSED_BYTES else id(leaf.array)
 
 
 def _format(table: Table) -> Hashable:
-    """The same of tables that travel together, on all ranks: so the number of rows has no say."""
+    """A key that is the same for tables that travel together. All ranks must agree, so it leaves out the number of
+    rows."""
     return table[1].dtype, table[1].shape[1]
 
 
 def _together(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """The items of each key, in the order in which the first ones come."""
+    """The items of each key. The keys come in the order of their first items."""
     found: dict[Hashable, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -166,7 +167,7 @@ def _stacked(given: Sequence[Table]) -> Table:
 
 
 def _unstacked(given: Sequence[Table], found: Rows[Any]) -> list[Rows[Any]]:
-    """The rows of each table again."""
+    """Split the rows of tables that were stacked: the rows of each table, with its own numbers."""
     numbers, values = found
     starts = _starts(given)
     cuts = np.searchsorted(numbers, starts).tolist()

@@ -46,12 +46,12 @@ class Handle(Generic[T], ABC):
         """
 
     def __await__(self) -> Generator[Any, None, T]:
-        """`await handle` in a coroutine: as `wait`, while the event loop goes on. Where the coroutine is cancelled the
-        collective goes on."""
+        """`await handle` in a coroutine does what `wait` does, while the event loop goes on. If the coroutine is
+        cancelled, the collective goes on."""
         loop = asyncio.get_running_loop()
         for part in self._parts:
             yield from part.over(loop).__await__()
-        # what is left, to read an object or to copy a part, may take long; nothing is waited for
+        # `wait` no longer waits now, but it may read an object or copy a part, which may take long
         return (yield from loop.run_in_executor(None, self.wait).__await__())
 
     @property
@@ -61,7 +61,7 @@ class Handle(Generic[T], ABC):
 
 
 class Together(Handle[T]):
-    """Several collectives as one; `result` makes one of their results."""
+    """Several collectives as one; `result` makes one result of all their results."""
 
     def __init__(self, handles: Sequence[Started[Any]], result: Callable[[list[Any]], T]) -> None:
         self._handles = handles
@@ -87,7 +87,7 @@ class Started(Handle[T]):
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
         self._engine, self._result, self._name = engine, call.result, call.descriptor.name
         self._put_back = call.put_back
-        self._waiting: set[Callable[[], None]] = set()  # they wake a coroutine each
+        self._waiting: set[Callable[[], None]] = set()  # each wakes one coroutine
         self._reads, self._writes = call.reads, call.writes
         self._thread = threading.current_thread()
         self._failed = False
@@ -110,7 +110,7 @@ class Started(Handle[T]):
 
         self._waiting.add(wake)
         try:
-            while not self.finished:  # perhaps just now, by another thread, which may not have seen `wake`
+            while not self.finished:  # another thread may finish it now, before it can see `wake`
                 await is_over.wait()
         finally:
             self._waiting.discard(wake)

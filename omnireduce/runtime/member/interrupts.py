@@ -1,4 +1,4 @@
-"""Calls that a signal handler, or another callback, may run on top of.
+"""Calls that a signal handler, or another callback, may interrupt to make a call of its own.
 
 A handler runs on top of whatever its thread does, which may be the middle of a turn. There it must neither touch the
 machine nor wait for the call that it interrupts. It can ask to leave; the outermost call does so before it returns.
@@ -20,20 +20,21 @@ Own = TypeVar("Own", bound="Interruptible")
 
 
 class Here(threading.local):
-    """Of each thread: how many calls are under way, one on top of the other, and whether one was asked to leave."""
+    """For each thread: how many calls are under way, one on top of the other, and whether one was asked to leave."""
 
     depth = 0
     asked = False
 
 
 class Interruptible(ABC):
-    """What has such calls."""
+    """The base of a class with such calls."""
 
     _here: Here
 
     @property
     def inside(self) -> bool:
-        """This thread is in a call, which a signal handler has interrupted if anything else can ask."""
+        """Whether this thread is in a call. Code that is not part of the call can ask this only in a signal handler,
+        which has interrupted the call."""
         return self._here.depth > 0
 
     def _refuse_nested(self) -> None:

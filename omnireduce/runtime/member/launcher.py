@@ -1,11 +1,11 @@
-"""Which rank of how many this process is, as its launcher says in environment variables.
+"""Which rank of how many this process is: its launcher says so in environment variables.
 
-Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slurm step, never around one, and
-the inner launcher is the one to believe. Slurm counts only inside a step: a batch script carries the whole
-allocation's variables, though it runs once.
+Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slurm step, never around one, and the inner
+launcher is the one to believe. Slurm counts only inside a step: a batch script has the variables of the whole
+allocation, though it runs once.
 
-Sources: Open MPI documentation, "Environment variables set for MPI applications"; PyTorch documentation,
-"torchrun, environment variables"; srun(1), "Output environment variables"; for MPICH, `mpirun env`.
+Sources: Open MPI documentation, "Environment variables set for MPI applications"; PyTorch documentation, "torchrun,
+environment variables"; srun(1), "Output environment variables"; for MPICH, `mpirun env`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Variables:
-    """What a launcher calls its variables. Of several names the first that is set counts.
+    """The names of a launcher's variables. Of several names the first that is set counts.
 
-    `job` lists alternatives, each the names whose values make the id. Without `guard` none of it counts.
+    `job` lists alternatives. Each has the names of the variables whose values together make the id. Where the variable
+    `guard` is named but not set, none of the others counts.
     """
 
     launcher: str
@@ -101,7 +102,8 @@ def detect_launch(
 ) -> Launch:
     """This process's rank and size: from the arguments, else from its launcher, else rank 0 of 1.
 
-    Raises UsageError if `rank` comes without `size`, is not below it, is no integer, or a launcher's variables say so.
+    Raises UsageError if only one of `rank` and `size` is given, or unless both are integers and 0 <= rank < size; also
+    if a launcher's variables have one of these faults.
     """
     if rank is not None or size is not None:
         if rank is None or size is None:
@@ -130,8 +132,8 @@ def whole(value: object, what: str) -> int:
 
 
 def job_name(config: Config, launcher_job: str | None) -> str:
-    """The job's name: `cluster.job` of the configuration, or for "auto" the launcher's id, or else "default", after the
-    name of the team if there is one.
+    """The job's name: `cluster.job` of the configuration. For "auto" it is the launcher's id or, without one,
+    "default"; the name of the team, if there is one, stands before that.
 
     Characters that a job name cannot have become "_".
     """
@@ -142,12 +144,13 @@ def job_name(config: Config, launcher_job: str | None) -> str:
 
 
 def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> str:
-    """What only the processes of this launch share, or nothing where nothing is known.
+    """An id that only the processes of this launch share; empty where nothing is known.
 
-    The innermost launcher counts, if it says the same rank and size: else they were given by hand, and it started
-    something else. Its id of the launch is taken; for MPICH's mpirun without one the address at which it waits for its
-    proxies, one of which is an ancestor of this process. With torchrun and by hand it is where PyTorch's ranks meet
-    (MASTER_ADDR, MASTER_PORT), with torchrun's id, which may be the same for all launches.
+    The innermost launcher counts, if it says the same rank and size. Otherwise these were given by hand, and the
+    launcher started something else. Its id of the launch is taken. MPICH's mpirun may give no id; then the address
+    counts at which it waits for its proxies, one of which is an ancestor of this process. With torchrun, and for rank
+    and size given by hand, it is the address where PyTorch's ranks meet (MASTER_ADDR, MASTER_PORT). With torchrun its
+    id stands before that, but this may be the same for all launches.
     """
     inside = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
     if inside is not None and not _says(inside, environ, rank, size):
@@ -172,7 +175,7 @@ def _clean(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """The text as an id: two that are different stay different, however long they are."""
+    """The text as an id of a limited length. Two different texts give different ids, however long they are."""
     if len(text) <= LONGEST and text == _clean(text):
         return text
     return _clean(text)[:64] + hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
@@ -209,7 +212,7 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
 
 
 def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
-    """A number that counts on this host only, under the first of the names that is set."""
+    """The number in the first of these variables that is set, which counts on this host only; None if none is set."""
     name = next((name for name in names if name in environ), None)
     if name == TASKS_PER_NODE:
         return _tasks_of_node(environ[name], _number("SLURM_NODEID", environ)) if "SLURM_NODEID" in environ else None
@@ -244,7 +247,7 @@ def _job(variables: _Variables, environ: Mapping[str, str]) -> str | None:
 
 
 def _process_manager() -> str | None:
-    """Where MPICH's mpirun waits for its proxies on all hosts, HOST:PORT: no other launch has that at the same time."""
+    """HOST:PORT where MPICH's mpirun waits for its proxies on all hosts. No other launch has that at the same time."""
     pid = os.getpid()
     while pid > 1:
         try:

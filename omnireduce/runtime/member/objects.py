@@ -1,9 +1,10 @@
 """Python objects as bytes, and back.
 
-Objects of peers are read as plain data: msgpack, where no part refers to another one, so that what is read takes less
-than a hundred times its bytes. What msgpack itself has is used for single values only. Lists, dicts, dates, arrays and
-the like are extensions, each of which is read as the one type that it is made of. A pickle could say them, but may make
-its reader call anything. So it is read only by callers that trust all who take part.
+Objects of peers are read as plain data: msgpack, where no part refers to another one. So an object takes less than a
+hundred times the bytes that it is read from. The types of msgpack itself are used for single values only. Lists, dicts,
+dates, arrays and the like are extensions, and the number of an extension says as which type it is read. A pickle could
+express all this, but it may make its reader call anything. So pickles are read only by callers that trust all who take
+part.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from omnireduce.wire.words import SHOWN, shown
 SAID = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
 ADVICE = "pass trust=True on every rank if all that take part may run code in this process"
 DEEPEST = 64
-MOST_OF_ONE_HASH = 64  # keys of a table: the time that they take grows with the square of their number
-MOST_KEYS = 1 << 16  # of all tables, that are no texts: their hashes can be chosen so that each takes long
+MOST_OF_ONE_HASH = 64  # keys of a table: the time for such keys grows with the square of their number
+MOST_KEYS = 1 << 16  # keys of all tables, neither str nor bytes: a peer can choose their hashes so that each is slow
 LONGEST_INT = 63  # bits, beside the sign
 AS_THEY_ARE = (bool, float, str)
 Leaf = None | bool | int | float | str | Ext
@@ -44,9 +45,10 @@ _Array = tuple[
 
 
 class _Form(NamedTuple):
-    """How objects of one type travel: what is `said` of one, as what that is `read`, and how it is `made` again.
+    """How objects of one type travel.
 
-    `keys` of what a table is made of.
+    `said` turns an object into what is sent, `read` is the type that this is decoded as, and `made` makes the object
+    again. `keys` gives the keys of a table, from what the table is made of.
     """
 
     said: Callable[[Any], Any]
@@ -76,14 +78,14 @@ def _array_said(x: Any) -> list[object]:
 
 def _dtype_said(dtype: np.dtype[Any]) -> str:
     try:
-        return dtype.str if np.dtype(dtype.str) == dtype else dtype.name  # of bfloat16, "<V2" is not all
+        return dtype.str if np.dtype(dtype.str) == dtype else dtype.name  # "<V2" is too little for bfloat16
     except TypeError:
         return dtype.name
 
 
 def _scalar_said(x: Any) -> list[object]:
     if type(x) is not x.dtype.type or (x.dtype.kind in "SU" and np.asarray(x)[()] != x):
-        raise UsageError(f"the {type(x).__name__} {x!r} is no plain data; {ADVICE}")  # subclasses; a NUL at the end
+        raise UsageError(f"the {type(x).__name__} {x!r} is no plain data; {ADVICE}")  # subclasses; text ending in NUL
     return _array_said(x)
 
 
@@ -143,7 +145,7 @@ _WHOLE = Decoder(Leaf)
 
 
 def to_bytes(x: object, trust: bool) -> bytes:
-    """Raises UsageError for what cannot be sent, and for what the others would not read."""
+    """The bytes of `x`. Raises UsageError for what cannot be sent, and for what the others would not read."""
     try:
         if trust:
             return pickle.dumps(x, pickle.HIGHEST_PROTOCOL)
@@ -157,16 +159,16 @@ def to_bytes(x: object, trust: bool) -> bytes:
 
 
 def from_bytes(data: bytes, trust: bool, sender: str) -> object:
-    """Raises UsageError for bytes that are no object."""
+    """The object that `sender` made these bytes of. Raises UsageError for bytes that are no object."""
     try:
         return pickle.loads(data) if trust else _Reader().read(data)
     except Exception as error:  # any: constructors raise what they like, pickles even more
         what = f"the object of {sender} cannot be read: {shown(str(error)[:SHOWN])}"
-        raise UsageError(what) from (error if trust else None)  # it may hold all that the peer said
+        raise UsageError(what) from (error if trust else None)  # the error may hold all that the peer sent
 
 
 def _lowered(x: Any, depth: int = 0) -> object:
-    """What msgpack has for `x`."""
+    """What msgpack is to encode for `x`."""
     kind = type(x)
     if x is None or kind in AS_THEY_ARE or (kind is int and x.bit_length() <= LONGEST_INT):
         return x
@@ -190,7 +192,7 @@ class _Reader:
         self._keys_left = MOST_KEYS
 
     def read(self, data: bytes) -> object:
-        """Raises ValueError, and what the makers of its parts raise."""
+        """The object of these bytes. Raises ValueError, and what the makers of its parts raise."""
         return self._made(_WHOLE.decode(data), 0)
 
     def _made(self, x: Leaf, depth: int) -> object:
@@ -213,7 +215,7 @@ class _Reader:
 
     def _check(self, keys: Sequence[Any]) -> None:
         """Raise ValueError when a table of these keys could take too long."""
-        self._keys_left -= sum(type(key) not in (str, bytes) for key in keys)  # Python draws what hashes those two
+        self._keys_left -= sum(type(key) not in (str, bytes) for key in keys)  # Python salts the hashes of those two
         if self._keys_left < 0:
             raise ValueError(f"more than {MOST_KEYS} keys of dicts and sets that are neither str nor bytes")
         if len(keys) > MOST_OF_ONE_HASH:

@@ -29,7 +29,8 @@ MONITOR = "-monitor"  # purpose of the Unix sockets at which shards listen for t
 
 
 def ask(address: str, config: Config, timeout_s: float, *, secret: Secret | None = None, purpose: str = "") -> Status:
-    """The status of the aggregator shard at `address`, with all its jobs. `purpose` MONITOR takes the way of its own.
+    """The status of the aggregator shard at `address`, with all its jobs. With `purpose` MONITOR it is asked at the
+    socket for the daemon's own monitor.
 
     Raises TransportError when it does not answer within `timeout_s`, or not as it should, RefusedError when it refuses,
     ConfigError when it can be reached by TCP only and a certificate cannot be used.
@@ -80,7 +81,7 @@ def reach(address: str, config: Config, secret: Secret | None, deadline: float, 
 
 @cache
 def _say_once(address: str, reason: str) -> None:
-    """Who asks again and again need not read it again and again."""
+    """Log the warning once for an address and a reason, however often the caller asks."""
     log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
 

@@ -1,5 +1,5 @@
-"""The worker's side of the handshake for those who only ask an aggregator something: prove the secret, and have it
-proved, on a real link."""
+"""The worker's side of the handshake, on a real link, for those who only ask an aggregator something: they prove the
+secret, and the aggregator proves it to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omnireduce.wire.words import shown
 
 
 def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
-    """Return when both ends know of each other that they know `secret`.
+    """Return when each end has proved to the other that it knows `secret`.
 
     Raises RefusedError when the aggregator wants another secret or does not answer in time, TransportError when it does
     not prove itself.
@@ -55,7 +55,7 @@ def _advance(link: StreamLink, candidate: Candidate) -> bool:
 
 
 def read_message(link: StreamLink, event: Event) -> ControlMessage:
-    """A message of an aggregator.
+    """The control message of an event on the link to an aggregator.
 
     Raises TransportError when the link is over or the message malformed, RefusedError when it is a refusal.
     """

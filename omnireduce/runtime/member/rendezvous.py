@@ -1,4 +1,4 @@
-"""How a worker finds its aggregators: it drives the machine that joins over real links, until all ranks are there."""
+"""How a worker joins its aggregators: it drives the machine of joining over real links, until all ranks are there."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Arrival(NamedTuple):
 
 
 def join(config: Config, hello: Hello, gave_up: Callable[[], bool]) -> Arrival:
-    """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`. `gave_up` is asked now
-    and then: whether to stop.
+    """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`. `gave_up` is called now
+    and then; when it returns True, this stops.
 
     Raises ConfigError when the secret or a certificate cannot be used, TransportError when an aggregator cannot be
     reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing at the
@@ -133,12 +133,12 @@ class _Visitor:
             link, shard = key.fileobj, key.data
             assert isinstance(link, Link)
             for event in link.poll() if link in self._links else ():
-                if link in self._links:  # until an earlier event ended this attempt
+                if link in self._links:  # an earlier event may have ended this attempt
                     self._perform(feed(self._machine, shard, link.peer, event, time.monotonic()))
         self._perform(self._machine.timer(time.monotonic()))
 
     def _arrived(self) -> bool:
-        """Whether all that is left to do could be done: giving every link its slots."""
+        """Once the worker has joined, give every link its slots; return whether that is done."""
         if self._joined is None:
             return False
         try:
@@ -155,7 +155,7 @@ class _Visitor:
         return False
 
     def _leave(self, rank: int, reason: str) -> None:
-        """Tell the other ranks, who have been welcomed too."""
+        """Tell the other ranks, which have been welcomed too, that this one leaves."""
         cause = Cause(worker_name(rank, socket.gethostname(), os.getpid()), reason)
         for link in self._links:
             link.send_control(encode_control(Leave(cause)))
@@ -164,7 +164,7 @@ class _Visitor:
         perform(effects, self._do)
 
     def _do(self, deed: Deed) -> Iterator[JoiningEffect] | None:
-        """Carry it out; return what the machine makes of the outcome."""
+        """Carry out a deed; return what the machine makes of its outcome."""
         try:
             return self._carry_out(deed)
         except TransportError as error:
@@ -202,7 +202,7 @@ class _Visitor:
         return self._machine.connected(wanted.shard, nonce, time.monotonic(), why_lost(link))
 
     def _tell(self, effect: Tell) -> None:
-        """Send a message. With a hello goes how this worker can be reached by RDMA."""
+        """Send a message. A Hello also says how this worker can be reached by RDMA."""
         link, message = self._links[effect.peer], effect.message
         if isinstance(message, Hello):
             offer = self._offers[effect.peer] = _offer(link, self._config, self._log)

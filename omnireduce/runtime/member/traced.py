@@ -1,4 +1,4 @@
-"""A rank's parts with a recorder beside each. They take the place of the plain ones in a traced job."""
+"""The parts of a rank that record what they do. In a traced job they take the place of the plain ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from omnireduce.transport.base import Link
 
 
 class MakeEngine(Protocol):
-    """`Engine`, or what makes one that is observed."""
+    """`Engine`, or a function that makes an engine that records."""
 
     def __call__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, /) -> Engine: ...
 
 
 class TracedOperand:
-    """`operand`, submitted now."""
+    """`operand` with a recorder. Its collective counts as submitted when this is made."""
 
     def __init__(self, operand: Operand, recorder: Recorder) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
@@ -82,6 +82,6 @@ class TracedEngine(Engine):
 def trace_worker(
     settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]
 ) -> tuple[list[Link], MakeEngine]:
-    """A recorder for one rank: its links with it, and what makes the engine."""
+    """Make a recorder for one rank; return its links with the recorder, and the function that makes its engine."""
     recorder = Recorder(settings, Origin(job=job, kind="rank", number=rank, ranks=size, shards=len(links)))
     return traced_links(links, recorder), partial(TracedEngine, recorder)

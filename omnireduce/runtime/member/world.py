@@ -78,7 +78,7 @@ def init(
 
 def _forget(communicator: Communicator) -> None:
     global _global
-    if _global is communicator:  # rather than one that was made after it
+    if _global is communicator:  # not one that was made after it
         _global = None
 
 

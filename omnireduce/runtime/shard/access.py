@@ -16,10 +16,9 @@ from omnireduce.transport.shm import ShmLink
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`teams`: which secrets workers must prove to know; None: none. `any_local_user`: who shares memory may be anybody
-    on this host. `tls`: what comes by TCP must come by TLS. `ticket_key`: survivors of elastic jobs are known by it,
-    also by a shard that takes the place of another.
-    """
+    """`teams`: which secrets workers must prove to know; None: none. `any_local_user`: any user of this host may share
+    memory with the shard. `tls`: TCP connections must use TLS with this; None: TCP goes without TLS. `ticket_key`: by
+    this key a shard knows the survivors of elastic jobs; a shard that takes the place of another has the same key."""
 
     teams: Teams | None = None
     any_local_user: bool = False
@@ -27,7 +26,7 @@ class Access:
     ticket_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def gate(self, link: Link) -> Gate:
-        """What stands between a new connection and its Hello."""
+        """The gate that a new connection must pass before it may say Hello."""
         return Gate(self.teams, secrets.token_bytes(NONCE_BYTES), self._objection(link))
 
     def _objection(self, link: Link) -> str:

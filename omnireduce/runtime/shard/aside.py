@@ -15,10 +15,10 @@ from omnireduce.transport.base import Link
 
 
 class Aside:
-    """Does the tasks of links, one after another, in the order in which they came. Meanwhile nobody looks at the
-    connection; then it has its turn.
+    """Does the tasks of links, one after another, in the order in which they came. Until its task is done, nobody looks
+    at a connection; then it has its turn.
 
-    There is a thread from the first task on.
+    The thread exists from the first task on.
     """
 
     def __init__(self, selector: selectors.BaseSelector, connections: Connections, turns: Turns) -> None:

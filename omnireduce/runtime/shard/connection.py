@@ -28,7 +28,7 @@ class Connection:
     interest: int = selectors.EVENT_READ  # what the selector looks for; 0: it does not look
 
     def about(self, what: str) -> dict[str, object]:
-        """The log's event `what` with all that is known of who it is about."""
+        """The log's event `what`, with what is known of this connection's peer."""
         hello, team = self.hello, self.gate.said or None
         if hello is None or not hello.job.isprintable():
             return tagged(what, peer=self.link.peer, team=team)

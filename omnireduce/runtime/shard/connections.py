@@ -12,13 +12,14 @@ from omnireduce.runtime.shard.time_limit import TimeLimit
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import ControlMessage, encode_control
 
-HELLO_LIMIT = 4096  # bytes of a message of who is in no job yet; an honest one has a tenth of that
+HELLO_LIMIT = 4096  # bytes of a message of a peer that is in no job yet; an honest message has a tenth of that
 LINGER_S = 1.0  # how long a leaver's last output may take
 INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.EVENT_WRITE}  # True: it wants to write
 
 
 class Connections:
-    """Those that are in `selector`. `strangers` have not said hello yet, `leavers` still get what was last said."""
+    """All connections; each is in `selector`. `strangers` have not said hello yet. `leavers` are still sent our last
+    words."""
 
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
         self._selector, self._clock = selector, clock
@@ -44,25 +45,25 @@ class Connections:
         self._selector.register(connection.link, selectors.EVENT_READ, connection)
 
     def go_on_by(self, connection: Connection, link: Link) -> None:
-        """From now on the connection is this link."""
+        """From now on the connection uses this link."""
         self.pause(connection)
         connection.link, connection.interest = link, selectors.EVENT_READ
         self._selector.register(link, selectors.EVENT_READ, connection)
 
     def say(self, connection: Connection, message: ControlMessage) -> None:
-        """Send a message. What does not fit the socket now leaves later: no other event need come for that."""
+        """Send a message. What does not fit into the socket now leaves later, even if nothing else happens."""
         connection.link.send_control(encode_control(message))
         self.update_interest(connection)
 
     def update_interest(self, connection: Connection) -> None:
-        """Wait until the connection can be written to, if it has to be, and only then."""
+        """Let the selector look for room to write exactly as long as output waits."""
         wanted = INTEREST[connection.link.wants_write]
         if connection.interest not in (0, wanted) and connection in self._all:
             connection.interest = wanted
             self._selector.modify(connection.link, wanted, connection)
 
     def pause(self, connection: Connection) -> None:
-        """Do not look at the connection any more: what has come would end each wait at once."""
+        """Do not look at the connection any more: its unread input would end each wait at once."""
         if connection.interest and connection in self._all:
             connection.interest = 0
             self._selector.unregister(connection.link)
@@ -81,7 +82,7 @@ class Connections:
         self.update_interest(connection)
 
     def drop(self, connection: Connection) -> None:
-        """Close it. Who had to read our last words has had the time."""
+        """Close the connection. If it had to read our last words, it has had the time."""
         self.pause(connection)
         self._all.discard(connection)
         self.strangers.discard(connection)

@@ -12,19 +12,19 @@ from omnireduce.runtime.shard.questions import Questions
 
 
 class Departures:
-    """Lets connections go: with a moment to read our last words, or at once. With the last one of a job goes the job's
-    memory."""
+    """Lets connections go: with a moment to read our last words, or at once. When the last connection of a job goes,
+    the job's memory goes, too."""
 
     def __init__(self, connections: Connections, questions: Questions, membership: Membership, clock: Clock) -> None:
         self._connections, self._questions, self._membership, self._clock = connections, questions, membership, clock
         self._members: dict[int, list[Connection]] = {}  # by generation, of jobs whose memory is still there
 
     def enter(self, generation: int, members: list[Connection]) -> None:
-        """These are in a job now, which must be closed when all have gone."""
+        """These connections are in a job now. The job must be closed when all of them have gone."""
         self._members[generation] = members
 
     def members(self, generation: int) -> Sequence[Connection]:
-        """Those of a job that have not gone yet."""
+        """The connections of a job that have not gone yet."""
         return tuple(self._members.get(generation, ()))
 
     def leave(self, connection: Connection) -> None:

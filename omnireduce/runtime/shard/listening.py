@@ -1,4 +1,4 @@
-"""The listening sockets of a shard: who connects becomes a link."""
+"""The listening sockets of a shard: each connection that comes becomes a link."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one door in one turn, the second
 
 
 class Door(NamedTuple):
-    """A listening socket, with what makes a link of a socket that it accepts. `of_monitor`: for the daemon's own
-    monitor alone."""
+    """A listening socket; `make_link` makes a link of a socket that it accepts. `of_monitor`: it is for the daemon's
+    own monitor alone."""
 
     listener: socket.socket
     make_link: Callable[[socket.socket], Link]
@@ -30,10 +30,11 @@ class Door(NamedTuple):
 
 
 class Listening:
-    """Keeps `doors` in `selector`.
+    """Keeps `doors` in `selector`, and accepts who comes there.
 
-    Where the system has no room for one more connection, the first that waits would keep a socket readable. By a
-    descriptor that is kept back it is told so (`turn_away`); where that fails, all are left alone until `deadline`.
+    Where the system has no room for one more connection, the first that waits would keep a socket readable. A
+    descriptor is kept back to accept this one and to tell it so (`turn_away`). Where that fails, nobody is accepted
+    until `deadline`.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Listening:
             self._begin()
 
     def accept(self, door: Door, most: int) -> Iterator[Link]:
-        """The links of those who wait at a door that was readable, at most so many."""
+        """Accept connections at a door that was readable, at most `most`, and yield their links."""
         for _ in range(min(most, ACCEPTED)):
-            if self.deadline is not None:  # since an earlier event of the same turn
+            if self.deadline is not None:  # set by an earlier event of the same turn
                 return
             try:
                 sock, _ = door.listener.accept()
@@ -79,7 +80,8 @@ class Listening:
                 sock.close()
 
     def _answer(self, door: Door) -> bool:
-        """Tell who waits that there is no room, if the descriptor that is kept back is enough for that."""
+        """Tell the connection that waits that there is no room; return False if the descriptor kept back is not
+        enough."""
         assert self._reserve is not None
         with self._reserve.spent():
             try:
@@ -89,10 +91,10 @@ class Listening:
         return True
 
     def turn_away(self, link: Link) -> None:
-        """Tell who is behind `link` that there are too many."""
+        """Tell the peer of `link` that there are too many connections."""
         count = self._connected()
         log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
-        link.poll()  # closed with something unread, a local connection would forget our answer
+        link.poll()  # a local connection closed with unread input would lose our answer
         link.send_control(encode_control(Refused(FULL, temporary=True)))
         link.close()
 

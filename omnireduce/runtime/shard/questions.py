@@ -11,14 +11,14 @@ from omnireduce.runtime.shard.connection import Connection
 from omnireduce.status import StatusRequest
 from omnireduce.wire.control import ControlMessage, other_version
 
-STATUSES = 4  # that are answered in one turn: the jobs come first
+STATUSES = 4  # requests that are answered in one turn: the jobs come first
 SHARE = 10  # answers take one part in so many of the time
-PAUSE_S = 0.5  # the longest one after an answer: this process may have waited for a processor while it gave it
-MOST = 1024  # that wait
+PAUSE_S = 0.5  # longest pause after answers: their time may include a wait for a processor
+MOST = 1024  # requests that may wait
 
 
 class Questions:
-    """One of each connection, those who asked first in front, and before them the shard's own monitor."""
+    """Requests, one of each connection. Those of the daemon's own monitor go first, the others as they came."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class Questions:
         return self._again_at if self._waiting else None
 
     def check(self, connection: Connection, message: ControlMessage) -> None:
-        """Raise ProtocolError for a message of a connection that has to wait for its answer."""
+        """Raise ProtocolError for a message of a connection whose request has not been answered yet."""
         if connection in self._waiting:
             raise ProtocolError(f"{type(message).__name__} before a StatusRequest was answered")
 
@@ -54,7 +54,7 @@ class Questions:
         self._waiting.pop(connection, None)
 
     def take(self) -> Iterator[tuple[Connection, StatusRequest]]:
-        """Take out those that are to be answered in this turn, one by one: how long that takes is measured."""
+        """Take out the requests to be answered in this turn, one by one. The time that the answers take is measured."""
         if not self._waiting:
             return
         started = self._clock()

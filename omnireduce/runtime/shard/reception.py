@@ -115,18 +115,18 @@ class Reception:
             assert isinstance(connection, Connection)
             if isinstance(effect.message, Refused):
                 self.refuse(connection, effect.message.reason, temporary=effect.message.temporary)
-            elif not connection.link.wants_write:  # news are for those who read them
+            elif not connection.link.wants_write:  # no news for a peer that does not read
                 self._connections.say(connection, effect.message)
 
     def refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
-        """Say why it cannot join, and let it go."""
+        """Tell a connection why it cannot join, and let it go."""
         self._pages.refused += 1
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
         self._connections.say(connection, Refused(reason, temporary))
         self._departures.leave(connection)
 
     def expire(self, now: float) -> None:
-        """Refuse those who have had the time to say who they are."""
+        """Refuse those who have not said Hello in time."""
         strangers = self._connections.strangers
         for connection in strangers.over(now):
             self.refuse(connection, f"no Hello within {strangers.limit_s:g} s", temporary=True)

@@ -95,8 +95,8 @@ class ShardServer:
         self._reception.adopt(link, of_monitor=of_monitor)
 
     def serve(self, turned: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
-        """Run until `stop` was called and all jobs are over or out of time. After each turn call `turned`, and after
-        `longest_s` in any case."""
+        """Run until `stop` was called and all jobs are over or out of time. Call `turned` after each turn; a turn waits
+        for `longest_s` seconds at most."""
         while not self.stopped:
             self.turn(longest_s)
             turned()
@@ -154,7 +154,7 @@ class ShardServer:
         if job.generation in self._jobs:
             driver, machine = job.driver, job.machine
             try:
-                driver.push() if ready else driver.advance()  # nobody is late whose messages are still unread
+                driver.push() if ready else driver.advance()  # no timer: nobody is late whose messages are unread
             except Exception as error:  # as in `_serve`
                 self._contain(error, job)
             self._update_interests(job.generation)
@@ -166,7 +166,7 @@ class ShardServer:
         return work
 
     def _serve_other(self, connection: Connection, mask: int) -> int:
-        """Serve a connection outside jobs; return the work. If it has just come into one, that job is due."""
+        """Serve a connection outside jobs; return the work. If it has just joined a job, that job is due."""
         work = self._serve(connection, mask)
         if connection.job is not None and not connection.leaving:
             self._turns.due(connection.job)
@@ -175,7 +175,7 @@ class ShardServer:
     def _serve(self, connection: Connection, mask: int) -> int:
         """Read from and write to one connection; return the work done."""
         link = connection.link
-        if connection not in self._connections:  # something else has ended it meanwhile
+        if connection not in self._connections:  # something else has ended the connection meanwhile
             return 0
         before = link.counters.received_bytes
         try:
@@ -200,7 +200,7 @@ class ShardServer:
             self._feed(connection, connection.job, events)
 
     def _patience(self, longest_s: float) -> float:
-        """How long to wait, and until when: no deadline passes before `_wake_at`."""
+        """How many seconds to wait. No deadline passes before `_wake_at`, the time when the wait ends."""
         now = self._wake_at = self._clock()
         if self._turns.waited_for:
             return 0.0
@@ -236,7 +236,7 @@ class ShardServer:
         links = [connection.link for connection in connections]
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos)
-        except Exception as error:  # whatever it is: else the ranks would wait, and the job count, for ever
+        except Exception as error:  # any: else the ranks would wait for ever, and the job would still count
             reason, temporary = why_not_started(error, admit.job)
             self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)

@@ -1,4 +1,4 @@
-"""What a shard tells those who ask how it is: totals since its start, and its jobs page by page."""
+"""What a shard answers to a status request: totals since its start, and its jobs page by page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StatusPages:
         connections: int,
         team: str = "",
     ) -> Status:
-        """The answer to a request of who has the secret of `team`; "" may know of all jobs."""
+        """The answer to a request. A peer that has proved the secret of `team` sees its jobs; "" may see all jobs."""
         now, traffic = self._clock(), Traffic()
         for each in (self._ended, *(job.traffic for job in running)):
             traffic.add(each)

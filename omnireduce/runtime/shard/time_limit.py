@@ -8,7 +8,7 @@ from omnireduce.runtime.shard.connection import Connection
 
 
 class TimeLimit:
-    """Connections of which each may stay for `limit_s`. The oldest stands first: no method looks at all of them."""
+    """Connections, each of which may stay for `limit_s`. The oldest stands first, so no method has to look at all."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -21,12 +21,12 @@ class TimeLimit:
         return connection in self._since
 
     def add(self, connection: Connection, now: float) -> None:
-        """Its time begins now."""
+        """The connection's time begins now."""
         assert connection not in self._since
         self._since[connection] = now
 
     def discard(self, connection: Connection) -> None:
-        """It is gone, or may stay."""
+        """The connection is gone, or may stay."""
         self._since.pop(connection, None)
 
     @property

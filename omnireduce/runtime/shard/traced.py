@@ -1,4 +1,4 @@
-"""A shard's parts with a recorder beside each. They take the place of the plain ones in a traced job."""
+"""The parts of a shard that record what they do. In a traced job they take the place of the plain ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class JobTrace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The job did not come about."""
+        """The job could not be made, so nothing is written."""
         self._selector.recorders.remove(self._recorder)
 
     def close(self) -> None:
@@ -78,6 +78,6 @@ class ShardTraces:
         self._settings, self.selector = settings, TracedSelector()
 
     def begin(self, job: str, hello: Hello) -> JobTrace:
-        """Record for a job, of whose ranks `hello` is one's."""
+        """Begin to record a job; `hello` is that of one of its ranks."""
         origin = Origin(job=job, kind="shard", number=hello.shard, ranks=hello.world_size, shards=hello.shards)
         return JobTrace(Recorder(self._settings, origin), self.selector)

@@ -1,5 +1,5 @@
-"""Who has something to do on a shard: all in turn, and nobody for long. Jobs go in the order in which they had
-something to do, those outside jobs in the order in which they came."""
+"""Who is served on a shard: all in turn, and nobody for long. Jobs go in the order in which they got something to do,
+connections outside jobs in the order in which they came."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from omnireduce.transport.base import EVERYTHING
 
 POLL_WORK = 1 << 16  # of one look at a connection, beside the bytes that it brings (see Budget)
 JOBS_WORK = 64 << 20  # after which a turn serves no further job
-OTHERS_WORK = 4 << 20  # the same of connections that are in no job
-OTHERS_S = 0.002  # and so much time
+OTHERS_WORK = 4 << 20  # the same for connections that are in no job
+OTHERS_S = 0.002  # seconds after which a turn serves no further one of these
 LATELY_S = 0.05  # jobs that had something to do within this time share the shard
 BESIDE_OTHERS = 4  # a turn beside other jobs does one part in so many of the work
-LEAST_WORK = 1 << 20  # of one turn: below that its own cost shows
+LEAST_WORK = 1 << 20  # of one turn: with less, the cost of a turn itself would show
 LEAST_OUTPUT = 1 << 16  # bytes to one rank in one turn
 
 _age = attrgetter("number")
@@ -37,9 +37,9 @@ ServeJob = Callable[[Job, dict[Connection, int], Share], int]
 
 
 class Turns:
-    """Two lines: of jobs, each with those of its connections that are ready, and of connections that are in none.
+    """Two lines: of jobs, each with its connections that are ready, and of connections that are in no job.
 
-    What is ready is said as a selector says it, by a mask.
+    A mask says for what a connection is ready, as with a selector.
     """
 
     def __init__(self, clock: Clock, budget: Budget) -> None:
@@ -67,8 +67,11 @@ class Turns:
         self._jobs.setdefault(job, {})
 
     def serve(self, serve_job: ServeJob, serve_other: Callable[[Connection, int], int]) -> None:
-        """Serve those who are in the lines now, in order, until that was enough work for one turn. A function gets what
-        is ready and returns the work that it was; one for a job also gets its share."""
+        """Serve those who are in the lines now, in order, until that was enough work for one turn.
+
+        The functions get what is ready and return the work that they have done; the one for a job also gets the job's
+        share.
+        """
         work, jobs, now = 0, len(self._jobs), self._clock()
         for _ in range(jobs):
             if work < JOBS_WORK:
@@ -79,7 +82,7 @@ class Turns:
 
     def _serve_others(self, serve_other: Callable[[Connection, int], int]) -> None:
         work, until = 0, self._clock() + OTHERS_S
-        first = nsmallest(OTHERS_WORK // POLL_WORK, self._others, key=_age)  # who comes in crowds stops no single one
+        first = nsmallest(OTHERS_WORK // POLL_WORK, self._others, key=_age)  # by age: crowds come later
         for number, connection in enumerate(first):
             if number == 0 or (work < OTHERS_WORK and self._clock() < until):
                 work += serve_other(connection, self._others.pop(connection))
@@ -96,8 +99,8 @@ class Turns:
 
 
 def share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> Share:
-    """What a job of so many `ranks` may do while `busy` jobs are in line. It is less where the shard is `shared`:
-    others may have something to do at any time. None has too little."""
+    """What a job of so many `ranks` may do while `busy` jobs are in line. It is less where the shard is `shared`: other
+    jobs may have something to do at any time. It is never so little that the cost of the turn itself shows."""
     part = budget.work // BESIDE_OTHERS if shared else budget.work
     work = max(part // busy, min(budget.work, LEAST_WORK))
     if not shared:

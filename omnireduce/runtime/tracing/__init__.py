@@ -1,1 +1,1 @@
-"""What records a traced job: the spans, and links with a recorder beside them. Each side adds parts of its own."""
+"""What records a traced job: spans, and links that record. Rank and shard each have further parts of their own."""

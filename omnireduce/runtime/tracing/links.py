@@ -1,4 +1,4 @@
-"""Links with a recorder beside them. They take the place of the plain ones in a traced job."""
+"""Links that record what they do. In a traced job they take the place of the plain ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omnireduce.transport.base import EVERYTHING, Credited, Event, Link, Receive
 
 
 class TracedLink(Link):
-    """`link`, to peer number `number`."""
+    """`link`, to peer number `number`, with a recorder."""
 
     def __init__(self, link: Link, number: int, recorder: Recorder) -> None:
         super().__init__(link.peer)
@@ -80,7 +80,7 @@ class TracedLink(Link):
 
     @contextmanager
     def _leaving(self, what: What, detail: int) -> Iterator[None]:
-        """Around handing something to the link: it leaves with the next `flush`, or by RDMA at once."""
+        """A context in which something is handed to the link. It leaves with the next `flush`, or by RDMA at once."""
         self._gathered.append((what, detail))
         if self._gathers:
             yield
@@ -90,7 +90,7 @@ class TracedLink(Link):
         self._recorder.add(What.SEND, start, now(), self._number)
 
     def _offer(self) -> int:
-        """The time, at which everything that was gathered begins to leave."""
+        """Record that everything that was gathered begins to leave now; return the time."""
         start = now()
         for what, detail in self._gathered:
             self._recorder.add(what, start, start, self._number, detail)

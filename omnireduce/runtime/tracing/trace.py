@@ -1,8 +1,8 @@
 """Traces: what one rank, or one shard for one job, did at what time. Kept in memory, written to a file at the end.
 
-A trace is a list of spans, each recorded when it ended. What records them is in `links`, and in `traced` of either
-side. It is in place only when `trace.folder` is set. Times are nanoseconds of the monotonic clock, which all
-processes of a host share; `Origin` says how to compare them with those of another host.
+A trace is a list of spans, each recorded when it ended. The classes that record are in `links`, and in the module
+`traced` of either side. They are used only when `trace.folder` is set. Times are nanoseconds of the monotonic clock,
+which all processes of a host share; `Origin` says how to compare them with those of another host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class What(IntEnum):
-    """What a span tells. `peer` is the shard to a rank, the rank to a shard, -1 where there is none."""
+    """What a span tells. `peer` is the shard in a rank's trace, the rank in a shard's trace, -1 where there is no
+    peer."""
 
     COLLECTIVE = 0  # from submission to completion; detail: bytes of the tensor
     PACK = 1  # scan and copy, which are one kernel; detail: blocks
@@ -41,7 +42,7 @@ class What(IntEnum):
     WAIT = 6  # for input: spinning, then blocked
     MESSAGE_OUT = 7  # an instant: the link began to hand a message to the peer; detail: bytes
     MESSAGE_IN = 8  # an instant: the link reported a message of the peer; detail: bytes
-    CREDIT_OUT = 9  # the same of a credit; detail: slot
+    CREDIT_OUT = 9  # the same for a credit; detail: slot
     CREDIT_IN = 10
 
 
@@ -49,8 +50,8 @@ SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose trace it is. `boot` names the running system; `epoch_ns` added to its monotonic clock is Unix time. It was
-    recorded from `began_ns` to `ended_ns`."""
+    """Whose trace it is. `boot` names the running system. `epoch_ns` added to its monotonic clock is Unix time. The
+    trace was recorded from `began_ns` to `ended_ns`."""
 
     job: str
     kind: Literal["rank", "shard"]

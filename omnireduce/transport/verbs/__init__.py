@@ -1,7 +1,7 @@
-"""RDMA links on pyverbs: `devices` finds where to send from, `queue` owns the verbs objects, `link` is the transport,
+"""RDMA links on pyverbs: `devices` finds ports to send from, `queue` owns the verbs objects, `link` is the transport,
 `connect` is how two ends agree on it.
 
-Nothing here is imported unless a verbs link may be wanted; pyverbs itself only by `devices` and `queue`.
+Nothing here is imported unless a verbs link may be wanted. Only `devices` and `queue` import pyverbs itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _importing = threading.Lock()
 def import_rdma() -> None:
     """Import what needs pyverbs. Raises TransportError where that is missing or does not load.
 
-    One thread at a time: an import that fails in one thread can fail in another one in other ways.
+    Only one thread imports at a time: an import that fails in one thread can fail in another thread in other ways.
     """
     with _importing:
         import omnireduce.transport.verbs.connect  # noqa: F401

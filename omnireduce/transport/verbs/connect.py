@@ -1,7 +1,7 @@
 """How two ends agree on RDMA: the worker's Hello carries an endpoint, the aggregator's Welcome the answer.
 
 With "auto", RDMA is used where it takes the path of the control connection: each end needs a port with the address that
-it has on that connection. A worker that insists ("verbs") takes any active port else.
+it has on that connection. If there is none, a worker that insists ("verbs") takes any active port.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _queue(control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: 
 
 
 def _ipv4(text: str) -> str:
-    """The IPv4 address in `text`, a mapped one too, or nothing."""
+    """The IPv4 address in `text`, which may be a mapped one; empty if there is none."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:  # a peer's
+    except ValueError:  # a peer's text
         return ""
     if isinstance(address, ipaddress.IPv6Address):
         return str(address.ipv4_mapped or "")

@@ -35,7 +35,7 @@ MTU_BYTES: dict[int, Mtu] = {
     enums.IBV_MTU_4096: 4096,
 }
 
-# Held while devices, channels and their descriptors come and go: a channel's own is found by comparison.
+# Held while devices and channels are opened and closed: a comparison before and after finds a channel's descriptor.
 opening = threading.RLock()
 
 
@@ -113,8 +113,8 @@ def _port(context: Any, device: str, number: int) -> Port:
 def choose(wanted: Verbs, near: str) -> Choice:
     """The port and GID for a link whose control connection has the local address `near`.
 
-    With "auto", that of the port that has this address, so that blocks take the path of the control connection; else
-    the first active port. Raises TransportError, which lists what there is.
+    A port that has this address is preferred, so that blocks take the path of the control connection; else it is the
+    first active port. Raises TransportError, which lists what there is.
     """
     ports = list_ports()
     usable = [port for port in ports if port.active and _fits(port, wanted)]

@@ -1,12 +1,12 @@
 """RDMA links: blocks are written into the peer's slots, everything else goes over a TCP connection beside them.
 
-The write of a message announces itself with 32 bits: kind, slot, and how many control messages were sent before it.
-A control message says how many writes were announced before it. So the receiver can restore the common order of both
-paths: it holds back what overtook. The TCP connection stays open for the life of the link: a peer that dies is seen
-there even when nothing is written.
+The write of a message announces itself with 32 bits: kind, slot, and how many control messages were sent before it. A
+control message says how many writes were announced before it. So the receiver can restore the common order of both
+paths: it holds back what has overtaken. The TCP connection stays open for the life of the link: a peer that dies is
+seen there even when nothing is written.
 
-A credit is a write of no bytes. At most a message and a credit of every slot are under way, and a receive request
-waits for each, so the peer is always ready.
+A credit is a write of no bytes. At most a message and a credit of every slot are under way. The receiver has a receive
+request ready for each of them, so it is never caught unprepared.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class VerbsLink(Link):
         self._epoll.register(control, select.EPOLLIN)
         self._epoll.register(queue.descriptor, select.EPOLLIN)
         self.attach(send_slots, receive_slots)
-        control.bound_control(CONTROL_LIMIT)  # it gets no slots, which would lift a stranger's bound
+        control.bound_control(CONTROL_LIMIT)  # slots would lift a stranger's bound, but this link gets none
 
     @property
     def over(self) -> bool:
@@ -132,9 +132,10 @@ class VerbsLink(Link):
             self._watch()
 
     def _watch(self) -> None:
-        """Let the descriptor also tell when the control connection takes output, or is not to be read.
+        """Let the descriptor also tell when the control connection takes output, and not tell of its input while many
+        letters wait.
 
-        A failure that `poll` has not reported shows as well: the control connection nearly always takes output.
+        A failure that `poll` has not reported yet shows, too: the control connection nearly always takes output.
         """
         wanted = select.EPOLLIN if len(self._letters) < LETTERS else 0
         if self._control.wants_write or self._failure is not None:
@@ -174,7 +175,7 @@ class VerbsLink(Link):
             self._failure = self._failure or Lost("more writes than credits", violation=True)
 
     def _take_letters(self) -> None:
-        """Read control messages, unless many wait for a write: the peer's haste may not fill our memory."""
+        """Read control messages, unless many wait for a write: a peer may not fill our memory."""
         if len(self._letters) < LETTERS:
             self._letters.extend(event for event in self._control.poll() if isinstance(event, (Control, Lost)))
         elif self._hangup.poll(0):
@@ -199,7 +200,8 @@ class VerbsLink(Link):
         return True
 
     def _report_end(self, events: list[Event]) -> bool:
-        """Report that one of the two connections is over; what is held back then misses something that is lost.
+        """Report that one of the two connections is over, if it is. Writes that are still held back are dropped: what
+        they wait for is lost.
 
         Control messages are reported all the same: they may say why.
         """

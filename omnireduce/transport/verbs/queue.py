@@ -163,7 +163,7 @@ class Queue:
             queue.wr_start()
             queue.wr_id = 0
             queue.wr_flags = enums.IBV_SEND_SIGNALED
-            queue.wr_rdma_write_imm(self._peer.key, address, socket.htonl(immediate))  # pyverbs turns only what arrives
+            queue.wr_rdma_write_imm(self._peer.key, address, socket.htonl(immediate))  # pyverbs swaps only what arrives
             queue.wr_set_sge(place)
             queue.wr_complete()
         except PyverbsError as error:
@@ -175,7 +175,8 @@ class Queue:
         return self._guarded(self._poll())
 
     def drain(self) -> Iterator[Write | Failure]:
-        """What has happened since the last call, without a system call; not what only the device itself tells."""
+        """What has happened since the last call, without a system call. What only the device itself tells is left to
+        `poll`."""
         return self._guarded(self._drain())
 
     def _guarded(self, news: Iterator[Write | Failure]) -> Iterator[Write | Failure]:
@@ -188,7 +189,7 @@ class Queue:
         return Failure(f"RDMA failed: {reason}{self._port_trouble()}")
 
     def _port_trouble(self) -> str:
-        """What a port that is not active has to do with a failure."""
+        """What to add to a failure when the port is not active; empty when it is."""
         port = self.choice.port
         try:
             state = self._context.query_port(port.number).state
@@ -243,7 +244,8 @@ class Queue:
             self._owned.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what belongs to the parent, which the device cannot tell from the child."""
+        """In a forked child: let go of what belongs to the parent. The device cannot tell the child from the parent, so
+        nothing is destroyed."""
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in (self._context.cmd_fd, self._alarms, self._completed):
             os.dup2(nothing, descriptor, inheritable=False)
@@ -251,7 +253,7 @@ class Queue:
         _abandoned.append(self._owned.pop_all())
 
 
-_abandoned: list[ExitStack] = []  # to destroy these objects would be an error on each
+_abandoned: list[ExitStack] = []  # never destroyed: that would be an error for each object
 
 
 def _gid(text: str) -> GID:
@@ -263,7 +265,7 @@ def _gid(text: str) -> GID:
 
 
 def _event_descriptors() -> set[int]:
-    """Open descriptors of verbs events: pyverbs does not tell those of its channels."""
+    """Open descriptors of verbs events: pyverbs does not say which ones its channels have."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
