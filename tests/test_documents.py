@@ -26,6 +26,7 @@ from omnireduce import Communicator
 from omnireduce.config import load_config
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.runtime.member.collectives import Collectives
+from omnireduce.wire.control import PROTOCOL_VERSION
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "sh", "toml", "yaml", "text"}
@@ -68,6 +69,10 @@ def test_the_page_of_the_library_has_every_public_name() -> None:
     missing = [name for name in omnireduce.__all__ if name not in names | types and f"Communicator.{name}" not in names]
     assert not missing, f"docs/api.md: {missing}"
     assert {f"Communicator.{name}" for name in methods if not name.startswith("_")} <= names
+
+
+def test_the_protocol_says_its_version() -> None:
+    assert f"Version {PROTOCOL_VERSION}." in (ROOT / "docs" / "protocol.md").read_text()
 
 
 def test_the_site_fetches_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The protocol's invariants I1 to I7, each by its name in docs/design.md."""
+"""The protocol's invariants I1 to I7, each by its name in docs/protocol.md."""
 
 from __future__ import annotations
 
