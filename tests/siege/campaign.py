@@ -55,12 +55,8 @@ def _attacked(field: Field, figures: Figures, seconds: float, base: _Base) -> No
     cpu_s, watch, tally = field.shard_cpu_s, Watch(field.shard, field.target.http), Tally()
     with field.gather() as gatherer:
         try:
-            with watch:
-                field.attacker.attack()
-                try:
-                    figures.beside.append(field.measure(seconds))
-                finally:
-                    tally = field.attacker.halt()
+            with watch, field.attacker.attacking(tally):
+                figures.beside.append(field.measure(seconds))
         finally:
             figures.tally.add(tally)
             figures.attack_s += tally.wall_s
@@ -80,11 +76,8 @@ def _attacked_elsewhere(field: Field, figures: Figures, seconds: float) -> None:
     with field.elsewhere() as decoy:
         for _ in figures.alone:
             for attacker, found in ((field.attacker, figures.here), (decoy, figures.elsewhere)):
-                attacker.attack()
-                try:
+                with attacker.attacking(Tally()):
                     found.append(field.measure(seconds))
-                finally:
-                    attacker.halt()
                 field.settle()
 
 

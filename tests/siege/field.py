@@ -57,13 +57,17 @@ class Attacker(Member):
     def __init__(self, kind: str, target: Target, seed: int) -> None:
         super().__init__(kind, target, seed, target=attacker.serve)
 
-    def attack(self) -> None:
+    @contextlib.contextmanager
+    def attacking(self, tally: Tally) -> Iterator[None]:
+        """Attack within the block, and add what was done to `tally`."""
         self.tell(GO)
-
-    def halt(self) -> Tally:
-        """End the attack; what the attacker did."""
-        self.tell(HALT)
-        return self.hear("tally", within_s=2 * WAIT_S)  # type: ignore[return-value]
+        try:
+            yield
+        finally:
+            self.tell(HALT)
+            found: object = self.hear("tally", within_s=2 * WAIT_S)
+            assert isinstance(found, Tally)
+            tally.add(found)
 
 
 def _bounded() -> None:
