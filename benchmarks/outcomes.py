@@ -18,7 +18,7 @@ from benchmarks.cases import Case
 from benchmarks.contest import OURS, Measured, Result
 from benchmarks.memory import Memory
 from benchmarks.targets import Verdict, memory_verdicts, verdicts
-from omnireduce.bench.output import write_json
+from omnireduce.files.output import write_json
 
 Row = dict[str, Any]
 SUMMARY = "summary.json"

@@ -12,10 +12,10 @@ from rich.console import Console
 from benchmarks.cases import BLOCK, Case
 from benchmarks.contest import SCAN, SEED
 from benchmarks.group import Group, daemon, service_group
-from omnireduce.bench.breakdown import break_down, show_breakdown
-from omnireduce.bench.chrome import chrome_trace
-from omnireduce.bench.lanes import Lane, read_lanes
-from omnireduce.bench.output import make_folder, write_file
+from omnireduce.console.traces.breakdown import break_down, show_breakdown
+from omnireduce.console.traces.chrome import chrome_trace
+from omnireduce.console.traces.lanes import Lane, read_lanes
+from omnireduce.files.output import make_folder, write_file
 
 WARM_UP = 3  # rounds
 Rounds = list[list[dict[str, Any]]]  # the answers of all ranks, by round

@@ -67,8 +67,8 @@ def bench(
     wire per worker. The exit status is 1 if any element was wrong.
     """
     config = _load(config_file, overrides)
+    from omnireduce.bench.command import run_bench
     from omnireduce.runtime.member.launcher import detect_launch
-    from worker.bench import run_bench
 
     launch = detect_launch(rank=rank, size=size)
     wrong = run_bench(config, launch, pattern=pattern, json_path=json_path, against_mpi=against == "mpi")
@@ -151,7 +151,7 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
     The prediction compares with a dense ring all-reduce and assumes that every worker has such an array, its
     non-zero blocks at independent places.
     """
-    from worker.density import report_files
+    from omnireduce.console.density.command import report_files
 
     complete = report_files(
         files,
@@ -173,7 +173,7 @@ def trace(folder: str, job: str | None, output: str | None) -> None:
     They leave them when daemon and workers run with the same trace.folder, on one host or on a shared file system, and
     the job is over. The table is about tensors of one size: the one of which most bytes were reduced.
     """
-    from worker.trace import report_trace
+    from omnireduce.console.traces.command import report_trace
 
     report_trace(folder, job, output)
 

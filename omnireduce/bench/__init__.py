@@ -1,1 +1,1 @@
-"""Benchmarks that are correctness tests first: sparse data with exact results, timed runs, their report."""
+"""`omnireduce bench`, a correctness test first: sparse data with exact results, timed runs, their rows."""

@@ -1,1 +1,1 @@
-"""The program `omnireduce`: what operators ask of a running service."""
+"""What `omnireduce status`, `doctor`, `trace` and `density` show: of services, hosts, traces and saved arrays."""

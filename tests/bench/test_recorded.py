@@ -18,10 +18,10 @@ from omnireduce.bench.cases import recorded_cases
 from omnireduce.bench.recorded import RecordedTensors, find_arrays
 from omnireduce.bench.rows import Row
 from omnireduce.bench.runs import run_case
-from omnireduce.bench.tensor_files import FileError
 from omnireduce.config import load_config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.files.tensors import FileError
 from omnireduce.runtime.member.communicator import Communicator
 
 

@@ -21,7 +21,7 @@ from transports import KINDS
 
 from aggregator.shard import open_listeners
 from omnireduce import AbortedError, Communicator, Config, ConfigError
-from omnireduce.bench.lanes import Lane, missing, read_lanes
+from omnireduce.console.traces.lanes import Lane, missing, read_lanes
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.member.engine import Engine

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import track
 
 from omnireduce.bench.mpi import MpiAllreduce
-from omnireduce.bench.output import check_writable, make_folder, write_json, write_npy
 from omnireduce.bench.recorded import RANK
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.files.output import check_writable, make_folder, write_json, write_npy
 from omnireduce.printing import make_console
+from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
-from worker.progress import PlainProgress
 from worker.train.corpus import Corpus, load_corpus, source_files
 from worker.train.results import Baseline, Gradients, Result, Timing, Verdict, print_result
 from worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange

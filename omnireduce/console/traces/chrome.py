@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from omnireduce.bench.breakdown import WORK
-from omnireduce.bench.lanes import Lane, apart, pairs, wake_ups
+from omnireduce.console.traces.breakdown import WORK
+from omnireduce.console.traces.lanes import Lane, apart, pairs, wake_ups
 from omnireduce.dtypes import Array
 from omnireduce.runtime.tracing.trace import What
 

@@ -16,18 +16,17 @@ network, and shards that share a link with workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import Array, ElementType, number_type
+from omnireduce.dtypes import Array, number_type
 from omnireduce.errors import UsageError
-from omnireduce.kernels.density import nonzero_blocks
+from omnireduce.kernels.density import mark_blocks, native_chunks
 from omnireduce.wire.blocks import HEADER_BYTES
 
 INDEX_BYTES = 8  # that travel with each block
-_CHUNK_ELEMENTS = 1 << 20
 COLLECTIVE_MS, DENSE_COLLECTIVE_MS = 0.3, 0.03  # L and Ld: messages and wake-ups
 HELPS = 1.1  # least speed-up that is worth a service of one's own
 
@@ -87,20 +86,11 @@ def measure(values: Array, block_sizes: Sequence[int]) -> Density:
     bits = np.dtype(f"u{kind.itemsize}")
     mask = bits.type(int(kind.zero_mask) & int(np.iinfo(bits).max))
     nonzero = 0
-    for first, chunk in _chunks(values, kind, unit):
+    for first, chunk in native_chunks(values, kind, unit):
         nonzero += int(np.count_nonzero(chunk.view(bits) & mask))
-        _find(chunk, kind, unit, units[first:])
+        mark_blocks(chunk, kind, unit, units[first:])
     counts = {size: _count_groups(units, size // unit) for size in block_sizes}
     return Density(values.size, kind.itemsize, nonzero, counts)
-
-
-def find_blocks(values: Array, block_size: int) -> Array:
-    """Which blocks of `values`, (elements,), are not zero: bool (blocks,). Takes and raises what `measure` does."""
-    kind = number_type(values.dtype.newbyteorder("="))
-    found = np.zeros(-(-values.size // block_size), np.bool_)
-    for first, chunk in _chunks(values, kind, block_size):
-        _find(chunk, kind, block_size, found[first:])
-    return found
 
 
 def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link_gbps: float) -> Estimate:
@@ -135,21 +125,6 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
         dense_time_ms=dense_ms,
         speedup=dense_ms / time_ms if time_ms else 0.0,
     )
-
-
-def _chunks(values: Array, kind: ElementType, unit: int) -> Iterator[tuple[int, Array]]:
-    """Yield (number of the first unit, elements of that unit and some more), in native byte order and aligned."""
-    step = max(1, _CHUNK_ELEMENTS // unit)
-    for first in range(0, -(-values.size // unit), step):
-        yield first, np.require(values[first * unit : (first + step) * unit], kind.dtype, ["C", "A"])
-
-
-def _find(chunk: Array, kind: ElementType, unit: int, found: Array) -> None:
-    """Set `found[i]` for each unit i of `chunk`, (elements,); a short last one is filled up with zeros."""
-    if chunk.size % unit:
-        chunk = np.concatenate([chunk, np.zeros(-chunk.size % unit, chunk.dtype)])
-    words = chunk.view(np.uint64).reshape(-1, unit * chunk.itemsize // 8)
-    nonzero_blocks(words, kind.zero_mask, found[: len(words)])
 
 
 def _count_groups(flags: Array, size: int) -> int:

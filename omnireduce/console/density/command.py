@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.bench.estimate import (
+from omnireduce.console.density.estimate import (
     COLLECTIVE_MS,
     DENSE_COLLECTIVE_MS,
     Density,
@@ -18,9 +18,9 @@ from omnireduce.bench.estimate import (
     estimate,
     measure,
 )
-from omnireduce.bench.output import check_writable, write_json
-from omnireduce.bench.tensor_files import FileError, Tensor, read_tensors
 from omnireduce.errors import UsageError
+from omnireduce.files.output import check_writable, write_json
+from omnireduce.files.tensors import FileError, Tensor, read_tensors
 from omnireduce.printing import density_text, make_console, short_count, short_time, times_text
 
 

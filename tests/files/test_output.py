@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnireduce.bench.output import check_writable, make_folder, write_json, write_npy
 from omnireduce.errors import UsageError
+from omnireduce.files.output import check_writable, make_folder, write_json, write_npy
 
 
 def test_json_replaces_a_file_or_leaves_it_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.bench.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
+from omnireduce.console.traces.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.printing import short_count

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnireduce.bench.estimate import INDEX_BYTES, Density, estimate, measure
+from omnireduce.console.density.estimate import INDEX_BYTES, Density, estimate, measure
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError
 from omnireduce.wire.blocks import HEADER_BYTES

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator
-from omnireduce.bench.breakdown import ACTIVITIES, break_down
-from omnireduce.bench.chrome import chrome_trace
-from omnireduce.bench.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.config import Trace
+from omnireduce.console.traces.breakdown import ACTIVITIES, break_down
+from omnireduce.console.traces.chrome import chrome_trace
+from omnireduce.console.traces.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.errors import UsageError
 from omnireduce.printing import TABLE_WIDTH
 from omnireduce.runtime.tracing.trace import SPAN, Origin, Recorder, What

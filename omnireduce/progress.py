@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+
+import click
 
 EVERY_S = 5.0  # seconds of work between two lines; shorter work says nothing
 
@@ -13,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    click.echo(line, err=True)
 
 
 class PlainProgress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.progress import EVERY_S, PlainProgress
+from omnireduce.progress import EVERY_S, PlainProgress
 
 
 def lines_of(seconds_per_item: float, items: int, start: float = 100.0) -> list[str]:

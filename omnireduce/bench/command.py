@@ -13,15 +13,15 @@ from rich.text import Text
 import omnireduce as omni
 from omnireduce.bench.cases import Case, recorded_cases, synthetic_cases
 from omnireduce.bench.mpi import MpiAllreduce, finalize
-from omnireduce.bench.output import check_writable, write_json
 from omnireduce.bench.rows import Row, RowTable
 from omnireduce.bench.runs import run_case
 from omnireduce.config import Config
 from omnireduce.errors import UsageError
+from omnireduce.files.output import check_writable, write_json
 from omnireduce.printing import make_console
+from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import Launch
-from worker.progress import PlainProgress
 
 _AGAINST_MPI = "mpirun -n {} omnireduce bench --against mpi"
 

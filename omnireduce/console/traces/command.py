@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omnireduce.bench.breakdown import break_down, show_breakdown
-from omnireduce.bench.chrome import chrome_trace
-from omnireduce.bench.lanes import read_lanes
-from omnireduce.bench.output import check_writable, write_file
+from omnireduce.console.traces.breakdown import break_down, show_breakdown
+from omnireduce.console.traces.chrome import chrome_trace
+from omnireduce.console.traces.lanes import read_lanes
+from omnireduce.files.output import check_writable, write_file
 from omnireduce.printing import make_console
 
 

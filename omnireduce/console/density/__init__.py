@@ -1,0 +1,1 @@
+"""`omnireduce density`: whether the service would help with saved arrays."""

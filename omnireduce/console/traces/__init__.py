@@ -1,0 +1,1 @@
+"""`omnireduce trace`: what each rank and shard of a traced job did when."""

@@ -1,0 +1,1 @@
+"""Files of users: arrays that are read, results that are written."""
