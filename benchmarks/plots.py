@@ -14,8 +14,8 @@ from matplotlib.ticker import LogFormatter
 
 from benchmarks.cases import TRANSPORTS
 from benchmarks.contest import BOUND, OURS, SCAN
+from benchmarks.outcomes import Row
 
-Row = dict[str, Any]
 Points = list[tuple[float, float]]
 DENSE = ("mpich out of place", "mpich in place", "openmpi out of place", "openmpi in place", "gloo")
 STYLES = {OURS: "C0o-", SCAN: "k:", BOUND: "k*", "AGsparse": "C6.--"} | {

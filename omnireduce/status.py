@@ -48,7 +48,7 @@ class Traffic(msgspec.Struct, kw_only=True):
             setattr(self, name, min(getattr(self, name) + getattr(other, name), MOST))
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class Stragglers(msgspec.Struct, frozen=True):
     """The collective `what` waits for `total` ranks: `who` names them, `ranks` lists at most LISTED of them. No result
     has left for `seconds`."""
 
@@ -92,7 +92,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots_in_use: _Count = 0
     results: _Count = 0
     results_in_use: _Count = 0
-    waiting: Waiting | None = None
+    waiting: Stragglers | None = None
     late: list[Late] = []
 
     @property

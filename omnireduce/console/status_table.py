@@ -10,7 +10,7 @@ from rich.text import Text
 
 from omnireduce.console.fitting import FittingTable
 from omnireduce.printing import density_text, short_count
-from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
+from omnireduce.status import JobStatus, Late, Status, Stragglers, Traffic
 from omnireduce.wire.words import shown
 
 SHORTEST_WAIT_S = 0.1  # each look meets some collective under way: a shorter wait is normal
@@ -105,7 +105,7 @@ def _latest(shards: _Jobs) -> str:
     return f"rank {worst.rank} {duration(worst.seconds)}" if worst.seconds >= SHORTEST_WAIT_S else ""
 
 
-def _longest_wait(shards: _Jobs) -> Waiting | None:
+def _longest_wait(shards: _Jobs) -> Stragglers | None:
     found = [each.waiting for each in shards if each.waiting and each.waiting.seconds >= SHORTEST_WAIT_S]
     return max(found, key=lambda each: each.seconds, default=None)
 

@@ -80,12 +80,12 @@ class AggregatorMachine:
         self._ranks = [_Rank(name) for name in members]
         self._gone: set[int] = set()  # ranks that have left
         self._arena, self._results = arena, results
-        self._slots, self._stripes, self._whole_bytes = len(results), stripes, whole_bytes
+        self._slot_count, self._stripes, self._whole_bytes = len(results), stripes, whole_bytes
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
-        shape = self._slots, min(results.shape[1], room_for(self._message_bytes))
+        shape = self._slot_count, min(results.shape[1], room_for(self._message_bytes))
         self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
-        self._free = list(range(self._slots))
-        self._readers: list[set[int]] = [set() for _ in range(self._slots)]
+        self._free = list(range(self._slot_count))
+        self._readers: list[set[int]] = [set() for _ in range(self._slot_count)]
         self._filling = -1  # the result slot being filled, -1 for none
         self._reduction = reduction(len(members), arena, results, self._message_bytes, budget)
         self._current: Reduction | None = None  # `_reduction`, while a collective is under way
@@ -124,7 +124,7 @@ class AggregatorMachine:
     def slots_in_use(self) -> tuple[int, int]:
         """Receive slots with messages that are still needed; result slots being filled, or not yet read by all."""
         held = sum(len(rank.inbox) + (rank.open_row >= 0) for rank in self._ranks)
-        return held, self._slots - len(self._free)
+        return held, self._slot_count - len(self._free)
 
     def has_left(self, rank: int) -> bool:
         """The rank has said that it leaves, cleanly."""
@@ -134,7 +134,7 @@ class AggregatorMachine:
 
     def received(self, rank: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A block message arrived in receive slot `slot` of `rank`."""
-        row = rank * self._slots + slot
+        row = rank * self._slot_count + slot
         try:
             header = read_header(self._arena[row], nbytes)
         except ProtocolError as error:
@@ -299,7 +299,7 @@ class AggregatorMachine:
         returned = False
         for rank, state in enumerate(self._ranks):
             if state.open_row >= 0 and current.union.exhausted(rank):
-                yield Return(rank, state.open_row - rank * self._slots)
+                yield Return(rank, state.open_row - rank * self._slot_count)
                 state.open_row, returned = -1, True
         return returned
 
@@ -346,7 +346,7 @@ class AggregatorMachine:
             yield from self._violation(rank, ProtocolError("left twice"))
             return
         self._gone.add(rank)
-        for slot in range(self._slots):
+        for slot in range(self._slot_count):
             self._release(rank, slot)
         yield Tell(rank, Goodbye())
         if len(self._gone) == len(self._ranks) and self.ended is None:

@@ -26,15 +26,15 @@ def member_name(hello: Hello) -> str:
     return worker_name(hello.rank, hello.host, hello.pid)
 
 
-class Place(NamedTuple):
-    """Where workers meet: only those of the same job, launch and formation do."""
+class Meeting(NamedTuple):
+    """What workers come to: only those of the same job, launch and formation meet."""
 
     job: str
     launch: str
     formation: int
 
     @classmethod
-    def of(cls, hello: Hello) -> Place:
+    def of(cls, hello: Hello) -> Meeting:
         return cls(hello.job, hello.launch, hello.formation)
 
 
@@ -46,7 +46,9 @@ class Standing(IntEnum):
     SURVIVOR = 2  # has the ticket of the last formation
 
 
-class Member(NamedTuple):
+class Attendee(NamedTuple):
+    """A worker that waits for the others. `key`: of its connection."""
+
     key: Hashable
     hello: Hello
     standing: Standing
@@ -71,54 +73,54 @@ class Gathering:
     spec: Hello
     terms: Terms
     since: float
-    told_at: float  # when all members were told last who is missing
+    told_at: float  # when all attendees were told last who is missing
     changed_at: float
     held: bool = False
     expected: frozenset[int] = frozenset()
     replaces: int | None = None
     is_news: bool = False  # who is missing has changed since
-    members: dict[int, Member] = field(default_factory=dict)
+    attendees: dict[int, Attendee] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
     namesakes: list[Gathering] = field(default_factory=list)  # all of this name: this one, and those of other launches
     untold: dict[Hashable, None] = field(default_factory=dict)  # who still has to hear the last news
     _from: int = 0  # all ranks below it are here
-    _inside: int = 0  # members whose rank is below the world size
+    _inside: int = 0  # attendees whose rank is below the world size
     _standings: Counter[Standing] = field(default_factory=Counter)
 
-    def add(self, member: Member, now: float) -> None:
-        rank = member.hello.rank
+    def add(self, attendee: Attendee, now: float) -> None:
+        rank = attendee.hello.rank
         self._inside += rank < self.spec.world_size
-        self._standings[member.standing] += 1
-        self.members[rank] = member
-        if member.standing is Standing.SURVIVOR or len(self.members) == 1:
+        self._standings[attendee.standing] += 1
+        self.attendees[rank] = attendee
+        if attendee.standing is Standing.SURVIVOR or len(self.attendees) == 1:
             self.changed_at = now  # newcomers may come and go as they like: they keep nobody waiting
-        self.is_news = self.held or len(self.members) > 1
+        self.is_news = self.held or len(self.attendees) > 1
         if self.refused is not None and self.refused[0] == rank:
             self.refused = None
 
     def remove(self, rank: int, now: float) -> None:
         """The connection of the worker that gave this rank is over."""
-        member = self.members.pop(rank)
+        attendee = self.attendees.pop(rank)
         self._inside -= rank < self.spec.world_size
-        self._standings[member.standing] -= 1
+        self._standings[attendee.standing] -= 1
         self._from = min(self._from, rank)
         self.is_news = True
-        self.untold.pop(member.key, None)
-        if member.standing is Standing.SURVIVOR:
+        self.untold.pop(attendee.key, None)
+        if attendee.standing is Standing.SURVIVOR:
             self.changed_at = now
 
     def lead(self, survivor: Hello) -> None:
         """From now on the others are compared with this survivor. Workers that only say that they survived become
         newcomers."""
         self.spec = survivor
-        for rank, (key, hello, _) in self.members.items():
-            self.members[rank] = Member(key, hello, Standing.NEWCOMER)
+        for rank, (key, hello, _) in self.attendees.items():
+            self.attendees[rank] = Attendee(key, hello, Standing.NEWCOMER)
         self._count_anew()
 
     def _count_anew(self) -> None:
         self._from = 0
-        self._inside = sum(rank < self.spec.world_size for rank in self.members)
-        self._standings = Counter(member.standing for member in self.members.values())
+        self._inside = sum(rank < self.spec.world_size for rank in self.attendees)
+        self._standings = Counter(attendee.standing for attendee in self.attendees.values())
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
@@ -135,16 +137,16 @@ class Gathering:
 
     @property
     def is_full(self) -> bool:
-        return len(self.members) >= self.spec.world_size
+        return len(self.attendees) >= self.spec.world_size
 
     @property
     def is_overfull(self) -> bool:
         """More workers are here than the survivors and the newcomers whom they replace can be."""
-        return len(self.members) >= 2 * self.spec.world_size
+        return len(self.attendees) >= 2 * self.spec.world_size
 
     def settles_at(self) -> float | None:
         """When the workers here have waited long enough for others, or for the last generation; None: never."""
-        enough = self.held or len(self.members) >= self.spec.smallest
+        enough = self.held or len(self.attendees) >= self.spec.smallest
         ready = (self.has_survivors and enough) or (self.is_full and not self.held)
         return self.changed_at + self.spec.settle_s if self.spec.smallest and ready else None
 
@@ -156,27 +158,27 @@ class Gathering:
         """Whether the job starts with those who are here."""
         if self.held:
             return False
-        return (self.is_full and self.expected <= self.members.keys()) or self.has_settled(now)
+        return (self.is_full and self.expected <= self.attendees.keys()) or self.has_settled(now)
 
     def take(self) -> list[tuple[Hashable, Hello]]:
         """Take out the workers with which the job starts, in rank order, with the ranks that they get. Where there are
         too many, survivors go first."""
-        order = sorted(self.members, key=lambda rank: (-self.members[rank].standing, rank))
-        taken = [self.members.pop(rank) for rank in sorted(order[: self.spec.world_size])]
+        order = sorted(self.attendees, key=lambda rank: (-self.attendees[rank].standing, rank))
+        taken = [self.attendees.pop(rank) for rank in sorted(order[: self.spec.world_size])]
         self._count_anew()
         self.untold.clear()
         return [
-            (member.key, msgspec.structs.replace(member.hello, rank=rank, world_size=len(taken)))
-            for rank, member in enumerate(taken)
+            (attendee.key, msgspec.structs.replace(attendee.hello, rank=rank, world_size=len(taken)))
+            for rank, attendee in enumerate(taken)
         ]
 
     def missing(self) -> list[int]:
         """The first ranks that are not here, at most LISTED: a peer may have given any world size."""
         found: list[int] = []
-        while self._from in self.members:
+        while self._from in self.attendees:
             self._from += 1
         for rank in range(self._from, self.spec.world_size):
-            if rank not in self.members:
+            if rank not in self.attendees:
                 found.append(rank)
                 if len(found) == LISTED:
                     break
@@ -212,7 +214,7 @@ class Gathering:
             generation=0,
             launch=self.spec.launch,
             world_size=self.spec.world_size,
-            joined=len(self.members),
+            joined=len(self.attendees),
             missing=self.missing(),
             age_s=now - self.since,
         )

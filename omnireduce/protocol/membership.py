@@ -23,7 +23,7 @@ import msgspec
 from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.allowance import beyond_allowance
-from omnireduce.protocol.gathering import Gathering, Member, Place, Standing, member_name
+from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
 from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, of_another_team, taken
 from omnireduce.protocol.limits import Limits
 from omnireduce.status import JobStatus
@@ -69,7 +69,7 @@ MembershipEffect = Answer | Admit | Announce | Replace
 
 
 class _Running(NamedTuple):
-    place: Place
+    meeting: Meeting
     spec: Hello  # of the first who said hello
     formation: int  # its number, which no other generation has
     ranks: dict[int, Hello]  # those that have not left, with the ranks that they have
@@ -83,7 +83,7 @@ class Membership:
         """`salt`: differs between processes, so that the numbers of their formations differ, too. `key`, for tickets:
         the same in a process that takes the place of another, and known to nobody else."""
         self._limits, self._salt, self._key = limits, salt, key
-        self._gathering: dict[Place, Gathering] = {}
+        self._gathering: dict[Meeting, Gathering] = {}
         self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # the same by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
         self._running: dict[int, _Running] = {}
@@ -107,26 +107,26 @@ class Membership:
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
-        place, standing = Place.of(hello), Standing.NEWCOMER
+        meeting, standing = Meeting.of(hello), Standing.NEWCOMER
         wrong, temporary = self._unfit(hello)  # first: nothing may depend on numbers without bounds
         if not wrong:
-            standing = self._standing(hello, place)
-            yield from self._make_way(hello, place, standing, now)
-            wrong, temporary = self._objection(hello, place, standing, terms)
+            standing = self._standing(hello, meeting)
+            yield from self._make_way(hello, meeting, standing, now)
+            wrong, temporary = self._objection(hello, meeting, standing, terms)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
-            waiting = self._gathering.get(place)
+            waiting = self._gathering.get(meeting)
             if waiting is not None and not malformed(hello) and not of_another_team(waiting.spec, hello):
                 waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
                 waiting.is_news = True
             return
-        if place not in self._gathering:
-            self._open(place, hello, now, terms)
-        gathering = self._gathering[place]
-        gathering.add(Member(key, hello, standing), now)
+        if meeting not in self._gathering:
+            self._open(meeting, hello, now, terms)
+        gathering = self._gathering[meeting]
+        gathering.add(Attendee(key, hello, standing), now)
         self._waiting[key] = hello
         if self._may_start(gathering, now):
-            yield self._admit(place)
+            yield self._admit(meeting)
         else:
             yield Answer(key, gathering.pending())
 
@@ -134,12 +134,12 @@ class Membership:
         """A connection that was not yet admitted is over."""
         hello = self._waiting.pop(key, None)
         if hello is not None:
-            place = Place.of(hello)
-            gathering = self._gathering[place]
+            meeting = Meeting.of(hello)
+            gathering = self._gathering[meeting]
             gathering.remove(hello.rank, now)
-            if not gathering.members:
-                self._close(place)
-                generation = self._generation_of(place)
+            if not gathering.attendees:
+                self._close(meeting)
+                generation = self._generation_of(meeting)
                 if gathering.held and generation is not None:
                     self._deserted.add(generation)
 
@@ -152,8 +152,8 @@ class Membership:
         """A running generation is over; its ranks may still be leaving."""
         over = self._running.pop(generation, None)
         self._deserted.discard(generation)
-        if over is not None and over.place in self._gathering and self._generation_of(over.place) is None:
-            self._gathering[over.place].release(now)
+        if over is not None and over.meeting in self._gathering and self._generation_of(over.meeting) is None:
+            self._gathering[over.meeting].release(now)
 
     def released(self, generation: int) -> None:
         """A generation that is over has given back its memory and its connections."""
@@ -165,19 +165,19 @@ class Membership:
         limit_s, self._has_freed_room = self._limits.join_timeout_s, False
         while self._deserted:
             yield Announce(self._deserted.pop(), 0)
-        for place, gathering in list(self._gathering.items()):
+        for meeting, gathering in list(self._gathering.items()):
             if self._may_start(gathering, now):
-                yield self._admit(place)
+                yield self._admit(meeting)
             elif not gathering.held and now - gathering.since >= limit_s:
-                self._close(place)
+                self._close(meeting)
                 reason = gathering.too_late(limit_s)
-                for key, *_ in gathering.members.values():
+                for key, *_ in gathering.attendees.values():
                     del self._waiting[key]
                     yield Answer(key, Refused(reason, temporary=True))
             elif gathering.held and gathering.has_settled(now):
-                yield from self._replace(place, gathering, now)
+                yield from self._replace(meeting, gathering, now)
             elif gathering.untold or (gathering.is_news and now - gathering.told_at >= NEWS_S):
-                yield from self._tell_news(place, gathering, now)
+                yield from self._tell_news(meeting, gathering, now)
 
     def gathering(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
@@ -187,7 +187,7 @@ class Membership:
         """Admit nobody any more."""
         self.draining = True
         for gathering in self._gathering.values():
-            for key, *_ in gathering.members.values():
+            for key, *_ in gathering.attendees.values():
                 yield Answer(key, Refused("the aggregator is shutting down", temporary=True))
         self._gathering.clear()
         self._of_name.clear()
@@ -195,21 +195,21 @@ class Membership:
 
     # gatherings
 
-    def _open(self, place: Place, hello: Hello, now: float, terms: Terms) -> None:
+    def _open(self, meeting: Meeting, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
-        generation = self._generation_of(place) if hello.smallest else None
+        generation = self._generation_of(meeting) if hello.smallest else None
         last = frozenset[int]() if generation is None else self._running[generation].asked
         gathering = Gathering(hello, terms, now, now, now, generation is not None, last, self._replaced_by(hello))
-        gathering.namesakes = self._of_name.setdefault((hello.team, place.job, place.formation), [])
+        gathering.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])
         for other in gathering.namesakes[:1]:
             other.is_news = True
         gathering.namesakes.append(gathering)
-        self._gathering[place] = gathering
+        self._gathering[meeting] = gathering
 
-    def _close(self, place: Place) -> None:
-        gathering = self._gathering.pop(place)
+    def _close(self, meeting: Meeting) -> None:
+        gathering = self._gathering.pop(meeting)
         gathering.namesakes.remove(gathering)
-        name = gathering.spec.team, place.job, place.formation
+        name = gathering.spec.team, meeting.job, meeting.formation
         if not gathering.namesakes:
             del self._of_name[name]
 
@@ -230,82 +230,82 @@ class Membership:
         held = [*self._held.values(), *(each.spec for each in others if each.replaces not in self._held)]
         return bool(self._too_much(gathering.spec, gathering.terms, jobs, held))
 
-    def _admit(self, place: Place) -> Admit:
+    def _admit(self, meeting: Meeting) -> Admit:
         """Start a job with the workers that are here. Those who are left over wait for the next generation."""
-        gathering = self._gathering[place]
-        before = frozenset(gathering.members)
+        gathering = self._gathering[meeting]
+        before = frozenset(gathering.attendees)
         ranked = gathering.take()
         for key, _ in ranked:
             del self._waiting[key]
         generation, self._next_generation = self._next_generation, self._next_generation + 1
-        formation, hellos = place.formation, [hello for _, hello in ranked]
+        formation, hellos = meeting.formation, [hello for _, hello in ranked]
         if not formation:  # this is the first shard: the job may be formed anew
             formation = self._salt + generation
             entry = tickets.ticket(self._key, gathering.spec, formation)
             hellos = [msgspec.structs.replace(each, formation=formation, ticket=entry) for each in hellos]
-        asked = before - gathering.members.keys()
+        asked = before - gathering.attendees.keys()
         ranks = {each.rank: each for each in hellos}
-        self._running[generation] = _Running(place, gathering.spec, formation, ranks, asked)
+        self._running[generation] = _Running(meeting, gathering.spec, formation, ranks, asked)
         self._held[generation] = hellos[0]
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
         gathering.replaces = generation
-        if not gathering.members:
-            self._close(place)
+        if not gathering.attendees:
+            self._close(meeting)
         return Admit(generation, gathering.spec.job, [key for key, _ in ranked], hellos)
 
-    def _tell_news(self, place: Place, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
+    def _tell_news(self, meeting: Meeting, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
         """Tell some of the waiting workers who is missing. When all are told and the job is held back, tell the running
         ranks how many wait."""
         if not gathering.untold:
             gathering.told_at, gathering.is_news = now, False
-            gathering.untold = {key: None for key, *_ in gathering.members.values()}
+            gathering.untold = {key: None for key, *_ in gathering.attendees.values()}
         pending = gathering.pending()
         for key in list(islice(gathering.untold, NEWS_AT_ONCE)):
             del gathering.untold[key]
             yield Answer(key, pending)
-        generation = self._generation_of(place)
+        generation = self._generation_of(meeting)
         if gathering.held and generation is not None and not gathering.untold:
             running = self._running[generation]
-            room = running.spec.world_size - len(running.asked) if running.spec.smallest else len(gathering.members)
-            yield Announce(generation, min(len(gathering.members), room))
+            room = running.spec.world_size - len(running.asked) if running.spec.smallest else len(gathering.attendees)
+            yield Announce(generation, min(len(gathering.attendees), room))
 
-    def _replace(self, place: Place, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
+    def _replace(self, meeting: Meeting, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
         """End the generation that still runs: the survivors who left it have waited long enough."""
         gathering.changed_at = now
-        generation = self._generation_of(place)
+        generation = self._generation_of(meeting)
         assert generation is not None
         late = listed([f"rank {rank}" for rank in sorted(self._running[generation].ranks)])
         why = "had not left when the others had waited long enough to form the job anew"
         yield Replace(generation, Cause(late, why))
 
-    def _generation_of(self, place: Place) -> int | None:
+    def _generation_of(self, meeting: Meeting) -> int | None:
         """The newest generation that runs of a job, if this is the job's first shard; else None."""
-        if place.formation:
+        if meeting.formation:
             return None
-        return max((number for number, each in self._running.items() if each.place == place), default=None)
+        return max((number for number, each in self._running.items() if each.meeting == meeting), default=None)
 
     # who may come
 
-    def _standing(self, hello: Hello, place: Place) -> Standing:
+    def _standing(self, hello: Hello, meeting: Meeting) -> Standing:
         """What a worker, whose hello is in order, is to its job. While a generation runs, only its members are
         survivors."""
         if not hello.survived:
             return Standing.NEWCOMER
-        generation, has_ticket = self._generation_of(place), tickets.is_valid(self._key, hello)
+        generation, has_ticket = self._generation_of(meeting), tickets.is_valid(self._key, hello)
         if generation is None:
-            gathering = self._gathering.get(place)
+            gathering = self._gathering.get(meeting)
             is_known = gathering is not None and gathering.is_led
             return Standing.SURVIVOR if has_ticket else Standing.NEWCOMER if is_known else Standing.CLAIMANT
         is_member = has_ticket and hello.survived == self._running[generation].formation
         return Standing.SURVIVOR if is_member else Standing.NEWCOMER
 
-    def _make_way(self, hello: Hello, place: Place, standing: Standing, now: float) -> Iterator[MembershipEffect]:
+    def _make_way(self, hello: Hello, meeting: Meeting, standing: Standing, now: float) -> Iterator[MembershipEffect]:
         """Survivors go first: others that disagree with one, or that gave its rank, are refused in its place."""
-        gathering = self._gathering.get(place)
+        gathering = self._gathering.get(meeting)
         if gathering is None or standing is not Standing.SURVIVOR or of_another_team(gathering.spec, hello):
             return
         is_led = gathering.is_led
-        for key, other, others_standing in list(gathering.members.values()):
+        for key, other, others_standing in list(gathering.attendees.values()):
             if others_standing is Standing.SURVIVOR:
                 continue
             differs = "" if is_led else difference(hello, other)
@@ -322,10 +322,10 @@ class Membership:
             return "the aggregator is shutting down", True
         return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
 
-    def _objection(self, hello: Hello, place: Place, standing: Standing, terms: Terms) -> tuple[str, bool]:
+    def _objection(self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms) -> tuple[str, bool]:
         """Why `hello` cannot join beside those who are here, and whether it might later; empty when it can."""
-        wrong = self._conflict(hello, place, standing)
-        full = "" if wrong or place in self._gathering else self._no_room(hello, terms)
+        wrong = self._conflict(hello, meeting, standing)
+        full = "" if wrong or meeting in self._gathering else self._no_room(hello, terms)
         return wrong or full, bool(full) or standing is Standing.CLAIMANT
 
     def _no_room(self, hello: Hello, terms: Terms) -> str:
@@ -349,22 +349,24 @@ class Membership:
         last = max(mine, default=None)
         return None if any(each.replaces == last for each in self._gathering.values()) else last
 
-    def _conflict(self, hello: Hello, place: Place, standing: Standing) -> str:
+    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing) -> str:
         for running in self._running.values():
-            if running.place == place:
+            if running.meeting == meeting:
                 wrong = of_another_team(running.spec, hello) or _wrong_beside(running, hello, standing)
                 if wrong:
                     return wrong
-        gathering = self._gathering.get(place)
+        gathering = self._gathering.get(meeting)
         if gathering is None:
             return ""
         if of_another_team(gathering.spec, hello):
             return of_another_team(gathering.spec, hello)
-        if hello.rank in gathering.members:
-            return taken(gathering.members[hello.rank].hello)
+        if hello.rank in gathering.attendees:
+            return taken(gathering.attendees[hello.rank].hello)
         full = gathering.is_full if standing is not Standing.SURVIVOR else gathering.is_overfull
         if hello.smallest and full:
-            return f"{len(gathering.members)} workers wait to join job '{hello.job}' already; it has no place for more"
+            return (
+                f"{len(gathering.attendees)} workers wait to join job '{hello.job}' already; it has no place for more"
+            )
         return difference(gathering.spec, hello)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from omnireduce.console.status_table import View, duration
 from omnireduce.errors import TransportError
 from omnireduce.protocol.effects import ABORT_KINDS
-from omnireduce.status import JobStatus, Late, Status, Traffic, Waiting
+from omnireduce.status import JobStatus, Late, Status, Stragglers, Traffic
 
 
 def answer(*jobs: JobStatus, **changes: Any) -> Status:
@@ -53,11 +53,14 @@ def test_shards_of_a_job_are_added_up_whatever_generation_each_gave_it() -> None
 
 
 def test_who_is_waited_for_stands_in_the_row_and_in_full_below() -> None:
-    short, long = Waiting("c 1", [0], 1, "rank 0 (host a, pid 1)", 0.05), Waiting("c 2", [1], 1, "rank 1 (h)", 65.0)
+    short, long = (
+        Stragglers("c 1", [0], 1, "rank 0 (host a, pid 1)", 0.05),
+        Stragglers("c 2", [1], 1, "rank 1 (h)", 65.0),
+    )
     lines = text(View(), {"a:1": answer(job(waiting=short)), "b:1": answer(job(waiting=long))})
     assert lines[4][-4:] == ["rank", "1", "65", "s"]
     assert " ".join(lines[5]) == "train: c 2 waits for rank 1 (h) since 65 s"
-    many = Waiting("c 3", [0, 1], 20, "rank 0, rank 1 and 18 more", 5.0)
+    many = Stragglers("c 3", [0, 1], 20, "rank 0, rank 1 and 18 more", 5.0)
     assert text(View(), {"a:1": answer(job(waiting=many))})[3][-4:] == ["20", "ranks", "5.0", "s"]
     assert "waits" not in str(text(View(), {"a:1": answer(job(waiting=short))})[3:])
 
@@ -99,7 +102,7 @@ def test_a_shard_that_does_not_answer() -> None:
 
 
 def test_nothing_is_markup() -> None:
-    assert "[red]c" in str(text(View(), {"a:1": answer(job(waiting=Waiting("[red]c", [0], 1, "[b]", 1.0)))}))
+    assert "[red]c" in str(text(View(), {"a:1": answer(job(waiting=Stragglers("[red]c", [0], 1, "[b]", 1.0)))}))
     for state in (answer(job("a[/foo]"), job("[b]", generation=0, missing=[1])), TransportError("[/a]")):
         lines = text(View(), {"[fd00::1]:7400": state})
         assert lines[1][0] == "[fd00::1]:7400"
@@ -110,7 +113,7 @@ def test_nothing_is_markup() -> None:
 def test_nothing_is_a_command_to_the_terminal() -> None:
     """Whatever an aggregator, or who takes its place, says."""
     clear = "\x1b[2J"
-    wait = Waiting(clear, [0], 1, clear, 1.0)
+    wait = Stragglers(clear, [0], 1, clear, 1.0)
     rows = [job(clear, transport=clear, waiting=wait), job(clear, generation=0, missing=[1])]
     for state in (answer(*rows, aborts={clear: 1}), TransportError(clear)):
         console = Console(width=140, color_system=None, highlight=False)
@@ -128,7 +131,7 @@ BUSY = Traffic(
 
 @pytest.mark.parametrize("width", [64, 80, 100, 120, 140, 300])
 def test_a_narrow_terminal_shows_fewer_columns_and_cuts_none(width: int) -> None:
-    waiting = Waiting("c 1", [1], 1, "rank 1 (h)", 65.0)
+    waiting = Stragglers("c 1", [1], 1, "rank 1 (h)", 65.0)
     name = "a-job-of-27-characters-long"
     answers = {"gpu-node-12.cluster:7400": answer(job(name, traffic=BUSY, late=[Late(1, 12.0)], waiting=waiting))}
     lines, wide = text(View(), answers, width=width), text(View(), answers, width=1000)

@@ -454,5 +454,5 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert effect.workers == min(len(waiting), 3 - len(job.keys))
             elif isinstance(effect.message, Refused):
                 del waiting[effect.key]  # type: ignore[arg-type]
-        known = {key for each in membership._gathering.values() for key, *_ in each.members.values()}
+        known = {key for each in membership._gathering.values() for key, *_ in each.attendees.values()}
         assert known == waiting.keys()

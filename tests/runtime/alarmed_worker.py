@@ -65,7 +65,7 @@ def one_job(comm: Communicator, alarm: Alarm, chance: random.Random) -> dict[str
     for number in range(COLLECTIVES):
         x = np.full(SIZE, number + 1, np.float32)
         try:
-            handle = comm._start(calls.reduction, "allreduce", x, None, "sum", "", None)
+            handle = comm._start(calls.reduction, "allreduce", x, op="sum", name="")
         except AbortedError as error:  # the alarm came when the collective before was complete
             return {"wrong": wrong, "raised": said, "reason": error.reason, "culprit": error.culprit}
         said = ""

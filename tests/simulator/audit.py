@@ -26,12 +26,12 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
         yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    ranks = [(each.place, rank) for each in membership._running.values() for rank in each.ranks]
+    ranks = [(each.meeting, rank) for each in membership._running.values() for rank in each.ranks]
     if len(set(ranks)) < len(ranks):
         yield f"a rank is in two generations of its job: {sorted(ranks)}"
-    if any(not gathering.members for gathering in membership._gathering.values()):
+    if any(not gathering.attendees for gathering in membership._gathering.values()):
         yield "a job gathers of which nobody is there"
-    waiting = {key for gathering in membership._gathering.values() for key, *_ in gathering.members.values()}
+    waiting = {key for gathering in membership._gathering.values() for key, *_ in gathering.attendees.values()}
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in waiting)
     yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
@@ -85,9 +85,9 @@ def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
         return
     yield from (f"{job}: {wrong}" for wrong in _audit_machine(job.machine))
     for rank, link in enumerate(job.links):
-        held = {row - rank * job.machine._slots for row, _ in job.machine._ranks[rank].inbox}
+        held = {row - rank * job.machine._slot_count for row, _ in job.machine._ranks[rank].inbox}
         if job.machine._ranks[rank].open_row >= 0:
-            held.add(job.machine._ranks[rank].open_row - rank * job.machine._slots)
+            held.add(job.machine._ranks[rank].open_row - rank * job.machine._slot_count)
         if not link.over and held != link._held:
             yield f"{job}: of rank {rank} the machine holds slots {held}, the link {link._held}"
 
@@ -95,8 +95,8 @@ def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
 def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
     unread = [slot for slot, readers in enumerate(machine._readers) if readers]
     filling = [machine._filling] if machine._filling >= 0 else []
-    if sorted(machine._free + unread + filling) != list(range(machine._slots)):
-        yield f"result slots: {machine._free} free, {unread} unread, {filling} being filled, of {machine._slots}"
+    if sorted(machine._free + unread + filling) != list(range(machine._slot_count)):
+        yield f"result slots: {machine._free} free, {unread} unread, {filling} being filled, of {machine._slot_count}"
     if machine._reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._ranks):
         yield f"{machine._reduction.work_bytes} bytes of work space for {len(machine._ranks)} ranks"
     if len(machine._gone) == len(machine._ranks):

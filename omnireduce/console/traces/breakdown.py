@@ -28,7 +28,7 @@ cores, the time without one lengthens them all, wake-ups above all."""
 
 
 @dataclass(frozen=True)
-class Row:
+class LaneMedians:
     """Medians of one lane: milliseconds of a collective and of each activity in it, how often it was woken in a
     collective, and the microseconds that one wake-up took (0 if there was none)."""
 
@@ -51,7 +51,7 @@ class Breakdown:
     recorded: int
     begin: int
     end: int
-    rows: list[Row]
+    rows: list[LaneMedians]
 
 
 def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
@@ -76,7 +76,7 @@ def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
     )
 
 
-def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> Row:
+def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> LaneMedians:
     woken = wake_ups(lane, lanes)
     edges, totals = exclusive([*(lane.of(what) for what in WORK), woken, lane.of(What.WAIT)])
     spent = [np.interp(end, edges, total) - np.interp(begin, edges, total) for total in totals]
@@ -84,7 +84,7 @@ def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> Row:
     counts = np.searchsorted(woken["end"], end, "right") - np.searchsorted(woken["end"], begin, "right")
     inside = np.searchsorted(begin, woken["end"]) > np.searchsorted(end, woken["end"])
     lengths = (woken["end"] - woken["start"])[inside]
-    return Row(
+    return LaneMedians(
         str(lane.origin),
         float(np.median(end - begin)) / 1e6,
         {name: float(np.median(each)) / 1e6 for name, each in zip(ACTIVITIES, spent, strict=True)},

@@ -94,10 +94,11 @@ def reduction(
     place: Place,
     kind: Kind,
     x: NDArray[S],
-    out: NDArray[S] | None,
+    *,
     op: str,
     name: str,
-    block_size: int | None,
+    out: NDArray[S] | None = None,
+    block_size: int | None = None,
     group: str = "",
 ) -> Call[NDArray[S]]:
     """All elements of `x` combined, in place or in `out`."""
@@ -123,7 +124,7 @@ def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArra
     if check_array(x, "x").ndim == 0:
         raise UsageError("reduce_scatter needs an array of at least one dimension")
     whole_result = np.empty_like(x)
-    call = reduction(place, "reduce_scatter", x, whole_result, op, name, None)
+    call = reduction(place, "reduce_scatter", x, op=op, name=name, out=whole_result)
     part = once(lambda: np.array_split(whole_result, place.size)[place.rank].copy())
     return replace(call, result=part)
 
@@ -148,6 +149,7 @@ def rows(
     indices: Array,
     values: NDArray[S],
     n_rows: int,
+    *,
     op: str,
     name: str,
     group: str = "",

@@ -78,7 +78,7 @@ class Collectives:
         """
         if isinstance(x, GROUPS):
             return self._start_group(x, out, op, name, block_size).wait()
-        return self._start(calls.reduction, "allreduce", x, out, op, name, block_size).wait()
+        return self._start(calls.reduction, "allreduce", x, op=op, name=name, out=out, block_size=block_size).wait()
 
     @overload
     def allreduce_async(self, x: G, *, op: Op = ..., name: str = ...) -> Handle[G]: ...
@@ -102,7 +102,7 @@ class Collectives:
         """
         if isinstance(x, GROUPS):
             return self._in_background(lambda: self._start_group(x, out, op, name, block_size))
-        return self._start_async(calls.reduction, "allreduce", x, out, op, name, block_size)
+        return self._start_async(calls.reduction, "allreduce", x, op=op, name=name, out=out, block_size=block_size)
 
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
         """Combine `x` of all ranks as `allreduce` does, for one of them: replace the root's `x` and return it there.
@@ -248,13 +248,13 @@ class Collectives:
 
         Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
         """
-        return self._start(calls.rows, indices, values, n_rows, op, name).wait()
+        return self._start(calls.rows, indices, values, n_rows, op=op, name=name).wait()
 
     def allreduce_rows_async(
         self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
     ) -> Handle[Rows[S]]:
         """Start an `allreduce_rows`; see `allreduce_async`."""
-        return self._start_async(calls.rows, indices, values, n_rows, op, name)
+        return self._start_async(calls.rows, indices, values, n_rows, op=op, name=name)
 
     def allreduce_tables(self, tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> list[Rows[Any]]:
         """`allreduce_rows` of several tables at once: those of one dtype and row length travel in one exchange.

@@ -44,7 +44,7 @@ def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
     group = f"{_many(len(leaves), 'array')} {everything}"
     for few in _together(leaves, _exchange_of):
         if len(few) == 1:
-            calls.append(reduction(place, "allreduce", few[0].array, None, op, name, None, group))
+            calls.append(reduction(place, "allreduce", few[0].array, op=op, name=name, group=group))
         else:
             calls.append(_fused(place, few, op, name, group))
     return calls or [_fused(place, [], op, name, group)]  # another rank's group may have arrays: then all are told
@@ -65,7 +65,9 @@ def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
         _check_table(table, f"tables[{at}]")
     together = _together(enumerate(given), lambda each: _format(each[1]))
     group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
-    calls = [rows(place, *_stacked([table for _, table in few]), op, name, group) for few in together or [[]]]
+    calls = [
+        rows(place, *_stacked([table for _, table in few]), op=op, name=name, group=group) for few in together or [[]]
+    ]
 
     def result(found: list[Rows[Any]]) -> list[Rows[Any]]:
         placed = dict[int, Rows[Any]]()
@@ -149,7 +151,7 @@ def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str
         for part, flat in zip(parts, flats, strict=True):
             flat[:] = part
 
-    call = reduction(place, "allreduce", whole, None, op, name, None, group)
+    call = reduction(place, "allreduce", whole, op=op, name=name, group=group)
     return replace(call, writes=(*call.writes, *flats), put_back=put_back)
 
 

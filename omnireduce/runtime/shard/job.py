@@ -22,7 +22,7 @@ from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces
-from omnireduce.status import LISTED, JobKey, JobStatus, Traffic, Waiting
+from omnireduce.status import LISTED, JobKey, JobStatus, Stragglers, Traffic
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
@@ -214,7 +214,7 @@ class Job:
             slots_in_use=in_use,
             results=spec.slots,
             results_in_use=results_in_use,
-            waiting=wait and Waiting(wait.what, wait.ranks[:LISTED], len(wait.ranks), wait.who, wait.seconds),
+            waiting=wait and Stragglers(wait.what, wait.ranks[:LISTED], len(wait.ranks), wait.who, wait.seconds),
             late=machine.account.late[:LISTED],
         )
 

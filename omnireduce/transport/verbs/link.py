@@ -44,7 +44,7 @@ class Failure(NamedTuple):
     reason: str
 
 
-class Connection(Protocol):
+class QueuePair(Protocol):
     """What a link needs of `verbs.queue.Queue`."""
 
     descriptor: int
@@ -64,7 +64,7 @@ class VerbsLink(Link):
 
     kind = "verbs"
 
-    def __init__(self, control: TcpLink, queue: Connection, send_slots: Array, receive_slots: Array) -> None:
+    def __init__(self, control: TcpLink, queue: QueuePair, send_slots: Array, receive_slots: Array) -> None:
         super().__init__(control.peer)
         self.counters = control.counters
         self._control, self._queue = control, queue

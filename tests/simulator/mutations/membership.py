@@ -21,7 +21,7 @@ MUTATIONS = (
         "a rank joins a gathering job twice",
         _MEMBERSHIP,
         "the second process takes the place of the first, which waits for ever",
-        "        if hello.rank in gathering.members:\n",
+        "        if hello.rank in gathering.attendees:\n",
         "        if hello.rank < 0:\n",
     ),
     Mutation(
@@ -73,15 +73,15 @@ MUTATIONS = (
         "a rank that went still counts",
         _GATHERING,
         "a job begins with a rank that is gone",
-        "        member = self.members.pop(rank)\n",
-        "        member = self.members[rank]\n",
+        "        attendee = self.attendees.pop(rank)\n",
+        "        attendee = self.attendees[rank]\n",
     ),
     Mutation(
         "a job of nobody is kept",
         _MEMBERSHIP,
         "what the first rank said binds those who come after it went",
-        "            if not gathering.members:\n                self._close(place)\n",
-        "            if not gathering.members:\n                pass\n",
+        "            if not gathering.attendees:\n                self._close(meeting)\n",
+        "            if not gathering.attendees:\n                pass\n",
         within=2000,
     ),
     Mutation(
@@ -125,14 +125,14 @@ MUTATIONS = (
         _GATHERING,
         "a rank is taken for another",
         "for rank in sorted(order[: self.spec.world_size])]",
-        "for rank in list(self.members)[: self.spec.world_size]]",
+        "for rank in list(self.attendees)[: self.spec.world_size]]",
     ),
     Mutation(
         "one that waits is left out",
         _GATHERING,
         "a survivor that came in time waits until it has no time left",
-        "key=lambda rank: (-self.members[rank].standing, rank))\n",
-        "key=lambda rank: (-self.members[rank].standing, rank))\n"
+        "key=lambda rank: (-self.attendees[rank].standing, rank))\n",
+        "key=lambda rank: (-self.attendees[rank].standing, rank))\n"
         "        order = order[: len(order) - (len(order) > self.spec.smallest > 0)]\n",
         fault="crash",
     ),
