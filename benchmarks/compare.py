@@ -91,7 +91,8 @@ def compare_in_turns(
     for case, of_starts in found.items():
         low, high = np.percentile([np.median(new / old) for old, new in of_starts], (25, 75)).tolist()
         old, new = np.hstack(of_starts)
-        yield Compared(case.name, "ms", *(float(np.median(each)) for each in (old, new, new / old)), middle=(low, high))
+        old_ms, new_ms, ratio = (float(np.median(each)) for each in (old, new, new / old))
+        yield Compared(case.name, "ms", old_ms, new_ms, ratio, middle=(low, high))
 
 
 @contextmanager

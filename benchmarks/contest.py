@@ -147,8 +147,8 @@ class Contest:
         for number in range(WARM_UP + case.rounds):
             for entrant in order(entrants, number):
                 self._round(entrant, case, number, results[entrant.label])
-        densities = (told[0][name] for name in ("density", "union_density", "others_density"))
-        return Measured(case, *densities, results)
+        densities = {name: told[0][name] for name in ("density", "union_density", "others_density")}
+        return Measured(case, results=results, **densities)
 
     def _round(self, entrant: Entrant, case: Case, number: int, result: Result) -> None:
         """One round of one entrant. The service's every result is checked, of the others those of the warm-up."""
