@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nursery import Forked
+
 from omnireduce.config import Config, load_config
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -31,6 +33,8 @@ WAIT_S = 30.0 * (1 + SLOWNESS)  # longer than anything here takes on a busy mach
 READY_S = 2 * WAIT_S  # the first start on a machine compiles the kernels
 WHOLE_BYTES = 0  # `protocol.whole_bytes` in tests
 CLOSED = "closed"
+NURSERY = os.environ.get("NURSERY") != "0"  # processes are forked from one that has imported everything
+LATE = "OMNIREDUCE_", "PYTHONPATH"  # variables that count although the interpreter has started
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 _T = TypeVar("_T")
@@ -83,15 +87,14 @@ class Process:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
         kept["OMNIREDUCE_PROTOCOL_WHOLE_BYTES"] = str(WHOLE_BYTES)
         kept["OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S"] = str(WAIT_S / 2)  # the default, where nothing is emulated
-        self.popen = subprocess.Popen(
-            arguments,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log if stderr is None else stderr,
-            env=kept | (environ or {}),
-            **options,
-        )
+        environ = environ or {}
+        errors = self._log.fileno() if stderr is None else stderr
+        usual = arguments[0] == sys.executable and not options and all(name.startswith(LATE) for name in environ)
+        if usual and NURSERY:
+            self.popen: subprocess.Popen[bytes] | Forked = Forked(arguments[1:], kept | environ, errors)
+        else:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.popen = subprocess.Popen(arguments, cwd=ROOT, env=kept | environ, **pipes, **options)
         assert self.popen.stdout is not None
         self._lines = Lines(self.popen.stdout.fileno())
 
