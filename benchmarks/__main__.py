@@ -135,7 +135,7 @@ def _opened(
 
 def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome]) -> None:
     """Take the outcomes of the cases as they come; end the program if one is missing or wrong."""
-    console, started = Console(width=140), time.monotonic()
+    console, started = Console(width=140, markup=False), time.monotonic()
     for each in outcomes:
         found.add(each)
         show_case(console, each)
@@ -192,7 +192,7 @@ def profile(transport: str, ranks: int, shards: int, size: str, density: float, 
     ui.perfetto.dev shows."""
     case = Case(transport, ranks, size, density, rounds=rounds)
     try:
-        wrong = profile_case(Console(width=140, highlight=False), case, shards, results)
+        wrong = profile_case(Console(width=140, highlight=False, markup=False), case, shards, results)
     except (PeerError, OmniReduceError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(1 if wrong else 0)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.cases import Case
 from benchmarks.contest import OURS, Measured, Result
@@ -130,10 +131,10 @@ def show_verdicts(console: Console, lines: Sequence[Verdict]) -> None:
     for name in ("case", "ours", "peer", "theirs", "ratio", "target", ""):
         table.add_column(name, justify="left" if name in ("case", "peer", "") else "right")
     for each in lines:
-        verdict = "met" if each.met else "[bold red]MISSED"
+        verdict = Text("met") if each.met else Text("MISSED", "bold red")
         ours, theirs, ratio = f"{each.value:.4g} {each.unit}", "", ""
         if each.peer_value is None or each.ratio is None:
-            verdict = "[bold red]NO VERDICT"
+            verdict = Text("NO VERDICT", "bold red")
         else:
             theirs, ratio = f"{each.peer_value:.4g} {each.unit}", f"{each.ratio:.2f}"
         table.add_row(each.case, ours, each.peer, theirs, ratio, each.target, verdict)

@@ -113,7 +113,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def _ops(self) -> tuple[Op, ...]:
         if not self.reduces:
             return ("sum",)
-        if self.kind == "allreduce_rows":  # a row that nobody has is one of zeros, which min and max would have to add
+        if self.kind == "allreduce_rows":  # who lacks a row has zeros there: min, max and prod would have to read them
             return () if self.dtype == BOOL.name else ("sum", "mean")
         return BOOL_OPS if self.dtype == BOOL.name else NUMBER_OPS
 

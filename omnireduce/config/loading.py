@@ -105,7 +105,9 @@ class _Layers:
             try:
                 self.add(source, key, text)
             except ConfigError:
-                raise error from None
+                unquoted = isinstance(value, str) and value.startswith("[") and value.endswith("]")
+                hint = "; leave out the brackets, or put each text in quotes" if unquoted else ""
+                raise ConfigError(f"{error}{hint}") from None
 
     def add_tables(self, source: str, tables: Mapping[str, object]) -> None:
         for section, table in tables.items():

@@ -63,13 +63,13 @@ def test_a_stopped_rank_is_named_and_told_when_it_goes_on(daemon: Daemon, transp
 
 def test_a_rank_that_computes_for_long_is_alive(daemon: Daemon) -> None:
     """Only a collective has a time limit; it counts from its start, not from the last one."""
-    holds = [("--hold", "0", "1"), ("--hold", "1", "1")]
-    with workers(daemon, 2, "--rounds", "2", per_rank=holds, overrides=["cluster.timeout_s=0.5"]) as ranks:
+    holds, timeout_s = [("--hold", "0", "1"), ("--hold", "1", "1")], 2.0  # a round takes much less on a busy machine
+    with workers(daemon, 2, "--rounds", "2", per_rank=holds, overrides=[f"cluster.timeout_s={timeout_s}"]) as ranks:
         for worker in ranks:
             worker.expect("held")
         for worker in ranks:
             with pytest.raises(AssertionError, match="no event 'error'"):
-                worker.expect("error", timeout_s=0.4)
+                worker.expect("error", timeout_s=0.6 * timeout_s)
         for worker in ranks:
             worker.go_on()
         for worker in ranks:

@@ -37,7 +37,7 @@ def main(seconds: float, secret: bool, tls: bool, kinds: str | None, pairs: int,
     click.echo(f"seed {first}")
     options = Options(secret, tls, first, pairs)
     figures = campaign([BY_NAME[name] for name in names], options, seconds, click.echo)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     console.print(table(figures, judge_time=True))
     failed = [each.name for each in figures if each.faults(judge_time=True)]
     click.echo(f"{len(figures)} kinds, {len(failed)} do not hold{': ' + ', '.join(failed) if failed else ''}")

@@ -8,6 +8,7 @@ from statistics import median
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from .attacker import Tally
 
@@ -127,6 +128,6 @@ def table(rows: Iterable[Figures], *, judge_time: bool) -> Table:
             f"{each.of_elsewhere:.1f}" if each.elsewhere else "",
             f"{each.growth_bytes / 2**20:+.0f}{legal}",
             f"{each.log_rate / 1000:.0f}",
-            "[red]" + "; ".join(faults) if faults else "[green]holds",
+            Text("; ".join(faults), "red") if faults else Text("holds", "green"),
         )
     return found

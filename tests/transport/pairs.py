@@ -30,7 +30,7 @@ from omnireduce.transport.stream import CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink, accept_tls, aggregator_context, connect_tls, worker_context
 from omnireduce.transport.verbs import link as verbs
-from omnireduce.transport.verbs.link import Connection, Failure, VerbsLink, Write
+from omnireduce.transport.verbs.link import Failure, QueuePair, VerbsLink, Write
 
 SLOTS, SLOT_BYTES = 4, 65536
 WAIT_S = 20.0  # longer than anything here takes on a busy machine
@@ -277,7 +277,7 @@ class VerbsPair(Pair):
         self.left = VerbsLink(left, self.queues[0], *slots[:2])
         self.right = VerbsLink(right, self.queues[1], *slots[2:])
 
-    def connected(self, left: Sequence[Array], right: Sequence[Array]) -> tuple[Connection, Connection]:
+    def connected(self, left: Sequence[Array], right: Sequence[Array]) -> tuple[QueuePair, QueuePair]:
         """Two connected queues, each for these send and receive slots."""
         one, two = Wire(*left), Wire(*right)
         one.peer, two.peer = two, one
@@ -297,7 +297,7 @@ class VerbsPair(Pair):
         else:
             queue.announce(immediate)
 
-    def overlong(self, queue: Connection, nbytes: int, immediate: int) -> None:
+    def overlong(self, queue: QueuePair, nbytes: int, immediate: int) -> None:
         """Let `queue` write more than a slot holds."""
         assert isinstance(queue, Wire)
         queue.peer.arrive(Write(immediate, nbytes))

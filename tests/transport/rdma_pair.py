@@ -9,7 +9,7 @@ from pyverbs.wr import SGE
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.transport.verbs.devices import choose
-from omnireduce.transport.verbs.link import Connection
+from omnireduce.transport.verbs.link import QueuePair
 from omnireduce.transport.verbs.queue import Queue
 
 from .pairs import VerbsPair
@@ -23,13 +23,13 @@ class RdmaPair(VerbsPair):
 
     name = "rdma"
 
-    def connected(self, left: Sequence[Array], right: Sequence[Array]) -> tuple[Connection, Connection]:
+    def connected(self, left: Sequence[Array], right: Sequence[Array]) -> tuple[QueuePair, QueuePair]:
         one, two = Queue(CHOICE, SETTINGS, *left), Queue(CHOICE, SETTINGS, *right)
         one.connect(two.endpoint)
         two.connect(one.endpoint)
         return one, two
 
-    def overlong(self, queue: Connection, nbytes: int, immediate: int) -> None:
+    def overlong(self, queue: QueuePair, nbytes: int, immediate: int) -> None:
         assert isinstance(queue, Queue)
         place = queue._slots[0]
         queue._post(SGE(place.addr, nbytes, place.lkey), queue._peer.address, immediate)
