@@ -82,6 +82,10 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """End the process at once."""
         self.send_signal(signal.SIGKILL)

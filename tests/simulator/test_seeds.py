@@ -31,6 +31,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     80004395: "a rank was left behind by a generation that took longer than its time to join",
     210022600: "a rank was left behind by a generation that had done all its work before its time to join was over",
     210027481: "the same, where two more attempts found nobody either",
+    310109354: "a shard's clock jumped over the moment in which it told a rank why the job ended",
     210048842: "two launches, a stranger and a job that gathered again were more than a shard admits",
     96003064: "a rank was killed whose only connection had broken before, so nobody heard of it at once",
     96012112: "many short spans of slow processes took longer than the limit",

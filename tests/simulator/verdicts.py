@@ -213,7 +213,7 @@ class Verdicts:
         culprits = self._cluster.culprits(worker.job.name)
         if worker.error is None:
             return worker.done and (worker.clean or bool(culprits) or self._disturbed)
-        unheard = worker.was_stalled or (bool(culprits) and self._goodbyes_are_slow)
+        unheard = worker.was_stalled or (bool(culprits) and (self._goodbyes_are_slow or self._a_moment_was_skipped))
         if isinstance(worker.error, AbortedError) and unheard and worker.error.reason == "connection closed":
             return True  # the shard did not wait until it could tell it why
         causes = self._causes
@@ -277,6 +277,11 @@ class Verdicts:
     def _disturbed(self) -> bool:
         """Goodbyes may take longer than a worker waits for them, or a shard until it hangs up."""
         return self._goodbyes_are_slow or bool(self._cluster.causes.intersection(JUMPS + STALLS + SLOW))
+
+    @property
+    def _a_moment_was_skipped(self) -> bool:
+        """Clocks of shards jumped over the moment that a rank has for reading why its job ends."""
+        return self._lost_s(("shard clock jump",)) >= LINGER_S
 
     @property
     def _goodbyes_are_slow(self) -> bool:
