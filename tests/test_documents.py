@@ -136,7 +136,8 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
         cwd=tmp_path, env=os.environ | {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)},
         capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if not line.startswith("waiting for")]  # a busy machine
+    assert (done.returncode, said) == (0, [])
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
