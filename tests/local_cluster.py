@@ -77,11 +77,17 @@ class Lines:
 
 
 class Process:
-    """A Python process of this project; its standard output is read line by line, its standard error kept in a file,
-    or written to `stderr`."""
+    """A Python process of this project. Its standard output is read line by line. Its standard error is kept in a file,
+    or written to `stderr`. With `from_scratch` an interpreter starts; otherwise the process is forked where it can be.
+    """
 
     def __init__(
-        self, *arguments: str, environ: dict[str, str] | None = None, stderr: int | None = None, **options: Any
+        self,
+        *arguments: str,
+        environ: dict[str, str] | None = None,
+        stderr: int | None = None,
+        from_scratch: bool = False,
+        **options: Any,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
@@ -90,7 +96,7 @@ class Process:
         environ = environ or {}
         errors = self._log.fileno() if stderr is None else stderr
         usual = arguments[0] == sys.executable and not options and all(name.startswith(LATE) for name in environ)
-        if usual and NURSERY:
+        if usual and NURSERY and not from_scratch:
             self.popen: subprocess.Popen[bytes] | Forked = Forked(arguments[1:], kept | environ, errors)
         else:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}

@@ -310,7 +310,7 @@ def test_signals_until_the_end_of_the_process(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_before_the_daemon_takes_them(number: int) -> None:
     command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0"]
-    with Process(*command) as process:
+    with Process(*command, from_scratch=True) as process:
         loaded = "multiarray"  # of NumPy: by then the program's own modules are being imported
         assert eventually(lambda: loaded in Path(f"/proc/{process.pid}/maps").read_text())
         while process.popen.poll() is None:
