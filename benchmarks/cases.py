@@ -14,8 +14,8 @@ SHARDS, SKEW_SHARDS = 2, 4
 
 
 @dataclass(frozen=True)
-class Place:
-    """What has to run for a case: cases of one place are measured by the same processes."""
+class Setup:
+    """What has to run for a case: cases of one setup are measured by the same processes."""
 
     transport: str
     ranks: int
@@ -49,15 +49,15 @@ class Case:
         return "zipf" if self.kind == "skew" else "uniform"
 
     @property
-    def place(self) -> Place:
-        return Place(self.transport, self.ranks, SKEW_SHARDS if self.kind == "skew" else SHARDS)
+    def setup(self) -> Setup:
+        return Setup(self.transport, self.ranks, SKEW_SHARDS if self.kind == "skew" else SHARDS)
 
     @property
     def name(self) -> str:
         where = f"{self.links or self.transport}, {self.ranks} ranks, {self.size}"
         if self.kind == "memory":
             return f"{where}, memory"
-        whats = {"rows": "rows", "skew": f"Zipf over {self.place.shards} shards"}
+        whats = {"rows": "rows", "skew": f"Zipf over {self.setup.shards} shards"}
         return f"{where}, density {self.density:g}, {whats.get(self.kind, f'{self.overlap} overlap')}"
 
 

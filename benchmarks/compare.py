@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cases import Case, Place
+from benchmarks.cases import Case, Setup
 from benchmarks.contest import OWN, Contest, Entrant
 from benchmarks.environments import HERE, Tree
 from benchmarks.group import Group, PeerError, daemon, service_group
@@ -62,11 +62,11 @@ def checkout(root: Path) -> Tree:
 
 def compare(cases: Iterable[Case], older: Tree, starts: int = STARTS) -> Iterator[Compared]:
     """Compare on this host. Raises PeerError when something fails, or a result is wrong."""
-    for (place, memory), group in itertools.groupby(cases, key=lambda case: (case.place, case.kind == "memory")):
+    for (setup, memory), group in itertools.groupby(cases, key=lambda case: (case.setup, case.kind == "memory")):
         if memory:
             yield from _compare_memory(group, older)
         else:
-            yield from compare_in_turns(partial(_on_this_host, place), older, list(group), starts)
+            yield from compare_in_turns(partial(_on_this_host, setup), older, list(group), starts)
 
 
 def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree, starts: int = STARTS) -> Iterator[Compared]:
@@ -96,14 +96,14 @@ def compare_in_turns(
 
 
 @contextmanager
-def _on_this_host(place: Place, trees: Trees) -> Iterator[Contest]:
+def _on_this_host(setup: Setup, trees: Trees) -> Iterator[Contest]:
     with ExitStack() as stack:
         entrants = []
         for name, tree in trees:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
-            shards = stack.enter_context(daemon(place.shards, tree=tree))
-            kind = f"transport.kind={place.transport}"
-            ranks = service_group(place.ranks, folder, shards.addresses, kind, tree=tree)
+            shards = stack.enter_context(daemon(setup.shards, tree=tree))
+            kind = f"transport.kind={setup.transport}"
+            ranks = service_group(setup.ranks, folder, shards.addresses, kind, tree=tree)
             entrants += _entrants(name, stack.enter_context(ranks))
         yield Contest(entrants)
 

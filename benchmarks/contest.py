@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import BLOCK, Case, Place
+from benchmarks.cases import BLOCK, Case, Setup
 from benchmarks.group import Group, PeerError, Servers, daemon, echo_servers, gloo_group, mpi_group, service_group
 
 WARM_UP = 2  # rounds
@@ -132,7 +132,7 @@ def order(entrants: Sequence[Entrant], number: int) -> list[Entrant]:
 
 
 class Contest:
-    """All competitors for one place."""
+    """All competitors for one setup."""
 
     def __init__(self, entrants: Sequence[Entrant]) -> None:
         self._entrants = entrants
@@ -169,21 +169,21 @@ class Contest:
 
 
 @contextlib.contextmanager
-def contest(place: Place, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
+def contest(setup: Setup, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
     """Start the service and these competitors on this host. One that cannot start is left out, and said to be.
 
     Raises PeerError when the service does not start.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
-        shards = stack.enter_context(daemon(place.shards))
-        echoes = stack.enter_context(echo_servers(place.shards if place.transport == "tcp" else 0))
-        kind = f"transport.kind={place.transport}"
-        service = service_group(place.ranks, folder, shards.addresses, kind, echoes=echoes.addresses)
+        shards = stack.enter_context(daemon(setup.shards))
+        echoes = stack.enter_context(echo_servers(setup.shards if setup.transport == "tcp" else 0))
+        kind = f"transport.kind={setup.transport}"
+        service = service_group(setup.ranks, folder, shards.addresses, kind, echoes=echoes.addresses)
         entrants = _own_entrants(stack.enter_context(service), shards, echoes)
         for name in peers:
             try:
-                group = stack.enter_context(_peer_group(name, place, folder))
+                group = stack.enter_context(_peer_group(name, setup, folder))
             except (PeerError, RuntimeError, OSError) as error:
                 sys.stderr.write(f"bench: left out: {error}\n")
             else:
@@ -200,5 +200,5 @@ def _own_entrants(group: Group, shards: Servers, echoes: Servers) -> list[Entran
     return found
 
 
-def _peer_group(name: str, place: Place, folder: str) -> Group:
-    return gloo_group(place.ranks, folder) if name == "gloo" else mpi_group(name, place.ranks, folder, place.transport)
+def _peer_group(name: str, setup: Setup, folder: str) -> Group:
+    return gloo_group(setup.ranks, folder) if name == "gloo" else mpi_group(name, setup.ranks, folder, setup.transport)

@@ -57,16 +57,16 @@ def importer(tree: Tree) -> Iterator[int]:
 
 def measure(case: Case, tree: Tree = HERE) -> Memory:
     """Let workers and a daemon of `tree` exchange tensors of the case's size. Raises PeerError when one fails."""
-    place = case.place
-    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(place.shards, tree=tree) as running:
-        options = (f"transport.kind={place.transport}",)
+    setup = case.setup
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(setup.shards, tree=tree) as running:
+        options = (f"transport.kind={setup.transport}",)
         program = ("benchmarks.peak_memory",)
-        with service_group(place.ranks, folder, running.addresses, *options, program=program, tree=tree) as group:
+        with service_group(setup.ranks, folder, running.addresses, *options, program=program, tree=tree) as group:
             answers = group.tell(do="measure", elements=case.elements)
         resident = max(running.read(lambda pid: memory_mib("VmHWM", pid)))
     with importer(tree) as pid:
         imports = memory_mib("RssAnon", pid)
-    slots = (place.ranks + 1) * SLOTS
+    slots = (setup.ranks + 1) * SLOTS
     return Memory(
         case,
         worker=max(each["peak_mib"] for each in answers),

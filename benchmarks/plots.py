@@ -97,19 +97,19 @@ def _time_over_density(rows: list[Row], transport: str) -> Figure:
     return figure
 
 
-Place = tuple[str, int, float]  # transport, ranks, density
+Panel = tuple[str, int, float]  # transport, ranks, density
 
 
-def _place(row: Row) -> Place:
+def _panel(row: Row) -> Panel:
     return row["transport"], row["ranks"], row["density"]
 
 
-def _best_dense(rows: Iterable[Row]) -> dict[Place, float]:
+def _best_dense(rows: Iterable[Row]) -> dict[Panel, float]:
     """The milliseconds of the fastest of the others that move everything."""
-    found: dict[Place, float] = {}
+    found: dict[Panel, float] = {}
     for row in rows:
         if row["entrant"] in DENSE:
-            found[_place(row)] = min(row["ms"], found.get(_place(row), row["ms"]))
+            found[_panel(row)] = min(row["ms"], found.get(_panel(row), row["ms"]))
     return found
 
 
@@ -117,9 +117,9 @@ def _speedup_over_density(rows: list[Row]) -> Figure:
     figure, axes = _over_density("100 MiB of float32 against the best dense peer", "times as fast")
     best = _best_dense(rows)
     ours = [
-        row | {"speedup": best[_place(row)] / row["ms"], "line": f"{row['transport']}, {row['ranks']} ranks"}
+        row | {"speedup": best[_panel(row)] / row["ms"], "line": f"{row['transport']}, {row['ranks']} ranks"}
         for row in rows
-        if row["entrant"] == OURS and _place(row) in best
+        if row["entrant"] == OURS and _panel(row) in best
     ]
     for label, points in _curves(ours, "line", "density", "speedup").items():
         axes.plot(*zip(*points, strict=True), "o-", label=label)

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks.cases import SHARDS, Case, Place
+from benchmarks.cases import SHARDS, Case, Setup
 from benchmarks.contest import contest
 from benchmarks.group import PeerError
 from benchmarks.memory import measure
@@ -19,20 +19,20 @@ def sweep(cases: Iterable[Case], peers: Sequence[str]) -> Iterator[Outcome]:
 
     Where a competitor fails, the case is measured again without it. Raises PeerError when the service does not start.
     """
-    for (place, memory), group in itertools.groupby(cases, key=lambda case: (case.place, case.kind == "memory")):
+    for (setup, memory), group in itertools.groupby(cases, key=lambda case: (case.setup, case.kind == "memory")):
         if memory:
             yield from _measure_memory(group)
         else:
-            yield from _contests(place, deque(group), peers)
+            yield from _contests(setup, deque(group), peers)
 
 
-def _contests(place: Place, left: deque[Case], peers: Sequence[str]) -> Iterator[Outcome]:
+def _contests(setup: Setup, left: deque[Case], peers: Sequence[str]) -> Iterator[Outcome]:
     """After every failure all processes are started anew: the others may wait for what will not come."""
-    if place.shards != SHARDS:
+    if setup.shards != SHARDS:
         peers = ()  # about shards only
     absent: set[str] = set()  # during the next case
     while left:
-        with contest(place, [name for name in peers if name not in absent]) as running:
+        with contest(setup, [name for name in peers if name not in absent]) as running:
             while left:
                 case = left.popleft()
                 try:

@@ -17,7 +17,7 @@ from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.elastic import ElasticState, run_elastic
 from worker.train.corpus import Corpus
-from worker.train.results import Verdict, say_verdict
+from worker.train.results import Verification, say_verdict
 from worker.train.run import configuration_digest, exchange_over, verify
 from worker.train.trainer import Trainer, block_size, held_out_pairs, mean_loss
 
@@ -41,7 +41,7 @@ class ElasticResult(msgspec.Struct, frozen=True):
     steps: int
     workers: list[int]
     curve: list[Point]
-    verdict: Verdict
+    verdict: Verification
 
 
 class ElasticTraining:

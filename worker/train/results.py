@@ -44,7 +44,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     missing: str | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Whether all ranks' weights have the same bits, and whether a one-process run has them too.
 
     `reference_difference`: the largest absolute difference between the two; the one process adds the same shards in
@@ -60,7 +60,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return self.ranks_identical and self.reference_identical
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run. `train` is its configuration, `words` the size of its vocabulary; losses are means per pair.
 
     `saved_gradients`: the files with each rank's gradient of the last step, "{rank}" for the rank; None if not saved.
@@ -77,11 +77,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     gradients: Gradients
     timing: Timing
     mpi: Baseline | None
-    verdict: Verdict
+    verdict: Verification
     saved_gradients: str | None
 
 
-def print_result(console: Console, result: Result) -> None:
+def print_result(console: Console, result: TrainingResult) -> None:
     """Print the table and the lines around it."""
     train, gradients = result.train, result.gradients
     console.print(
@@ -104,7 +104,7 @@ def print_result(console: Console, result: Result) -> None:
         console.print(f"saved each worker's gradient of step {train.steps}: {result.saved_gradients}")
 
 
-def _table(result: Result) -> Table:
+def _table(result: TrainingResult) -> Table:
     gradients, mpi = result.gradients, result.mpi.timing if result.mpi else None
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in (
@@ -136,7 +136,7 @@ def _times(timing: Timing) -> tuple[str, str, str]:
     return short_time(timing.step_ms), short_time(timing.compute_ms), short_time(timing.exchange_ms)
 
 
-def _weights(result: Result) -> str:
+def _weights(result: TrainingResult) -> str:
     """One sentence on who ended with the same weights."""
     sentence = say_verdict(result.verdict)
     if result.mpi and result.mpi.weights_difference is not None:
@@ -145,7 +145,7 @@ def _weights(result: Result) -> str:
     return sentence
 
 
-def say_verdict(verdict: Verdict) -> str:
+def say_verdict(verdict: Verification) -> str:
     """A sentence on whose weights are the same."""
     ranks = "bit-identical on all workers" if verdict.ranks_identical else "DIFFERENT between workers"
     reference = (

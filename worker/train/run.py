@@ -26,7 +26,7 @@ from omnireduce.printing import make_console
 from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
 from worker.train.corpus import Corpus, load_corpus, source_files
-from worker.train.results import Baseline, Gradients, Result, Timing, Verdict, print_result
+from worker.train.results import Baseline, Gradients, Timing, TrainingResult, Verification, print_result
 from worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
 
 _COMMAND = "mpirun -n {} omnireduce train"
@@ -53,6 +53,15 @@ def run_train(
     if json_path is not None and comm.rank == 0:
         check_writable(json_path)
     folder = None if gradients_folder is None else make_folder(gradients_folder)
+    result = _train_and_verify(comm, config, against_mpi, folder)
+    if comm.rank == 0:
+        print_result(make_console(), result)
+        if json_path is not None:
+            write_json(msgspec.json.encode(result), json_path)
+    return 0 if result.verdict.passed else 1
+
+
+def _train_and_verify(comm: Communicator, config: Config, against_mpi: bool, folder: Path | None) -> TrainingResult:
     plain = PlainProgress(time.monotonic())
     corpus = load_shared_corpus(comm, config)
     held_out = held_out_pairs(corpus, config)
@@ -60,30 +69,21 @@ def run_train(
     over_mpi, missing = _mpi_trainer(comm, config, corpus) if against_mpi else (None, None)
     loss_before = mean_loss(ours.model, held_out)
     gradients = _train(comm, config, ours, over_mpi, folder, plain)
-    loss_after = mean_loss(ours.model, held_out)
-    timing = _timing(comm, ours)
-    mpi = _baseline(comm, ours, over_mpi, missing) if against_mpi else None
-    verdict = verify(comm, config, corpus, ours, [comm.size] * config.train.steps, plain)
-    if comm.rank == 0:
-        result = Result(
-            transport=comm.transport,
-            world_size=comm.size,
-            shards=comm.shards,
-            train=config.train,
-            files=corpus.files,
-            words=len(corpus.words),
-            loss_before=loss_before,
-            loss_after=loss_after,
-            gradients=gradients,
-            timing=timing,
-            mpi=mpi,
-            verdict=verdict,
-            saved_gradients=None if folder is None else str(folder / _GRADIENT.format(RANK)),
-        )
-        print_result(make_console(), result)
-        if json_path is not None:
-            write_json(msgspec.json.encode(result), json_path)
-    return 0 if verdict.passed else 1
+    return TrainingResult(
+        transport=comm.transport,
+        world_size=comm.size,
+        shards=comm.shards,
+        train=config.train,
+        files=corpus.files,
+        words=len(corpus.words),
+        loss_before=loss_before,
+        loss_after=mean_loss(ours.model, held_out),
+        gradients=gradients,
+        timing=_timing(comm, ours),
+        mpi=_baseline(comm, ours, over_mpi, missing) if against_mpi else None,
+        verdict=verify(comm, config, corpus, ours, [comm.size] * config.train.steps, plain),
+        saved_gradients=None if folder is None else str(folder / _GRADIENT.format(RANK)),
+    )
 
 
 def load_shared_corpus(comm: Communicator, config: Config, root: Path | None = None) -> Corpus:
@@ -199,7 +199,7 @@ def verify(
     trainer: Trainer,
     workers: Sequence[int],
     plain: PlainProgress,
-) -> Verdict:
+) -> Verification:
     """Compare all ranks' weights bit by bit, and on rank 0 with those of a run of all shards in one process.
 
     `workers` says how many took part in each step. The other ranks follow with a barrier per step, so that no
@@ -219,7 +219,7 @@ def verify(
         for _ in range(config.train.steps):
             comm.barrier()
     reference_identical, difference = comm.broadcast(outcome).tolist()
-    return Verdict(
+    return Verification(
         ranks_identical=ranks_identical,
         reference_identical=bool(reference_identical),
         reference_difference=difference,
