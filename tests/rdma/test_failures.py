@@ -25,7 +25,8 @@ from omnireduce import Communicator
 from omnireduce.config import Verbs
 from omnireduce.errors import TransportError
 from omnireduce.transport.memory import private_slots
-from omnireduce.transport.verbs.devices import choose, list_ports
+from omnireduce.transport.verbs import devices as verbs_devices
+from omnireduce.transport.verbs.devices import choose, get_device_list, list_ports
 from omnireduce.transport.verbs.link import Failure, Write
 from omnireduce.transport.verbs.queue import Queue
 
@@ -144,12 +145,12 @@ def test_a_network_card_that_is_removed(spare: str) -> None:
 
 def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
     """Soft-RoCE lets those who use a device finish; nobody new gets it."""
-    with Daemon(1, "verbs.device=rxe4") as daemon:
+    with Daemon(1, "verbs.device=rxe4") as daemon, contextlib.ExitStack() as behind_the_job:
         settings = [VERBS, "verbs.device=rxe3"]
         with workers(daemon, 2, *LARGE, overrides=settings) as ranks:
             for worker in ranks:
                 expect_round(worker, "round", 1)
-            removal = subprocess.Popen(["rdma", "link", "delete", "rxe3"])
+            removal = behind_the_job.enter_context(subprocess.Popen(["rdma", "link", "delete", "rxe3"]))
             assert eventually(lambda: "rxe3" not in devices())
             with pytest.raises(TransportError, match=r"'rxe3'.*this host has .*rxe0 port 1"):
                 choose(Verbs(device="rxe3"), near="")
@@ -159,6 +160,18 @@ def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
             assert removal.poll() is None
         assert removal.wait(WAIT_S) == 0
         assert_serves(daemon, "transport.kind=tcp")
+
+
+def test_a_device_that_is_removed_while_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Removed:
+        name = b"rxe9"
+
+    there, lists = get_device_list(), [[Removed, *get_device_list()]]
+    monkeypatch.setattr(verbs_devices, "get_device_list", lambda: lists.pop() if lists else there)
+    assert devices() == {device.name.decode() for device in there}
+    lists += [[Removed]] * 2  # it is still listed: then its failure is told
+    with pytest.raises(TransportError, match="rxe9"):
+        list_ports()
 
 
 def test_a_forked_child_takes_nothing_from_its_parent(daemon: Daemon) -> None:

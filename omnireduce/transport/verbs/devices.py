@@ -83,19 +83,29 @@ class Choice:
 
 def list_ports() -> list[Port]:
     """Every port of every RDMA device of this host. Raises TransportError."""
-    found: list[Port] = []
     try:
         with opening:
-            for device in get_device_list():
-                name = device.name.decode()
-                with Context(name=name) as context:
-                    count = context.query_device().phys_port_cnt
-                    found += [_port(context, name, number) for number in range(1, count + 1)]
+            return [port for name in _device_names() for port in _ports_of(name)]
     except PyverbsError as error:
         raise TransportError(
             f"this host has no RDMA device ({error}); is the kernel module ib_uverbs loaded?"
         ) from error
-    return found
+
+
+def _device_names() -> list[str]:
+    return [device.name.decode() for device in get_device_list()]
+
+
+def _ports_of(name: str) -> list[Port]:
+    """The ports of a device; none if it was removed after it was listed."""
+    try:
+        with Context(name=name) as context:
+            count = context.query_device().phys_port_cnt
+            return [_port(context, name, number) for number in range(1, count + 1)]
+    except PyverbsError:
+        if name in _device_names():
+            raise
+        return []
 
 
 def _port(context: Any, device: str, number: int) -> Port:
