@@ -65,7 +65,7 @@ class Collectives:
         a multiple of 8.
 
         A list, tuple or dict of arrays, also nested, is a group: all its arrays are combined in place, and it is
-        returned. Those of up to 256 KiB travel together, one exchange for each dtype; larger ones travel on their own,
+        returned. Those of up to 512 KiB travel together, one exchange for each dtype; larger ones travel on their own,
         at the same time. Keys and shapes are the same on all ranks; `out` and `block_size` are not for groups. In an
         array of a group a block is part of a larger whole, so a -0 may stay where the array alone would get +0.
 

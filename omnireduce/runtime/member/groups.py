@@ -24,7 +24,7 @@ from omnireduce.wire.blocks import MAX_BLOCKS
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
-FUSED_BYTES = 1 << 18  # largest array that is copied to travel with others; copying more takes longer than an exchange
+FUSED_BYTES = 1 << 19  # largest array that is copied to travel with others; copying more takes longer than an exchange
 DEEPEST = 50
 
 
