@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -22,8 +21,7 @@ class Stripes(NamedTuple):
 ALL_STRIPES = Stripes()
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """`elements` elements in blocks of `block_size`; stripe s (of `stripe_blocks` blocks) belongs to shard s mod
     shards.
 

@@ -70,7 +70,8 @@ class _Blocks:
         self.tail[:] = 0
 
     def store_tail(self) -> None:
-        self.short[:] = self.tail.view(np.uint8).reshape(-1)[: self.short.size]
+        if self.short.size:
+            self.short[:] = self.tail.view(np.uint8).reshape(-1)[: self.short.size]
 
 
 class DenseTensor:

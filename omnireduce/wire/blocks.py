@@ -41,11 +41,11 @@ class Header(NamedTuple):
     @property
     def indices_start(self) -> int:
         """Where in the message its indices begin."""
-        return _indices_start(self.block_count - self.left_out, self.block_bytes)
+        return _padded(HEADER_BYTES + (self.block_count - self.left_out) * self.block_bytes)
 
 
-def _indices_start(count: int, block_bytes: int) -> int:
-    return (HEADER_BYTES + count * block_bytes + 7) // 8 * 8
+def _padded(nbytes: int) -> int:
+    return (nbytes + 7) // 8 * 8
 
 
 def capacity(slot_bytes: int, block_bytes: int) -> int:
@@ -80,10 +80,13 @@ def seal(
     left_out: int = 0,
 ) -> int:
     """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes."""
-    start = _indices_start(indices.size - left_out, block_bytes)
-    stop = start + indices.size * 8
-    slot[HEADER_BYTES + (indices.size - left_out) * block_bytes : start] = 0
-    _HEADER.pack_into(slot.data, 0, collective, frontier, indices.size, block_bytes, len(extra), left_out)
+    count = indices.size
+    blocks_stop = HEADER_BYTES + (count - left_out) * block_bytes
+    start = _padded(blocks_stop)
+    stop = start + count * 8
+    if start > blocks_stop:
+        slot[blocks_stop:start] = 0
+    _HEADER.pack_into(slot.data, 0, collective, frontier, count, block_bytes, len(extra), left_out)
     slot[start:stop].view(np.int64)[:] = indices
     if extra:
         slot[stop : stop + len(extra)] = np.frombuffer(extra, np.uint8)
@@ -112,5 +115,7 @@ def message_indices(slot: Array, header: Header) -> Array:
 
 
 def message_extra(slot: Array, header: Header) -> bytes:
+    if not header.extra_bytes:
+        return b""
     start = header.indices_start + header.block_count * 8
     return slot[start : start + header.extra_bytes].tobytes()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -36,8 +35,7 @@ S = TypeVar("S", bound=np.generic)
 Rows = tuple[NDArray[np.int64], NDArray[S]]  # the numbers of rows, and the rows
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class Call(NamedTuple, Generic[T]):
     """A collective that can be started: what travels, this rank's part of it, and what the caller gets in the end.
 
     The arrays that it `reads` and `writes` are its own until it is finished; `put_back` is the last that it does to
@@ -126,7 +124,7 @@ def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArra
     whole_result = np.empty_like(x)
     call = reduction(place, "reduce_scatter", x, op=op, name=name, out=whole_result)
     part = once(lambda: np.array_split(whole_result, place.size)[place.rank].copy())
-    return replace(call, result=part)
+    return call._replace(result=part)
 
 
 def reduction_at_root(place: Place, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
@@ -207,7 +205,7 @@ def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: 
 
     reads = () if source is None else (source,)
     call = _movement(place, called, source, target.reshape(-1).view(BYTES), lambda: out, reads=reads)
-    return replace(call, writes=(*call.writes, flat), put_back=put_back)
+    return call._replace(writes=(*call.writes, flat), put_back=put_back)
 
 
 def exchanged_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -152,7 +151,7 @@ def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str
             flat[:] = part
 
     call = reduction(place, "allreduce", whole, op=op, name=name, group=group)
-    return replace(call, writes=(*call.writes, *flats), put_back=put_back)
+    return call._replace(writes=(*call.writes, *flats), put_back=put_back)
 
 
 def _stacked(given: Sequence[Table]) -> Table:

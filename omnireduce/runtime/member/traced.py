@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -67,7 +66,7 @@ class TracedEngine(Engine):
         self._recorder = recorder
 
     def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
-        return super().submit(*(replace(each, operand=TracedOperand(each.operand, self._recorder)) for each in calls))
+        return super().submit(*(each._replace(operand=TracedOperand(each.operand, self._recorder)) for each in calls))
 
     def _block(self, deadline: float | None) -> None:
         start = now()
