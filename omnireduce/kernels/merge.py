@@ -1,4 +1,4 @@
-"""Aggregator side, first step: which blocks may leave now, and where each rank's part of them lies."""
+"""The block indices of messages: a peer's are checked, those of all ranks merged, those of a result marked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,58 @@ from omnireduce.kernels.jit import kernel
 
 ABSENT = -1  # in `parts`: this rank's block is zero
 SOLE_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0
+
+
+@kernel
+def _fitting(indices: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int) -> int:
+    """How many of the first `indices` ascend strictly, lie in [low, high) and are in stripes of `shard`."""
+    previous, stop = low - 1, 0  # of a stripe of this shard
+    for k in range(indices.size):
+        index = indices[k]
+        if index <= previous or index >= high:
+            return k
+        if index >= stop:
+            stripe = index // stripe_blocks
+            if stripe % shards != shard:
+                return k
+            stop = (stripe + 1) * stripe_blocks
+        previous = index
+    return indices.size
+
+
+@kernel
+def admit_indices(shared: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int, own: Array) -> int:
+    """Copy `shared` (int64, possibly still writable by the peer) to `own`, then check the copy.
+
+    Returns how many of the first indices ascend strictly, lie in [low, high), where `low` is not negative, and are in
+    stripes of `shard`: all, if none is wrong.
+    """
+    for k in range(shared.size):
+        own[k] = shared[k]
+    return _fitting(own, low, high, shard, shards, stripe_blocks)
+
+
+@kernel
+def admit_marked(
+    shared: Array,
+    rank: int,
+    low: int,
+    high: int,
+    shard: int,
+    shards: int,
+    stripe_blocks: int,
+    own: Array,
+    unchanged: Array,
+) -> int:
+    """As `admit_indices`, for indices of a result, which say of a block who alone brought it.
+
+    `unchanged`, bool: whether that is `rank`, so that the result is the block that it has.
+    """
+    for k in range(shared.size):
+        marked = shared[k]
+        own[k] = marked & ((1 << SOLE_SHIFT) - 1)
+        unchanged[k] = marked >> SOLE_SHIFT == rank + 1
+    return _fitting(own, low, high, shard, shards, stripe_blocks)
 
 
 @kernel
@@ -65,15 +117,3 @@ def leave_out(marked: Array, rank: int, rows: Array, out: Array) -> None:
             for i in range(row.size):
                 copy[i] = row[i]
             at += 1
-
-
-@kernel
-def split_marks(shared: Array, rank: int, indices: Array, unchanged: Array) -> None:
-    """Copy marked indices (int64, possibly still writable by the peer) into block numbers and a flag each.
-
-    `unchanged[k]`: `rank` alone contributed, so the result is the block that it has.
-    """
-    for k in range(shared.size):
-        marked = shared[k]
-        indices[k] = marked & ((1 << SOLE_SHIFT) - 1)
-        unchanged[k] = marked >> SOLE_SHIFT == rank + 1

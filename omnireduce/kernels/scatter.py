@@ -1,4 +1,4 @@
-"""Worker side, downward: check and place result blocks."""
+"""Worker side, downward: place result blocks."""
 
 from __future__ import annotations
 
@@ -32,35 +32,6 @@ def scatter_blocks(target: Array, rows: Array, indices: Array, unchanged: Array,
         for i in range(row.size):
             out[i] = row[i]
         at += 1
-
-
-@kernel
-def admit_indices(shared: Array, low: int, high: int, own: Array) -> bool:
-    """Copy `shared` (int64, possibly still writable by the peer) to `own`, then check the copy.
-
-    True when the copied indices ascend strictly and lie in [low, high).
-    """
-    previous = low - 1
-    for k in range(shared.size):
-        own[k] = shared[k]
-    for k in range(shared.size):
-        if own[k] <= previous or own[k] >= high:
-            return False
-        previous = own[k]
-    return True
-
-
-@kernel
-def all_owned(indices: Array, shard: int, shards: int, stripe_blocks: int) -> bool:
-    """Whether all of these blocks (int64, ascending, not negative) are in stripes of `shard`."""
-    stop = 0
-    for k in range(indices.size):
-        if indices[k] >= stop:
-            stripe = indices[k] // stripe_blocks
-            if stripe % shards != shard:
-                return False
-            stop = (stripe + 1) * stripe_blocks
-    return True
 
 
 @kernel

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.merge import leave_out, plan_union, split_marks
+from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
-from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
+from omnireduce.kernels.scatter import add_rows, scatter_blocks
 
 STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # rows of halves: as float32
 
@@ -49,8 +49,7 @@ def make_ready(kernels: Sequence[Callable[[], object]], progress: Progress) -> N
 def _of_aggregator() -> Iterator[Callable[[], object]]:
     indices, one = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
     parts, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
-    yield partial(admit_indices, indices[0], 0, 1, one.copy())
-    yield partial(all_owned, one, 0, 1, 1)
+    yield partial(admit_indices, indices[0], 0, 1, 0, 1, 1, one.copy())
     yield partial(plan_union, indices, zero, one, zero.copy(), 8, 1, one.copy(), parts.copy(), True)
     row = np.zeros((1, 8), np.uint8)
     yield partial(leave_out, one, 0, row, row.copy())
@@ -71,10 +70,8 @@ def _of_worker() -> Iterator[Callable[[], object]]:
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):
         for source in _as_callers_have_it(values):
             yield partial(add_rows, source, index, np.array([0, 1]), values.copy())
-    yield partial(admit_indices, index, 0, 1, index.copy())
-    yield partial(all_owned, index, 0, 1, 1)
     unchanged = np.zeros(1, np.bool_)
-    yield partial(split_marks, index, 0, index.copy(), unchanged)
+    yield partial(admit_marked, index, 0, 0, 1, 0, 1, 1, index.copy(), unchanged)
     yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import plan_union
-from omnireduce.kernels.scatter import admit_indices, all_owned
+from omnireduce.kernels.merge import admit_indices, plan_union
 from omnireduce.layout import Stripes
 from omnireduce.wire.blocks import HEADER_BYTES, Header
 
@@ -97,10 +96,10 @@ class Union:
         if later:
             self._ahead[rank] = later
         own, at = self._indices[rank, :count], header.indices_start // 8 + first
-        if not admit_indices(self._words[row, at : at + count], low, header.frontier - later, own):
-            raise ProtocolError(f"block indices that do not ascend between the frontiers {low} and {header.frontier}")
-        if stripes.shards > 1 and not all_owned(own, *stripes):
-            raise ProtocolError(f"blocks of another shard than {stripes.shard} of {stripes.shards}")
+        high = header.frontier - later
+        fitting = admit_indices(self._words[row, at : at + count], low, high, *stripes, own)
+        if fitting < count:
+            raise ProtocolError(stripes.misfit(own[fitting], low, high))
         start = (row * self._slot_bytes + HEADER_BYTES) * block_size // block_bytes
         self._start[rank] = start + first * block_size
         self._position[rank], self._count[rank] = 0, count

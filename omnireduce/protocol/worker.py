@@ -11,8 +11,7 @@ import numpy as np
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import split_marks
-from omnireduce.kernels.scatter import admit_indices, all_owned
+from omnireduce.kernels.merge import admit_marked
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.operands import Operand
 from omnireduce.wire.blocks import block_rows, largest_block, message_extra, message_indices, read_header, seal
@@ -107,11 +106,10 @@ class _Stream:
             raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
         indices = self._scratch(header.block_count)[: header.block_count]
         unchanged = self._unchanged[: header.block_count]
-        split_marks(message_indices(memory, header), self._rank, indices, unchanged)
-        if not admit_indices(indices, self._result_frontier, header.frontier, indices):
-            raise ProtocolError(f"a result whose block indices do not ascend below its frontier: {header}")
-        if operand.layout.shards > 1 and not all_owned(indices, *operand.layout.stripes(self.shard)):
-            raise ProtocolError(f"a result with blocks of another shard: {header}")
+        low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
+        fitting = admit_marked(message_indices(memory, header), self._rank, low, high, *stripes, indices, unchanged)
+        if fitting < indices.size:
+            raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")
         if header.left_out and header.left_out != np.count_nonzero(unchanged):
             raise ProtocolError(f"a result that leaves out other blocks than those of this rank alone: {header}")
         rows = block_rows(memory, operand.block_bytes, operand.row_dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +9,9 @@ from hypothesis import strategies as st
 from oracle import assert_same_values
 from samples import DTYPES, Array, sparse_tensor
 
-from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, leave_out, plan_union, split_marks
-from omnireduce.kernels.scatter import add_rows, admit_indices, all_owned, scatter_blocks
-from omnireduce.layout import Layout
+from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, admit_indices, admit_marked, leave_out, plan_union
+from omnireduce.kernels.scatter import add_rows, scatter_blocks
+from omnireduce.layout import ALL_STRIPES, Layout, Stripes
 
 SEEDS = st.integers(0, 2**32 - 1)
 LIMITS = np.iinfo(np.int64)
@@ -90,38 +88,72 @@ def test_plan_union_counts_beyond_32_bits() -> None:
 INDICES = st.lists(st.integers(-3, 12) | st.integers(LIMITS.min, LIMITS.max), max_size=6)
 
 
+def fitting(indices: list[int], low: int, high: int, stripes: Stripes) -> int:
+    owner = Layout(8 * high, 8, stripes.shards, stripes.stripe_blocks).owner
+    for k, index in enumerate(indices):
+        if not low <= index < high or owner(index) != stripes.shard:
+            return k
+        low = index + 1
+    return len(indices)
+
+
+SHARDS = st.integers(1, 4).flatmap(
+    lambda shards: st.builds(Stripes, st.integers(0, shards - 1), st.just(shards), st.integers(1, 9))
+)
+
+
 @given(
     peer=INDICES | INDICES.map(sorted) | st.lists(st.integers(0, 9), unique=True).map(sorted),
     low=st.integers(0, 10),
     high=st.integers(0, 12),
     base=st.sampled_from([0, FAR]),
+    stripes=st.just(ALL_STRIPES) | SHARDS,
 )
-def test_admit_indices(peer: list[int], low: int, high: int, base: int) -> None:
+def test_admit_indices(peer: list[int], low: int, high: int, base: int, stripes: Stripes) -> None:
     moved = [min(index + base, LIMITS.max) for index in peer]
     shared = np.array(moved, np.int64)
     own = np.full(len(moved), -9)
-    ascending = all(a < b for a, b in itertools.pairwise(moved))
-    inside = all(low + base <= index < high + base for index in moved)
-    assert admit_indices(shared, low + base, high + base, own) == (ascending and inside)
+    expected = fitting(moved, low + base, high + base, stripes)
+    assert admit_indices(shared, low + base, high + base, *stripes, own) == expected
     assert list(own) == moved
 
 
 @pytest.mark.parametrize("index", [-1, LIMITS.min, LIMITS.max, 2**62])
 def test_admit_indices_refuses_what_would_lie_outside(index: int) -> None:
-    assert not admit_indices(np.array([index]), 0, 2**62, np.zeros(1, np.int64))
-    assert admit_indices(np.array([2**62 - 1]), 2**31, 2**62, np.zeros(1, np.int64))
+    own = np.zeros(1, np.int64)
+    assert admit_indices(np.array([index]), 0, 2**62, *ALL_STRIPES, own) == 0
+    assert admit_indices(np.array([2**62 - 1]), 2**31, 2**62, *ALL_STRIPES, own) == 1
 
 
 @given(
     blocks=st.lists(st.integers(0, 60) | st.integers(FAR, FAR + 60), unique=True, max_size=8).map(sorted),
-    shards=st.integers(1, 4),
-    stripe_blocks=st.integers(1, 9),
+    stripes=SHARDS,
 )
-def test_all_owned(blocks: list[int], shards: int, stripe_blocks: int) -> None:
-    layout = Layout(8 * 2 * FAR, 8, shards, stripe_blocks)
-    for shard in range(shards):
-        expected = all(layout.owner(block) == shard for block in blocks)
-        assert all_owned(np.array(blocks, np.int64), *layout.stripes(shard)) == expected
+def test_admit_indices_only_of_the_shard(blocks: list[int], stripes: Stripes) -> None:
+    shared, own = np.array(blocks, np.int64), np.zeros(len(blocks), np.int64)
+    assert admit_indices(shared, 0, 2 * FAR, *stripes, own) == fitting(blocks, 0, 2 * FAR, stripes)
+
+
+@given(
+    blocks=st.lists(st.integers(0, 12) | st.integers(FAR, FAR + 12), max_size=6),
+    ascending=st.booleans(),
+    alone=st.lists(st.integers(-1, 3), min_size=6, max_size=6),
+    rank=st.integers(0, 3),
+    low=st.integers(0, 10),
+    stripes=SHARDS,
+)
+def test_admit_marked(
+    blocks: list[int], ascending: bool, alone: list[int], rank: int, low: int, stripes: Stripes
+) -> None:
+    if ascending:
+        blocks = sorted(set(blocks))
+    marked = [block | (1 + who) << SOLE_SHIFT for block, who in zip(blocks, alone, strict=False)]
+    own, unchanged = np.full(len(blocks), -9), np.zeros(len(blocks), np.bool_)
+    shared = np.array(marked, np.int64)
+    expected = fitting(blocks, low, FAR + 9, stripes)
+    assert admit_marked(shared, rank, low, FAR + 9, *stripes, own, unchanged) == expected
+    assert own.tolist() == blocks
+    assert unchanged.tolist() == [who == rank for who in alone[: len(blocks)]]
 
 
 @given(seed=SEEDS, blocks=st.integers(0, 30), words=st.integers(1, 9), spare=st.integers(0, 3))
@@ -188,7 +220,7 @@ def test_marks_tell_whose_block_alone_a_result_is(lists: list[list[int]], rank: 
     union = Union([[block + FAR for block in each] for each in lists], len(blocks))
     union.plan(FAR + 10, mark_sole=True)
     indices, unchanged = np.full(len(blocks), -1), np.zeros(len(blocks), np.bool_)
-    split_marks(union.out_indices, rank, indices, unchanged)
+    assert admit_marked(union.out_indices, rank, FAR, FAR + 10, *ALL_STRIPES, indices, unchanged) == len(blocks)
     assert indices.tolist() == [block + FAR for block in blocks]
     alone = [[r for r in range(3) if block in lists[r]] == [rank] for block in blocks]
     assert unchanged.tolist() == alone
@@ -199,5 +231,5 @@ def test_a_mark_leaves_room_for_the_largest_block_number_and_world_size() -> Non
     union = Union([[]] * 31_999 + [[last]], 1)
     union.plan(last + 1, mark_sole=True)
     indices, unchanged = np.zeros(1, np.int64), np.zeros(1, np.bool_)
-    split_marks(union.out_indices, 31_999, indices, unchanged)
+    assert admit_marked(union.out_indices, 31_999, 0, last + 1, *ALL_STRIPES, indices, unchanged) == 1
     assert (indices[0], unchanged[0]) == (last, True)

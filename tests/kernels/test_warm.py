@@ -15,7 +15,7 @@ PROGRAM = """
 import numpy as np
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels import pack, scatter
-from omnireduce.kernels.merge import split_marks
+from omnireduce.kernels.merge import admit_marked
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor
@@ -23,7 +23,7 @@ from omnireduce.protocol.rows import RowSet
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.arguments import combine_duplicates
 
-KERNELS = [pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, split_marks]
+KERNELS = [pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, admit_marked]
 
 def compiled():
     return {kernel.__name__: len(kernel.signatures) for kernel in KERNELS}

@@ -56,8 +56,8 @@ MUTATIONS = (
         "worker takes the same result twice",
         _MACHINE,
         "results may go back behind the frontier",
-        "admit_indices(indices, self._result_frontier, header.frontier, indices)",
-        "admit_indices(indices, 0, header.frontier, indices)",
+        "low, high, stripes = self._result_frontier, header.frontier,",
+        "low, high, stripes = 0, header.frontier,",
         within=4000,
     ),
     Mutation(
