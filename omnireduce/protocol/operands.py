@@ -63,7 +63,8 @@ class _Blocks:
         self.full = data[: full * block_bytes].view(WORD).reshape(full, block_bytes // WORD.itemsize)
         self.short = data[full * block_bytes :]
         self.tail = np.zeros((1 if self.short.size else 0, block_bytes // WORD.itemsize), WORD)
-        self.tail.view(np.uint8).reshape(-1)[: self.short.size] = self.short
+        if self.short.size:
+            self.tail.view(np.uint8)[0, : self.short.size] = self.short
 
     def clear(self) -> None:
         self.full[:] = 0
@@ -71,7 +72,7 @@ class _Blocks:
 
     def store_tail(self) -> None:
         if self.short.size:
-            self.short[:] = self.tail.view(np.uint8).reshape(-1)[: self.short.size]
+            self.short[:] = self.tail.view(np.uint8)[0, : self.short.size]
 
 
 class DenseTensor:

@@ -89,7 +89,7 @@ def seal(
     _HEADER.pack_into(slot.data, 0, collective, frontier, count, block_bytes, len(extra), left_out)
     slot[start:stop].view(np.int64)[:] = indices
     if extra:
-        slot[stop : stop + len(extra)] = np.frombuffer(extra, np.uint8)
+        slot.data[stop : stop + len(extra)] = extra
     return stop + len(extra)
 
 
