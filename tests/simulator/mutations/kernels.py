@@ -7,7 +7,6 @@ from .base import Mutation
 _PACK = "omnireduce.kernels.pack"
 _REDUCE = "omnireduce.kernels.reduce"
 _MERGE = "omnireduce.kernels.merge"
-_SCATTER = "omnireduce.kernels.scatter"
 
 MUTATIONS = (
     Mutation(
@@ -68,9 +67,9 @@ MUTATIONS = (
     ),
     Mutation(
         "indices may repeat",
-        _SCATTER,
+        _MERGE,
         "a block may come twice in a message",
-        "        if own[k] <= previous or own[k] >= high:\n",
-        "        if own[k] < previous or own[k] >= high:\n",
+        "        if index <= previous or index >= high:\n",
+        "        if index < previous or index >= high:\n",
     ),
 )
