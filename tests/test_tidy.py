@@ -116,20 +116,6 @@ def check_direction(module: str, source: str) -> list[str]:
     return found
 
 
-def check_kernels(module: str, source: str) -> list[str]:
-    """Numba's cache of a function does not see an edit of a jitted function that it calls in another file."""
-    if layer_of(module) != "kernels" or module == JIT:
-        return []
-    names = list(imports(module, source))
-    if not any(name == JIT or name.startswith(JIT + ".") for _, name in names):
-        return []  # defines no jitted function itself
-    return [
-        f"{module}:{line}: a file of jitted functions imports {JIT} and base only, not {name}"
-        for line, name in names
-        if layer_of(name) == "kernels" and not f"{name}.".startswith(JIT + ".")
-    ]
-
-
 def check_one_compiler(module: str, source: str) -> list[str]:
     return [
         f"{module}:{line}: import {name} only in {JIT}, where the JIT can be turned off"
@@ -217,7 +203,6 @@ Check = Callable[[str, str], list[str]]
 MODULE_CHECKS: tuple[Check, ...] = (
     check_placed,
     check_direction,
-    check_kernels,
     check_one_compiler,
     check_pure,
     check_lengths,
@@ -327,8 +312,6 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_direction, "omnireduce.__init__", "import worker.cli"),
         (check_direction, "worker.cli", "from aggregator.daemon import Daemon"),
         (check_direction, "aggregator.cli", "if TYPE_CHECKING:\n    import worker"),
-        (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .density import scan"),
-        (check_kernels, "omnireduce.kernels.pack", "from .jit import jit\nimport omnireduce.kernels.merge"),
         (check_one_compiler, "omnireduce.kernels.pack", "from numba import njit"),
         (check_one_compiler, "worker.train", "import numba.typed"),
         (check_pure, "omnireduce.protocol.worker", "import time"),
@@ -373,8 +356,6 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
             "omnireduce.runtime.shard.traced",
             "from omnireduce.runtime.tracing import links",
         ),
-        (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .. import dtypes"),
-        (check_kernels, "omnireduce.kernels.warm", "from . import merge, pack"),
         (check_one_compiler, JIT, "import numba"),
         (check_pure, "omnireduce.protocol.worker", "import re\nfrom omnireduce.kernels import merge"),
         (check_pure, "omnireduce.runtime.clock", "import time"),

@@ -30,7 +30,7 @@ class TracedOperand:
 
     def __init__(self, operand: Operand, recorder: Recorder) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
-        self.nbytes = operand.nbytes
+        self.nbytes, self.blocks = operand.nbytes, operand.blocks
         self._operand, self._recorder, self._submitted = operand, recorder, now()
 
     def start(self, shard: int) -> int:
