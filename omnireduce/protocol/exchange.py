@@ -262,7 +262,7 @@ class HostExchange:
 
     def wake_up(self) -> None:
         """Be awake, so that nobody has to wake this rank."""
-        if self._sleep % 2:
+        if self._sleep % 2 and self._ints.size:
             self._sleep += 1
             self._publish_sleep()
 
@@ -294,6 +294,12 @@ class HostExchange:
     def _below(self, line: int, least: int) -> list[int]:
         others = [rank for rank in range(self._ranks) if rank != self._me]
         return [rank for rank in others if self._ints[rank * self._region_words + line] < least]
+
+    def close(self) -> None:
+        """Let go of the memory; nothing is exchanged any more."""
+        self._queue.clear()
+        self._is_prepared = False
+        self._ints, self._words = np.empty(0, np.int64), np.empty(0, np.uint64)
 
     # faults
 

@@ -47,7 +47,7 @@ class WorkerMachine:
         self._streams = [
             ShardStream(i, send, receive, rank, scan_span, most[i]) for i, (send, receive) in enumerate(slots)
         ]
-        self._host = host
+        self.rank, self.host = rank, host
         largest = [largest_block(send.shape[1]) for send, _ in slots]
         self.largest_block_bytes = min([*largest, *([host.largest_block_bytes] if host is not None else [])])
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
@@ -82,7 +82,7 @@ class WorkerMachine:
         """When `timer` must be called, if nothing happens before."""
         if not self._under_way or self.ended is not None:
             return None
-        return self._overdue_at if self._host is None else min(self._overdue_at, self._warn_at(self._host))
+        return self._overdue_at if self.host is None else min(self._overdue_at, self._warn_at(self.host))
 
     @property
     def _overdue_at(self) -> float:
@@ -104,7 +104,7 @@ class WorkerMachine:
     def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
         """Queue a collective and return its number."""
         assert self.ended is None, "submit after the end"
-        host, blocks = self._host, None if self._host is None else operand.blocks
+        host, blocks = self.host, None if self.host is None else operand.blocks
         taking_part = [] if blocks is not None else self._taking_part(operand)
         collective = Collective(self._next, descriptor, operand, len(taking_part) + (host is not None))
         self._next += 1
@@ -132,8 +132,8 @@ class WorkerMachine:
                 if message is not None:
                     busy = True
                     yield message
-        if self._host is not None and self.ended is None:
-            yield from self._exchange(self._host, now)
+        if self.host is not None and self.ended is None:
+            yield from self._exchange(self.host, now)
 
     def _exchange(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Take the steps that the other ranks of this host allow."""
@@ -239,8 +239,8 @@ class WorkerMachine:
         if deadline is None or now < deadline:
             return
         deadline = self._overdue_at
-        if self._host is not None and now < deadline:
-            yield from self._say_who(self._host, now)
+        if self.host is not None and now < deadline:
+            yield from self._say_who(self.host, now)
         elif not self._late_s and now - deadline >= LATE * self._timeout_s:
             self._late_s = now - deadline
         else:
@@ -255,8 +255,8 @@ class WorkerMachine:
             yield Warn(f"{what}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
 
     def _named(self, ranks: Sequence[int]) -> str:
-        assert self._host is not None
-        return listed([self._host.names[rank] for rank in ranks])
+        assert self.host is not None
+        return listed([self.host.names[rank] for rank in ranks])
 
     def leave(self, reason: str = "") -> Iterator[Effect]:
         """Leave the job, because of `reason` or, without a reason, because the work is done."""
@@ -271,7 +271,7 @@ class WorkerMachine:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"collective {oldest.number} ({oldest.descriptor}) not complete after {self._timeout_s:g} s"
-        late = [] if self._host is None else self._host.waited_for()
+        late = [] if self.host is None else self.host.waited_for()
         if late:
             return Cause(self._named(late), reason, timeout=True)
         owing = [stream for stream in self._streams if stream.owes(oldest)]

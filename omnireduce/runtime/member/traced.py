@@ -22,7 +22,9 @@ from omnireduce.transport.base import Link
 class MakeEngine(Protocol):
     """`Engine`, or a function that makes an engine that records."""
 
-    def __call__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, /) -> Engine: ...
+    def __call__(
+        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, bells: Sequence[int], /
+    ) -> Engine: ...
 
 
 class TracedOperand:
