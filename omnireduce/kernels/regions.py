@@ -16,7 +16,7 @@ from omnireduce.kernels.jit import LINE_BYTES, counter, kernel
 LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor
 # Where a region has its counters, in words: each on a cache line of its own.
-BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP = (line * LINE for line in range(5))
+BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT = (line * LINE for line in range(6))
 DESCRIPTORS = 8 * LINE  # two, each its length in bytes and then its bytes: the next collective has the other place
 SLOTS = DESCRIPTORS + 2 * (1 + EXTRA_WORDS) + 6  # the first slot, at a cache line
 FLOAT32, FLOAT64, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16 = range(8)

@@ -43,6 +43,7 @@ from omnireduce.kernels.regions import (
     INT16,
     INT32,
     INT64,
+    LEFT,
     LINE,
     SLOTS,
     STAGED,
@@ -254,8 +255,8 @@ class HostExchange:
     def fall_asleep(self) -> bool:
         """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
         self._sleep += 1
-        self._publish_sleep()
-        if self.can_go_on:
+        self._publish(ASLEEP, self._sleep)
+        if self.can_go_on or self.departed():
             self.wake_up()
             return False
         return True
@@ -264,10 +265,21 @@ class HostExchange:
         """Be awake, so that nobody has to wake this rank."""
         if self._sleep % 2 and self._ints.size:
             self._sleep += 1
-            self._publish_sleep()
+            self._publish(ASLEEP, self._sleep)
 
-    def _publish_sleep(self) -> None:
-        set_counter(self._ints, self._me * self._region_words + ASLEEP, self._sleep)
+    def leave(self) -> Iterator[Wake]:
+        """Tell the others that this rank takes no further step."""
+        if self._ints.size:
+            self._publish(LEFT, 1)
+            yield from self._sleepers()
+
+    def departed(self) -> list[int]:
+        """The ranks whose next step this rank waits for, though they have left."""
+        late = self.waited_for()
+        return [rank for rank in late if self._ints[rank * self._region_words + LEFT]]
+
+    def _publish(self, line: int, value: int) -> None:
+        set_counter(self._ints, self._me * self._region_words + line, value)
 
     def _sleepers(self) -> Iterator[Wake]:
         """Wake the ranks that sleep, once each time."""

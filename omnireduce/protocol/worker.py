@@ -151,6 +151,11 @@ class WorkerMachine:
             yield from self._end(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"))
         if is_done and self.ended is None:
             yield from self._complete(now)
+        gone = host.departed() if self.ended is None else []
+        if gone:
+            oldest = self._under_way[0]
+            what = f"had shut down when collective {oldest.number} ({oldest.descriptor}) began"
+            yield from self._end(Cause(self._named(gone), what))
 
     def received(self, shard: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A result message arrived in receive slot `slot` of `shard`."""
@@ -302,6 +307,8 @@ class WorkerMachine:
 
     def _end(self, cause: Cause | None, told_by: int | None = None) -> Iterator[Effect]:
         self.ended = End(cause)
+        if self.host is not None and cause is None:
+            yield from self.host.leave()
         for stream in self._streams:
             if stream.shard != told_by:
                 yield Tell(stream.shard, Leave(cause))

@@ -105,7 +105,12 @@ class Lookout:
 
     def close(self) -> None:
         """Close what this side looks at, but no link."""
-        for descriptor in (self._wake, *self._bells):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._wake, self._bell, self._bells, self._host = -1, -1, [], None
+        descriptors = [each for each in (self._wake, *self._bells) if each >= 0]
+        self._wake, self._bell, self._bells, self._host = (
+            -1,
+            -1,
+            [],
+            None,
+        )  # first: an interrupt may come after each line
+        for descriptor in descriptors:
+            os.close(descriptor)
