@@ -123,6 +123,7 @@ def _plan(
             for i in range(width):
                 bits |= row[i]
         present, last = _find(state, ints, block, bits & mask != 0, places, plan[count, 1:])
+        s["own_blocks"] += bits & mask != 0
         if present:
             plan[count, 0] = block - origin
             marked[count] = block | (last if present == 1 else 0) << SOLE_SHIFT

@@ -22,6 +22,7 @@ from omnireduce.kernels.jit import counter, give_way, kernel, publish
 from omnireduce.kernels.regions import (
     ASLEEP,
     BEGUN,
+    BEGUN_AT,
     COLLECTED,
     COMBINED,
     DESCRIPTORS,
@@ -40,6 +41,18 @@ WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, DONE, DIFFERS, BR
 
 
 @kernel
+def _note_who_was_last(state: Array, ints: Array) -> None:
+    s = state[0]
+    first = last = ints[BEGUN_AT + s["number"] % 2]
+    for rank in range(s["ranks"]):
+        at = ints[rank * s["region_words"] + BEGUN_AT + s["number"] % 2]
+        first = min(first, at)
+        if at > last:
+            last, s["last"] = at, rank
+    s["late_ns"] = last - first
+
+
+@kernel
 def _agree(state: Array, ints: Array) -> int:
     """Compare the descriptors of all ranks; all have begun."""
     s = state[0]
@@ -53,6 +66,7 @@ def _agree(state: Array, ints: Array) -> int:
                 s["culprit"] = rank
                 return DIFFERS
     s["has_agreed"] = 1
+    _note_who_was_last(state, ints)
     return AGREED
 
 

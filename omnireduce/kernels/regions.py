@@ -17,6 +17,7 @@ LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor
 # Where a region has its counters, in words: each on a cache line of its own.
 BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT = (line * LINE for line in range(6))
+BEGUN_AT = BEGUN + 1  # two words: when the rank began this collective and the one before, in nanoseconds
 DESCRIPTORS = 8 * LINE  # two, each its length in bytes and then its bytes: the next collective has the other place
 SLOTS = DESCRIPTORS + 2 * (1 + EXTRA_WORDS) + 6  # the first slot, at a cache line
 FLOAT32, FLOAT64, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16 = range(8)
@@ -31,7 +32,8 @@ STATE = np.dtype(
             "full_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
             "width", "size",  # of a block, in words and in elements
             "in_place", "silent", "storage", "op", "is_dense",
-            "staged_blocks", "result_blocks", "collected_blocks", "culprit",
+            "staged_blocks", "own_blocks", "result_blocks", "collected_blocks",  # so far
+            "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
         )
     ]
     + [("mask", np.uint64)]

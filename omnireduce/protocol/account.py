@@ -1,10 +1,35 @@
-"""What a job did on one shard: collectives, blocks, and which ranks the others waited for. Nothing runs per block."""
+"""What a job did on one shard: collectives, blocks, and which ranks the others waited for. Nothing runs per block.
+
+What its ranks exchanged in memory they report: this shard sees nothing of it.
+"""
 
 from __future__ import annotations
 
+from copy import copy
+from typing import NamedTuple
+
 from omnireduce.descriptor import Descriptor
+from omnireduce.errors import ProtocolError
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.status import MOST, Late, Traffic
+from omnireduce.wire.control import Report
+
+NOTHING = Report()
+TOTALS = ("collectives", "blocks", "own_blocks", "union_blocks", "sent_bytes", "received_bytes")
+
+
+class Wait(NamedTuple):
+    """The collective `what` (a text) waits for `total` ranks, some of them in `ranks`, which `who` names; no result has
+    left for `seconds`.
+
+    Without ranks it waits for the aggregator itself, which has more work than fits into one turn.
+    """
+
+    what: str
+    ranks: list[int]
+    total: int
+    who: str
+    seconds: float
 
 
 class Account:
@@ -19,6 +44,8 @@ class Account:
         self._late_s = [0.0] * ranks
         self._begun_at = 0.0
         self._to_join = 0
+        self._reports: dict[int, Report] = {}  # the last of each rank
+        self._reported_at: dict[int, float] = {}
 
     def begin(self, now: float) -> None:
         """The first message of a collective is here."""
@@ -41,8 +68,49 @@ class Account:
             traffic.own_blocks = min(traffic.own_blocks + union.received_blocks, MOST)
             traffic.union_blocks = min(traffic.union_blocks + done.sent_blocks, MOST)
 
+    def report(self, rank: int, report: Report, now: float) -> None:
+        """What this rank has exchanged in memory. Raises ProtocolError for numbers that cannot be."""
+        before, ranks = self._reports.get(rank, NOTHING), len(self._late_s)
+        if any(getattr(report, name) < getattr(before, name) for name in TOTALS):
+            raise ProtocolError(f"a report that takes something back: {report} after {before}")
+        if max([*report.late, *report.behind], default=0) >= ranks or len(report.late) != len(report.late_s):
+            raise ProtocolError(f"a report about ranks that do not exist: {report}")
+        self._reports[rank], self._reported_at[rank] = report, now
+
+    def waiting(self, now: float) -> Wait | None:
+        """The longest wait for ranks that a rank has reported."""
+        waits = [
+            Wait(each.what, each.behind, each.total, each.who, each.waited_s + now - self._reported_at[rank])
+            for rank, each in self._reports.items()
+            if each.total
+        ]
+        return max(waits, key=lambda each: each.seconds, default=None)
+
+    def total(self) -> Traffic:
+        """Everything, with the bytes that were exchanged in memory."""
+        found = copy(self.traffic)
+        ranks = len(self._late_s)
+        for rank, each in self._reports.items():
+            first = rank == 0
+            found.add(
+                Traffic(
+                    collectives=each.collectives if first else 0,
+                    blocks=each.blocks if first else 0,
+                    rank_blocks=min(each.blocks * ranks, MOST) if first else 0,
+                    own_blocks=each.own_blocks,
+                    union_blocks=each.union_blocks,
+                    received_bytes=each.sent_bytes,
+                    sent_bytes=each.received_bytes,
+                )
+            )
+        return found
+
     @property
     def late(self) -> list[Late]:
         """The ranks that others have waited for, longest first."""
-        found = [Late(rank, seconds) for rank, seconds in enumerate(self._late_s) if seconds > 0]
+        late_s = list(self._late_s)
+        for report in self._reports.values():
+            for rank, seconds in zip(report.late, report.late_s, strict=True):
+                late_s[rank] += seconds
+        found = [Late(rank, seconds) for rank, seconds in enumerate(late_s) if seconds > 0]
         return sorted(found, key=lambda each: each.seconds, reverse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,12 +12,12 @@ from omnireduce.descriptor import Descriptor, decode_descriptor, told_apart
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import ALL_STRIPES, Stripes
-from omnireduce.protocol.account import Account
+from omnireduce.protocol.account import Account, Wait
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
 from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
-from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Waiting
-from omnireduce.wire.words import listed
+from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
+from omnireduce.wire.words import listed, shown
 
 BUDGET = Budget()
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
@@ -32,18 +31,6 @@ class _Rank:
     inbox: deque[tuple[int, Header]] = field(default_factory=deque)
     open_row: int = -1  # arena row of the message in use, -1 for none
     joined: bool = False  # has sent its first message of the current collective
-
-
-class Wait(NamedTuple):
-    """The collective `what` (a text) waits for `ranks`, which `who` names; no result has left for `seconds`.
-
-    Without ranks it waits for the aggregator itself, which has more work than fits into one turn.
-    """
-
-    what: str
-    ranks: list[int]
-    who: str
-    seconds: float
 
 
 class AggregatorMachine:
@@ -96,7 +83,7 @@ class AggregatorMachine:
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
         self._warn_after_s = warn_after_s
         self._quiet_since = 0.0
-        self._warned_at = 0.0
+        self._warned_at = self._reported_s = 0.0
         self.account = Account(len(members))
         self.ended: End | None = None
 
@@ -114,11 +101,13 @@ class AggregatorMachine:
 
     def waiting(self, now: float) -> Wait | None:
         """Whom the collective under way waits for; None when no collective is under way."""
-        if self._current is None or self.ended is not None:
+        if self.ended is not None:
             return None
+        if self._current is None:
+            return self.account.waiting(now)
         ranks = [] if self.more else self._waited_for(self._current)
         who = listed([self._ranks[rank].name for rank in ranks]) or "the aggregator, which is busy"
-        return Wait(f"collective {self._number} ({self._descriptor})", ranks, who, now - self._quiet_since)
+        return Wait(f"collective {self._number} ({self._descriptor})", ranks, len(ranks), who, now - self._quiet_since)
 
     @property
     def slots_in_use(self) -> tuple[int, int]:
@@ -149,7 +138,9 @@ class AggregatorMachine:
 
     def told(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         """A control message arrived from `rank`."""
-        if not isinstance(message, Leave):
+        if isinstance(message, Report):
+            yield from self._reported(rank, message, now)
+        elif not isinstance(message, Leave):
             yield from self._violation(rank, ProtocolError(f"unexpected {type(message).__name__}"))
         elif message.cause is not None:
             own = message.cause.culprit == self._ranks[rank].name
@@ -157,6 +148,17 @@ class AggregatorMachine:
             yield from self.abort(message.cause, kind, rank if own else None)
         else:
             yield from self._left(rank)
+
+    def _reported(self, rank: int, report: Report, now: float) -> Iterator[Effect]:
+        try:
+            self.account.report(rank, report, now)
+        except ProtocolError as error:
+            yield from self._violation(rank, error)
+            return
+        wait = self.account.waiting(now)
+        if wait is not None and wait.seconds >= 1.5 * self._reported_s:  # one warning for all ranks that wait
+            yield Warn(f"{shown(wait.what)} waits for {shown(wait.who)} since {wait.seconds:.0f} s")
+        self._reported_s = 0.0 if wait is None else max(wait.seconds, self._reported_s)
 
     def heard(self, rank: int, now: float) -> None:
         """A part of a message came from `rank`. The machine cannot use it yet."""

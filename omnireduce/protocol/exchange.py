@@ -31,6 +31,7 @@ from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import (
     ASLEEP,
     BEGUN,
+    BEGUN_AT,
     BFLOAT16,
     COLLECTED,
     COMBINED,
@@ -52,6 +53,9 @@ from omnireduce.kernels.regions import (
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.operands import TensorBlocks
+from omnireduce.status import LISTED
+from omnireduce.wire.control import Report
+from omnireduce.wire.words import listed
 
 PAGE = 4096
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
@@ -134,6 +138,8 @@ class HostExchange:
         self._begun, self._chunks = 0, 0  # collectives, and chunks of those before the current one
         self._is_prepared = False  # the state is that of the first collective of the queue
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
+        self._totals = {"collectives": 0, "blocks": 0, "own_blocks": 0, "union_blocks": 0}
+        self._late_s: dict[int, float] = {}
         self.moved_at = 0.0  # when a step was taken last
 
     # collectives
@@ -160,6 +166,18 @@ class HostExchange:
             self.moved_at = now
         self._queue.append((collective, NOTHING if blocks is None else blocks))
 
+    def report(self, now: float) -> Report:
+        """What came of the collectives so far, and whom this rank waits for."""
+        late = sorted(self._late_s, key=lambda rank: -self._late_s[rank])[:LISTED]
+        behind = self.waited_for()
+        what = f"collective {self._queue[0][0].number} ({self._queue[0][0].descriptor})" if behind else ""
+        return Report(
+            **self._totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
+            late=late, late_s=[self._late_s[rank] for rank in late],
+            what=what, who=listed([self.names[rank] for rank in behind]) if behind else "",
+            behind=behind[:LISTED], total=len(behind), waited_s=max(0.0, now - self.moved_at) if behind else 0.0,
+        )  # fmt: skip
+
     def advance(self, now: float) -> Iterator[Collective | Wake]:
         """Take the steps that the others' counters allow, as many as one turn may. Yields collectives that are complete
         here, and ranks to wake.
@@ -169,6 +187,7 @@ class HostExchange:
         while self._queue:
             collective, blocks = self._queue[0]
             if not self._is_prepared:
+                self._ints[self._me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
                 self._prepare(collective.descriptor, blocks)
             did = self._run(blocks)
             if did == WAITS:
@@ -205,7 +224,7 @@ class HostExchange:
         self._state[0] = (
             *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, *shape,
             descriptor.block_bytes // 8, layout.block_size, blocks.in_place, blocks.silent,
-            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, blocks.mask,
+            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, blocks.mask,
         )  # fmt: skip
         self._write(descriptor.encoded)
         self._is_prepared = True
@@ -231,10 +250,23 @@ class HostExchange:
         s, block_bytes = self._state[0], descriptor.block_bytes
         self.sent_bytes += int(s["staged_blocks"] + s["result_blocks"]) * block_bytes
         self.received_bytes += int(s["collected_blocks"]) * block_bytes
+        self._count(descriptor)
         self._chunks += int(s["chunks"])
         self._begun += 1
         self._queue.popleft()
         self._is_prepared = False
+
+    def _count(self, descriptor: Descriptor) -> None:
+        s, totals = self._state[0], self._totals
+        if s["late_ns"] > 0 and self._me == 0:  # one rank says it for all
+            last = int(s["last"])
+            self._late_s[last] = self._late_s.get(last, 0.0) + int(s["late_ns"]) / 1e9
+        if s["chunks"] or not descriptor.layout.blocks:
+            totals["collectives"] += 1
+        if s["chunks"] and descriptor.reduces:  # in other collectives ranks send all or nothing by design
+            totals["blocks"] += descriptor.layout.blocks
+            totals["own_blocks"] += int(s["staged_blocks"] + s["own_blocks"])
+            totals["union_blocks"] += int(s["result_blocks"])
 
     # waiting
 

@@ -18,6 +18,7 @@ from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Lea
 from omnireduce.wire.words import listed, shown
 
 WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
+REPORT_S = 1.0  # between two reports to the first shard, while there is something to report
 LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
 
 
@@ -57,7 +58,8 @@ class WorkerMachine:
         self._longest: Waiting | None = None  # the longest wait during the oldest collective
         self._next = 0
         self._waiting_for = ""
-        self._warned_at_s = self._said_at = 0.0
+        self._warned_at_s = self._said_at = self._report_at = 0.0
+        self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
         self.newcomers = 0  # workers that wait to join the job, as a shard said last
@@ -151,6 +153,8 @@ class WorkerMachine:
             yield from self._end(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"))
         if is_done and self.ended is None:
             yield from self._complete(now)
+        if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
+            yield from self._report(host, now)
         gone = host.departed() if self.ended is None else []
         if gone:
             oldest = self._under_way[0]
@@ -254,10 +258,17 @@ class WorkerMachine:
     def _say_who(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Warn the user of the ranks that this one waits for."""
         self._said_at = now
+        yield from self._report(host, now)
         late = host.waited_for()
         if late:
             what = f"collective {self._under_way[0].number} ({self._under_way[0].descriptor})"
             yield Warn(f"{what}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
+
+    def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:
+        """Tell the first shard what it cannot see: what goes on in memory."""
+        report = host.report(now)
+        self._report_at, self._said_whom = now + REPORT_S, report.total > 0
+        yield Tell(0, report)
 
     def _named(self, ranks: Sequence[int]) -> str:
         assert self.host is not None
@@ -308,6 +319,7 @@ class WorkerMachine:
     def _end(self, cause: Cause | None, told_by: int | None = None) -> Iterator[Effect]:
         self.ended = End(cause)
         if self.host is not None and cause is None:
+            yield Tell(0, self.host.report(self.host.moved_at))
             yield from self.host.leave()
         for stream in self._streams:
             if stream.shard != told_by:

@@ -9,7 +9,7 @@ import msgspec
 from omnireduce.config.security import TEAM_PATTERN
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
-from omnireduce.status import LISTED, Status, StatusRequest
+from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
 PROTOCOL_VERSION = 8
@@ -20,6 +20,8 @@ _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
 _I32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # what a hello says is bounded before it is looked at
 _Formation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Total = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Message = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -157,6 +159,29 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Worker to the first aggregator, in a job whose ranks exchange dense tensors in memory: what came of that so far.
+
+    Numbers as in `Traffic`: of the collectives of the job, but `own_blocks` and the bytes of this rank, and
+    `union_blocks` of its part. `late_s`: for how long the others waited in all for each rank of `late`. The collective
+    under way, `what`, has waited for `waited_s` for `total` ranks: `who` names them, `behind` lists some.
+    """
+
+    collectives: _Total = 0
+    blocks: _Total = 0
+    own_blocks: _Total = 0
+    union_blocks: _Total = 0
+    sent_bytes: _Total = 0
+    received_bytes: _Total = 0
+    late: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
+    late_s: Annotated[list[_Seconds], msgspec.Meta(max_length=LISTED)] = []
+    what: _Text = ""
+    who: _Text = ""
+    behind: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
+    total: _U32 = 0
+    waited_s: _Seconds = 0.0
+
+
 class Newcomers(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to workers: so many others wait to join this job when it is formed anew."""
 
@@ -195,6 +220,7 @@ ControlMessage = (
     | Welcome
     | Refused
     | Waiting
+    | Report
     | Newcomers
     | Aborted
     | Leave

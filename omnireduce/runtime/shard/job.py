@@ -6,7 +6,6 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from copy import copy
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -195,9 +194,9 @@ class Job:
     @property
     def traffic(self) -> Traffic:
         """Totals since the job began."""
-        found = copy(self.machine.account.traffic)
-        found.received_bytes = sum(link.counters.received_bytes for link in self.links)
-        found.sent_bytes = sum(link.counters.sent_bytes for link in self.links)
+        found = self.machine.account.total()
+        found.received_bytes += sum(link.counters.received_bytes for link in self.links)
+        found.sent_bytes += sum(link.counters.sent_bytes for link in self.links)
         return found
 
     @property
@@ -225,7 +224,7 @@ class Job:
             slots_in_use=in_use,
             results=spec.slots,
             results_in_use=results_in_use,
-            waiting=wait and Stragglers(wait.what, wait.ranks[:LISTED], len(wait.ranks), wait.who, wait.seconds),
+            waiting=wait and Stragglers(wait.what, wait.ranks[:LISTED], wait.total, wait.who, wait.seconds),
             late=machine.account.late[:LISTED],
         )
 
