@@ -8,6 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
+from omnireduce.protocol.exchange import region_bytes
+from omnireduce.protocol.joining import Joining, Meet
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.shard.access import Access
 from omnireduce.secret import Secret
@@ -21,7 +25,7 @@ from .shard import Shard
 from .stranger import ForeignSurvivor, Stranger
 from .tamper import Rule
 from .verdicts import Verdicts, held_by_process, no_internal_errors
-from .worker import Worker
+from .worker import Group, Worker
 from .workload import Collective, Work
 from .world import MAX_AHEAD_S, Process, World
 
@@ -45,6 +49,8 @@ class Cluster:
         self.in_epilogue = False
         self._pids = itertools.count(100)
         self._links: list[SimLink] = []
+        self._meetings: dict[bytes, dict[int, Worker]] = {}
+        self._meeting_s = self._delay("meeting")
         teams = None if self.secret is None else Teams({"": [self.secret]})
         access = Access(teams, ticket_key=f"{plan.seed}".encode())
         limits = Limits(
@@ -137,7 +143,8 @@ class Cluster:
     def _worker(self, job: JobPlan, rank: int) -> Worker:
         pid = next(self._pids)
         host = f"{job.name}/{rank}"
-        return Worker(self, job, rank, pid, self._latency(host), self._ahead_s(host))
+        clock = job.name if job.one_host else host
+        return Worker(self, job, rank, pid, self._latency(host), self._ahead_s(clock))
 
     def _enter(self, job: int, rank: int, at: float, *, first: bool = False) -> None:
         """Let a worker start at virtual time `at`."""
@@ -191,6 +198,22 @@ class Cluster:
         self._links += [ours, theirs]
         self.world.at(self.world.now() + delay_s(), lambda: target.accept(theirs))
         return ours
+
+    def meet(self, worker: Worker, meet: Meet) -> None:
+        """Ranks of one host come to where they meet. When all are there, each learns it after a while."""
+        here = self._meetings.setdefault(meet.token, {})
+        here[meet.rank] = worker
+        if len(here) < meet.size:
+            return
+        size = region_bytes(self.protocol.slots, self.protocol.slot_bytes)
+        group = Group([here[rank] for rank in range(meet.size)], np.zeros((meet.size, size), np.uint8))
+        for each in group.members:
+            joining = each.joining
+            self.world.at(self.world.now() + self._meeting_s(), partial(self._tell_met, each, joining, group))
+
+    def _tell_met(self, worker: Worker, joining: Joining, group: Group) -> None:
+        if worker.alive and worker.joining is joining and worker.links:
+            worker.met(group)
 
     def finished(self, worker: Worker, work: Work, number: int) -> None:
         self.verdicts.judge_result(worker, work, number)

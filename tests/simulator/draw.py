@@ -9,6 +9,7 @@ from .plan import KINDS, OF_JOINING, Fault, JobPlan, NetworkPlan, Plan, Protocol
 from .tamper import LIES, RULES
 from .workload import draw_collective
 
+FIRST_OF_HOSTS = 10**12  # from this seed on, the ranks of most jobs share a host; older seeds stay as they are
 OFTEN = {"tampering": 6, "lying shard": 6}  # there are many ways to break a rule
 
 
@@ -21,6 +22,9 @@ def draw_plan(seed: int) -> Plan:
     joining = random.Random(f"{seed}/joining")
     protocol = replace(protocol, secret=joining.random() < 0.3)
     jobs = tuple(_draw_elastic(joining, job) for job in jobs)
+    if seed >= FIRST_OF_HOSTS:
+        hosts = random.Random(f"{seed}/hosts")
+        jobs = tuple(replace(job, one_host=hosts.random() < 0.8) for job in jobs)
     options: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     if rng.random() < 0.85:

@@ -5,16 +5,18 @@ The program of a communicator without its threads: what blocks there is a state 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.effects import End, Tell, error_of
+from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, perform
+from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, Meet, perform
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
@@ -32,6 +34,13 @@ from .workload import Collective, Work
 from .world import Process, World
 
 
+class Group(NamedTuple):
+    """The ranks of one host in one generation of a job, by rank, and their memory."""
+
+    members: Sequence[Worker]
+    regions: Array
+
+
 class Cluster(Protocol):
     """What a worker needs of the cluster around it."""
 
@@ -43,6 +52,9 @@ class Cluster(Protocol):
 
     def connect(self, client: Process, shard: int) -> SimLink | None:
         """A connection to a shard, or None when nobody listens there."""
+
+    def meet(self, worker: Worker, meet: Meet) -> None:
+        """The worker has come to where the ranks of its host meet."""
 
     def finished(self, worker: Worker, work: Work, number: int) -> None:
         """A collective is complete."""
@@ -90,9 +102,10 @@ class Worker(Process):
         self.ends: list[float] = []
         self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
         self._machine: WorkerMachine
-        self._joining: Joining
+        self.joining: Joining
         self._seat: Seat | None = None
         self._place_given: Joined | None = None
+        self._group: Group | None = None  # what it shares with the other ranks of its host
         self._close_by: float | None = None
         self._under_way: dict[int, Work] = {}
         self._pool = Pool()
@@ -162,12 +175,13 @@ class Worker(Process):
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
             protocol.timeout_s, whole_bytes=protocol.whole_bytes, tcp_message_bytes=protocol.message_bytes,
             smallest=self.job.smallest, settle_s=self.job.settle_s, launch=self.job.launch,
+            memory=f"{zlib.crc32(self.job.name.encode()):032x}" if self.job.one_host else "",
         )  # fmt: skip
         if seat is not None:
             hello = replace(hello, survived=seat.formation, ticket=seat.ticket)
         addresses = [f"shard{shard}:7400" for shard in self.shard_order]
-        self._joining = Joining(hello, addresses, self.secret, protocol.join_timeout_s)
-        self._perform(self._joining.start(self.now()))
+        self.joining = Joining(hello, addresses, self.secret, protocol.join_timeout_s)
+        self._perform(self.joining.start(self.now()))
         self.wake()
 
     def _visit(self) -> None:
@@ -175,12 +189,12 @@ class Worker(Process):
         for shard, link in enumerate(self.links):
             for event in link.poll() if link in self.links else ():
                 if link in self.links:  # until an earlier event ended the attempt
-                    self._perform(feed(self._joining, shard, link.peer, event, self.now()))
-        self._perform(self._joining.timer(self.now()))
+                    self._perform(feed(self.joining, shard, link.peer, event, self.now()))
+        self._perform(self.joining.timer(self.now()))
         if self._place_given is not None:
             self._start(self._place_given)
-        elif self._joining.deadline is not None:
-            self.wake_at(self._joining.deadline + 1e-6)
+        elif self.joining.deadline is not None:
+            self.wake_at(self.joining.deadline + 1e-6)
 
     def _perform(self, effects: Iterator[JoiningEffect]) -> None:
         perform(effects, self._do)
@@ -193,6 +207,8 @@ class Worker(Process):
             if isinstance(told, Hello):
                 told, self.said_hello_at = replace(told, **self.nonsense), self.world.now()
             self.links[deed.peer].send_control(encode_control(told))
+        elif isinstance(deed, Meet):
+            self.cluster.meet(self, deed)
         elif isinstance(deed, HangUp):
             self._hang_up()
             self.cluster.gave_up(self)
@@ -203,15 +219,25 @@ class Worker(Process):
     def _connect(self, shard: int) -> Iterator[JoiningEffect]:
         link = self.cluster.connect(self, self.shard_order[shard])
         if link is None:
-            return self._joining.unreachable(shard, "nobody listens", self.now())
+            return self.joining.unreachable(shard, "nobody listens", self.now())
         self.links.append(link)
         nonce = self._random.randbytes(NONCE_BYTES)
-        return self._joining.connected(shard, nonce, self.now())
+        return self.joining.connected(shard, nonce, self.now())
+
+    def met(self, group: Group) -> None:
+        """All ranks of this worker's host have come to where they meet."""
+        self._group = group
+        self._perform(self.joining.met(self.now()))
+        self.wake()
+
+    def ring(self) -> None:
+        """Another rank of the host has moved."""
+        self.wake()
 
     def _hang_up(self) -> None:
         for link in self.links:
             link.close()
-        self.links, self._place_given = [], None
+        self.links, self._place_given, self._group = [], None, None
 
     def _start(self, joined: Joined) -> None:
         protocol = self.protocol
@@ -221,6 +247,7 @@ class Worker(Process):
                 link.map_slots()
             else:
                 link.attach(private_slots(*shape), private_slots(*shape))
+        host = None if self._group is None else self._host_exchange(self._group, joined.rank)
         self.place, self._seat, self._whole_bytes = (joined.rank, joined.size), joined.seat, joined.whole_bytes
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in self.links],
@@ -232,8 +259,12 @@ class Worker(Process):
             message_bytes=[
                 protocol.message_bytes if link.kind == "tcp" else protocol.slot_bytes for link in self.links
             ],
+            host=host,
         )
-        self.driver = Driver(self._machine, self.links, self.now, on_finish=self._finished, on_end=self._on_end)
+        self.driver = Driver(
+            self._machine, self.links, self.now,
+            on_finish=self._finished, on_end=self._on_end, on_wake=self._wake_other,
+        )  # fmt: skip
         self.joined = True
         self.begins.append(self.world.now())
         self._submitted = self.completed = 0  # each generation does all of the work
@@ -241,9 +272,23 @@ class Worker(Process):
         self._close_by = None
         self.log(f"joined as rank {joined.rank} of {joined.size}")
 
+    def _host_exchange(self, group: Group, rank: int) -> HostExchange:
+        names = [worker_name(number, f"host{each.rank}", each.pid) for number, each in enumerate(group.members)]
+        steps = self._random.choice([1, 2, 16])
+        return HostExchange(
+            group.regions, rank, names, self.protocol.slots, self.protocol.slot_bytes, steps=steps, looks=1
+        )
+
+    def _wake_other(self, rank: int) -> None:
+        assert self._group is not None
+        self._group.members[rank].ring()
+
     # running
 
     def _run(self, driver: Driver) -> None:
+        host = self._machine.host
+        if host is not None:
+            host.wake_up()
         driver.turn()
         self._submit(driver)
         if self._under_way or self._machine.ended is not None:  # as a thread does before it waits
@@ -252,6 +297,8 @@ class Worker(Process):
             self._leave()
             return
         self.found = self.found or ", ".join(audit_worker(self._machine, self.links))
+        if host is not None and not host.fall_asleep():
+            self.wake()
         if self._machine.deadline is not None:
             self.wake_at(self._machine.deadline + 1e-6)
 
