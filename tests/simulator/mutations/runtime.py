@@ -150,4 +150,12 @@ MUTATIONS = (
         "            if machine.spent < 0 and job",
         within=1000,
     ),
+    Mutation(
+        "every host is one",
+        "omnireduce.runtime.member.launcher",
+        "launches of two hosts that meet on loopback sum each other's tensors",
+        '    return f"{address}@{this_host()}" if _is_loopback(',
+        "    return address if _is_loopback(",
+        test="tests/runtime/test_launcher.py::test_launches_of_two_hosts_are_two_where_each_meets_on_loopback",
+    ),
 )
