@@ -324,9 +324,9 @@ class Membership:
 
     def _objection(self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms) -> tuple[str, bool]:
         """Why `hello` cannot join beside those who are here, and whether it might later; empty when it can."""
-        wrong = self._conflict(hello, meeting, standing)
+        wrong, temporary = self._conflict(hello, meeting, standing)
         full = "" if wrong or meeting in self._gathering else self._no_room(hello, terms)
-        return wrong or full, bool(full) or standing is Standing.CLAIMANT
+        return wrong or full, temporary or bool(full) or standing is Standing.CLAIMANT
 
     def _no_room(self, hello: Hello, terms: Terms) -> str:
         """Why there is no room for one more job; those that gather count as if they ran."""
@@ -349,25 +349,26 @@ class Membership:
         last = max(mine, default=None)
         return None if any(each.replaces == last for each in self._gathering.values()) else last
 
-    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing) -> str:
+    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing) -> tuple[str, bool]:
         for running in self._running.values():
             if running.meeting == meeting:
                 wrong = of_another_team(running.spec, hello) or _wrong_beside(running, hello, standing)
                 if wrong:
-                    return wrong
+                    return wrong, False
         gathering = self._gathering.get(meeting)
         if gathering is None:
-            return ""
+            return "", False
         if of_another_team(gathering.spec, hello):
-            return of_another_team(gathering.spec, hello)
+            return of_another_team(gathering.spec, hello), False
         if hello.rank in gathering.attendees:
-            return taken(gathering.attendees[hello.rank].hello)
+            return taken(gathering.attendees[hello.rank].hello), False
         full = gathering.is_full if standing is not Standing.SURVIVOR else gathering.is_overfull
         if hello.smallest and full:
-            return (
+            wrong = (
                 f"{len(gathering.attendees)} workers wait to join job '{hello.job}' already; it has no place for more"
             )
-        return difference(gathering.spec, hello)
+            return wrong, hello.survived > 0  # those who wait have no more right to a place
+        return difference(gathering.spec, hello), False
 
 
 def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:

@@ -175,6 +175,43 @@ def test_who_stays_in_the_old_generation_is_not_waited_for() -> None:
     assert places(admit) == [(0, 0, 2), (1, 1, 2)]
 
 
+def shrunk(membership: Membership, largest: int) -> tuple[Admit, list[Any]]:
+    """All of eight ranks that run want to go on with `largest`, now; their job, and the other effects."""
+    old, effects = running(membership, *range(8)), list[MembershipEffect]()
+    for rank in range(8):
+        effects += come(membership, rank, survivor=True, largest=largest)
+    membership.finished(old.generation, 0.0)
+    effects += membership.expire(SETTLE_S)
+    (admit,) = (each for each in effects if isinstance(each, Admit))
+    assert places(admit) == [(rank, rank, largest) for rank in range(largest)]
+    return admit, [each for each in effects if each is not admit]
+
+
+def test_survivors_who_find_no_place_are_newcomers_to_the_others() -> None:
+    """They were in the last generation, but not in this one. So they wait, and do not end it."""
+    membership = Membership(LIMITS)
+    new, _ = shrunk(membership, 4)
+    assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
+    for rank in range(4):
+        come(membership, rank + 10, survivor=True, largest=4, now=1000.0)
+    membership.finished(new.generation, 1000.0)
+    (admit,) = (each for each in membership.expire(1000.0 + SETTLE_S) if isinstance(each, Admit))
+    assert admit.keys == [10, 11, 12, 13]  # of those who wait, the members go first
+
+
+def test_survivors_who_find_no_place_to_wait_may_come_again() -> None:
+    membership = Membership(LIMITS)
+    _, effects = shrunk(membership, 3)
+    refused = {each.key: each.message for each in effects if isinstance(getattr(each, "message", None), Refused)}
+    assert refused.keys() == {6, 7}
+    assert "6 workers wait to join job 'job' already" in refused[7].reason
+    assert all(each.temporary for each in refused.values())
+    (answer,) = come(membership, 7, survived=1, largest=3, now=6.0)
+    assert answer.message.temporary  # like those who wait, until it has no time left
+    (answer,) = come(membership, 8, largest=3, now=6.0)
+    assert not answer.message.temporary
+
+
 @pytest.mark.parametrize("wrong", [{"smallest": 2}, {"largest": 4}, {"settle_s": 9.0}, {"rank": 0}])
 def test_a_newcomer_that_disagrees_with_a_survivor_is_the_one_to_go(wrong: dict[str, Any]) -> None:
     membership = Membership(LIMITS)

@@ -131,9 +131,9 @@ class Communicator(Collectives):
         the same numbers.
 
         Returns when this worker is in such a job. Raises what construction raises. Raises RefusedError when fewer than
-        `smallest` have come after `cluster.join_timeout_s`; it may then be called again. Collectives under way in other
-        threads raise. Raises UsageError in a signal handler that interrupts a collective; ClosedError when a signal
-        handler or another thread calls `shutdown` meanwhile.
+        `smallest` have come after `cluster.join_timeout_s`, or when there was no place for this worker; it may then be
+        called again. Collectives under way in other threads raise. Raises UsageError in a signal handler that
+        interrupts a collective; ClosedError when a signal handler or another thread calls `shutdown` meanwhile.
         """
         smallest = self.config.elastic.smallest if smallest is None else whole(smallest, "smallest")
         largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")

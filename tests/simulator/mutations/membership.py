@@ -200,4 +200,12 @@ MUTATIONS = (
         "        return True\n",
         within=2000,
     ),
+    Mutation(
+        "survivors stay survivors",
+        _GATHERING,
+        "those for whom a smaller job has no place end it again and again",
+        "        self._make_newcomers()\n        self.untold.clear()\n",
+        "        self.untold.clear()\n",
+        test="tests/protocol/test_elastic_membership.py::test_survivors_who_find_no_place_are_newcomers_to_the_others",
+    ),
 )
