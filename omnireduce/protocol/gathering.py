@@ -139,11 +139,6 @@ class Gathering:
     def is_full(self) -> bool:
         return len(self.attendees) >= self.spec.world_size
 
-    @property
-    def is_overfull(self) -> bool:
-        """More workers are here than the survivors and the newcomers whom they replace can be."""
-        return len(self.attendees) >= 2 * self.spec.world_size
-
     def settles_at(self) -> float | None:
         """When the workers here have waited long enough for others, or for the last generation; None: never."""
         enough = self.held or len(self.attendees) >= self.spec.smallest

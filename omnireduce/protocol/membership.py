@@ -107,12 +107,12 @@ class Membership:
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
-        meeting, standing = Meeting.of(hello), Standing.NEWCOMER
+        meeting, standing, going = Meeting.of(hello), Standing.NEWCOMER, dict[int, str]()
         wrong, temporary = self._unfit(hello)  # first: nothing may depend on numbers without bounds
         if not wrong:
             standing = self._standing(hello, meeting)
-            yield from self._make_way(hello, meeting, standing, now)
-            wrong, temporary = self._objection(hello, meeting, standing, terms)
+            going = self._in_the_way(hello, meeting, standing)
+            wrong, temporary = self._objection(hello, meeting, standing, terms, going)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             waiting = self._gathering.get(meeting)
@@ -120,6 +120,7 @@ class Membership:
                 waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
                 waiting.is_news = True
             return
+        yield from self._make_way(hello, meeting, standing, going, now)
         if meeting not in self._gathering:
             self._open(meeting, hello, now, terms)
         gathering = self._gathering[meeting]
@@ -299,21 +300,31 @@ class Membership:
         is_member = has_ticket and hello.survived == self._running[generation].formation
         return Standing.SURVIVOR if is_member else Standing.NEWCOMER
 
-    def _make_way(self, hello: Hello, meeting: Meeting, standing: Standing, now: float) -> Iterator[MembershipEffect]:
-        """Survivors go first: others that disagree with one, or that gave its rank, are refused in its place."""
+    def _in_the_way(self, hello: Hello, meeting: Meeting, standing: Standing) -> dict[int, str]:
+        """Survivors go first: the ranks of others that disagree with one, or that gave its rank, each with what is
+        wrong."""
         gathering = self._gathering.get(meeting)
-        if gathering is None or standing is not Standing.SURVIVOR or of_another_team(gathering.spec, hello):
+        if gathering is None or standing is not Standing.SURVIVOR:
+            return {}
+        wrong = dict[int, str]()
+        for rank, (_, other, others_standing) in gathering.attendees.items():
+            if others_standing is not Standing.SURVIVOR:
+                differs = "" if gathering.is_led else difference(hello, other)
+                wrong[rank] = taken(hello) if rank == hello.rank else differs
+        return {rank: text for rank, text in wrong.items() if text}
+
+    def _make_way(
+        self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str], now: float
+    ) -> Iterator[MembershipEffect]:
+        """Nothing is wrong with `hello`. If a survivor said it, those who are in its way are refused in its place."""
+        gathering = self._gathering.get(meeting)
+        if gathering is None or standing is not Standing.SURVIVOR:
             return
-        is_led = gathering.is_led
-        for key, other, others_standing in list(gathering.attendees.values()):
-            if others_standing is Standing.SURVIVOR:
-                continue
-            differs = "" if is_led else difference(hello, other)
-            wrong = taken(hello) if other.rank == hello.rank else differs
-            if wrong:
-                self.gone(key, now)
-                yield Answer(key, Refused(wrong))
-        if not is_led:
+        for rank, wrong in going.items():
+            key, _, others_standing = gathering.attendees[rank]
+            self.gone(key, now)
+            yield Answer(key, Refused(wrong, temporary=others_standing is Standing.CLAIMANT))
+        if not gathering.is_led:
             gathering.lead(hello)
 
     def _unfit(self, hello: Hello) -> tuple[str, bool]:
@@ -322,16 +333,21 @@ class Membership:
             return "the aggregator is shutting down", True
         return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
 
-    def _objection(self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms) -> tuple[str, bool]:
-        """Why `hello` cannot join beside those who are here, and whether it might later; empty when it can."""
-        wrong, temporary = self._conflict(hello, meeting, standing)
-        full = "" if wrong or meeting in self._gathering else self._no_room(hello, terms)
+    def _objection(
+        self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms, going: dict[int, str]
+    ) -> tuple[str, bool]:
+        """Why `hello` cannot join beside those who are here but for the ranks `going`, and whether it might later;
+        empty when it can."""
+        wrong, temporary = self._conflict(hello, meeting, standing, going)
+        here = self._gathering.get(meeting)
+        stays = here is not None and len(here.attendees) > len(going)
+        full = "" if wrong or stays else self._no_room(hello, terms, here)
         return wrong or full, temporary or bool(full) or standing is Standing.CLAIMANT
 
-    def _no_room(self, hello: Hello, terms: Terms) -> str:
-        """Why there is no room for one more job; those that gather count as if they ran."""
-        leaving = self._replaced_by(hello)
-        gather = [each.spec for each in self._gathering.values()]
+    def _no_room(self, hello: Hello, terms: Terms, going: Gathering | None) -> str:
+        """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
+        leaving = self._replaced_by(hello, going)
+        gather = [each.spec for each in self._gathering.values() if each is not going]
         jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
         held = gather + [each for number, each in self._held.items() if number != leaving]
         return self._too_much(hello, terms, jobs, held)
@@ -340,16 +356,16 @@ class Membership:
         """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
 
-    def _replaced_by(self, hello: Hello) -> int | None:
-        """The generation whose room an elastic job takes: its last one, unless another gathering takes that."""
+    def _replaced_by(self, hello: Hello, going: Gathering | None = None) -> int | None:
+        """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
         if not hello.smallest and not hello.formation:
             return None
         name = hello.job, hello.launch, bool(hello.smallest)
         mine = [number for number, each in self._held.items() if (each.job, each.launch, bool(each.smallest)) == name]
         last = max(mine, default=None)
-        return None if any(each.replaces == last for each in self._gathering.values()) else last
+        return None if any(each.replaces == last for each in self._gathering.values() if each is not going) else last
 
-    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing) -> tuple[str, bool]:
+    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str]) -> tuple[str, bool]:
         for running in self._running.values():
             if running.meeting == meeting:
                 wrong = of_another_team(running.spec, hello) or _wrong_beside(running, hello, standing)
@@ -360,15 +376,14 @@ class Membership:
             return "", False
         if of_another_team(gathering.spec, hello):
             return of_another_team(gathering.spec, hello), False
-        if hello.rank in gathering.attendees:
+        if hello.rank in gathering.attendees and hello.rank not in going:
             return taken(gathering.attendees[hello.rank].hello), False
-        full = gathering.is_full if standing is not Standing.SURVIVOR else gathering.is_overfull
-        if hello.smallest and full:
-            wrong = (
-                f"{len(gathering.attendees)} workers wait to join job '{hello.job}' already; it has no place for more"
-            )
+        is_survivor, count = standing is Standing.SURVIVOR, len(gathering.attendees) - len(going)
+        spec = hello if is_survivor and not gathering.is_led else gathering.spec
+        if hello.smallest and count >= spec.world_size * (2 if is_survivor else 1):  # with newcomers that they replace
+            wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"
             return wrong, hello.survived > 0  # those who wait have no more right to a place
-        return difference(gathering.spec, hello), False
+        return difference(spec, hello), False
 
 
 def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:

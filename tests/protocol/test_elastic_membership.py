@@ -353,6 +353,40 @@ def test_a_survivor_that_cannot_join_puts_nobody_out(wrong: dict[str, Any]) -> N
     assert len(membership._gathering) == 1
 
 
+def test_a_survivor_that_disagrees_with_another_one_puts_nobody_out() -> None:
+    """First it is asked what is wrong with it, then the others make way."""
+    membership = Membership(LIMITS)
+    come(membership, 0, survivor=True)
+    come(membership, 1)
+    (answer,) = membership.hello("unfit", hello(1, survived=1, settle_s=9.0), 0.0)
+    assert answer.key == "unfit"
+    assert "settle_s 9.0 differs from 5.0 of rank 0" in answer.message.reason
+    assert not answer.message.temporary
+
+
+def test_a_survivor_for_whom_there_is_no_room_puts_nobody_out() -> None:
+    membership, terms = Membership(LIMITS), Terms(max_ranks=5)
+    come(membership, 1)
+    (answer,) = membership.hello("unfit", hello(1, survived=1, largest=6), 0.0, terms)
+    assert answer.key == "unfit"
+    assert answer.message.temporary
+    refused, waits = membership.hello("fits", hello(1, survived=1, largest=5), 0.0, terms)  # in the newcomer's room
+    assert (refused.key, waits) == (1, Answer("fits", Pending([0, 2, 3, 4], 4)))
+
+
+def test_who_makes_way_for_a_survivor_and_says_that_it_was_in_the_job_may_come_again() -> None:
+    membership = Membership(LIMITS, key=b"new")
+    list(membership.hello("claims", hello(0, survived=7, largest=4), 0.0))
+    survivor = hello(0, survived=1)
+    survivor = replace(survivor, ticket=ticket(b"new", survivor, 1))
+    refused, waits = membership.hello("survivor", survivor, 0.0)
+    assert (refused.key, waits.key) == ("claims", "survivor")
+    assert refused.message.temporary
+    (again,) = membership.hello("claims", hello(1, survived=7, largest=4), 1.0)
+    assert "world_size 4 differs from 3" in again.message.reason
+    assert not again.message.temporary  # now it is known to be none
+
+
 @pytest.mark.parametrize("elastic", [True, False])
 def test_no_number_of_a_hello_makes_work(elastic: bool) -> None:
     """Each is bounded before anything is made of it: this would take minutes, or all memory, else."""

@@ -21,7 +21,7 @@ MUTATIONS = (
         "a rank joins a gathering job twice",
         _MEMBERSHIP,
         "the second process takes the place of the first, which waits for ever",
-        "        if hello.rank in gathering.attendees:\n",
+        "        if hello.rank in gathering.attendees and hello.rank not in going:\n",
         "        if hello.rank < 0:\n",
     ),
     Mutation(
@@ -207,5 +207,25 @@ MUTATIONS = (
         "        self._make_newcomers()\n        self.untold.clear()\n",
         "        self.untold.clear()\n",
         test="tests/protocol/test_elastic_membership.py::test_survivors_who_find_no_place_are_newcomers_to_the_others",
+    ),
+    Mutation(
+        "who makes way may not come again",
+        _MEMBERSHIP,
+        "a worker that was in the job gives up, because a shard could not know it",
+        "Refused(wrong, temporary=others_standing is Standing.CLAIMANT)",
+        "Refused(wrong)",
+        test="tests/protocol/test_elastic_membership.py::"
+        "test_who_makes_way_for_a_survivor_and_says_that_it_was_in_the_job_may_come_again",
+    ),
+    Mutation(
+        "survivors come before the checks",
+        _MEMBERSHIP,
+        "a survivor that cannot join puts others out",
+        "            wrong, temporary = self._objection(hello, meeting, standing, terms, going)\n",
+        "            yield from self._make_way(hello, meeting, standing, going, now)\n"
+        "            going = {}\n"
+        "            wrong, temporary = self._objection(hello, meeting, standing, terms, going)\n",
+        test="tests/protocol/test_elastic_membership.py::"
+        "test_a_survivor_that_disagrees_with_another_one_puts_nobody_out",
     ),
 )
