@@ -87,7 +87,7 @@ class Membership:
         self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # the same by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
         self._running: dict[int, _Running] = {}
-        self._held: dict[int, Hello] = {}  # by generation until it is released: its size and memory follow from this
+        self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
         self._next_generation = 1
         self._deserted: set[int] = set()  # generations whose newcomers have gone
         self._has_freed_room = False
@@ -247,7 +247,7 @@ class Membership:
         asked = before - gathering.attendees.keys()
         ranks = {each.rank: each for each in hellos}
         self._running[generation] = _Running(meeting, gathering.spec, formation, ranks, asked)
-        self._held[generation] = hellos[0]
+        self._held[generation] = msgspec.structs.replace(hellos[0], formation=meeting.formation)
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
         gathering.replaces = generation
         if not gathering.attendees:
@@ -360,8 +360,7 @@ class Membership:
         """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
         if not hello.smallest and not hello.formation:
             return None
-        name = hello.job, hello.launch, bool(hello.smallest)
-        mine = [number for number, each in self._held.items() if (each.job, each.launch, bool(each.smallest)) == name]
+        mine = [number for number, each in self._held.items() if _kin(each) == _kin(hello)]
         last = max(mine, default=None)
         return None if any(each.replaces == last for each in self._gathering.values() if each is not going) else last
 
@@ -384,6 +383,11 @@ class Membership:
             wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"
             return wrong, hello.survived > 0  # those who wait have no more right to a place
         return difference(spec, hello), False
+
+
+def _kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
+    """What generations of one elastic job have in common. On the first shard they have no formation yet."""
+    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0
 
 
 def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:

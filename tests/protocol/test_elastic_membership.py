@@ -449,6 +449,30 @@ def test_survivors_take_the_room_of_their_last_generation() -> None:
     assert isinstance(come(membership, 0, job="other")[0].message, Refused)
 
 
+OF_A_FORMATION: dict[str, Any] = {"shard": 1, "shards": 2, "smallest": 0}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"team": "other"}, {}),
+        ({"team": "other", "formation": 1} | OF_A_FORMATION, {"formation": 2} | OF_A_FORMATION),
+        (OF_A_FORMATION, {"formation": 2} | OF_A_FORMATION),  # theirs is not elastic
+    ],
+    ids=["of another team", "of another team, on another shard", "not elastic"],
+)
+def test_nobody_takes_the_room_of_a_job_that_is_not_his(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    membership = Membership(Limits(9, 40, 1 << 26, 30.0, max_ranks=4))
+    (there,) = come(membership, 0, 1, 2, **theirs)
+    assert isinstance(there, Admit)
+    membership.finished(there.generation, 0.0)
+    (answer,) = come(membership, 0, **ours)
+    assert "aggregator.max_ranks" in answer.message.reason
+    assert answer.message.temporary
+    membership.released(there.generation)
+    assert isinstance(come(membership, 0, **ours)[0].message, Pending)
+
+
 @pytest.mark.parametrize(
     ("limits", "terms"),
     [

@@ -228,4 +228,12 @@ MUTATIONS = (
         test="tests/protocol/test_elastic_membership.py::"
         "test_a_survivor_that_disagrees_with_another_one_puts_nobody_out",
     ),
+    Mutation(
+        "any job makes room for a formation",
+        _MEMBERSHIP,
+        "an elastic job goes beyond the limits in the room of somebody else's",
+        "    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0\n",
+        '    return "", hello.job, hello.launch, hello.smallest > 0, True\n',
+        test="tests/protocol/test_elastic_membership.py::test_nobody_takes_the_room_of_a_job_that_is_not_his",
+    ),
 )
