@@ -23,15 +23,15 @@ import msgspec
 from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.allowance import beyond_allowance
+from omnireduce.protocol.announced import NEWS_S, Announced
 from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
-from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, of_another_team, taken
+from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, kin, malformed, of_another_team, taken
 from omnireduce.protocol.limits import Limits
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
 from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
 from omnireduce.wire.words import listed
 
-NEWS_S = 1.0  # between two news of who is missing to those who wait: telling all of each newcomer takes N² messages
 NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
 
 
@@ -89,20 +89,19 @@ class Membership:
         self._running: dict[int, _Running] = {}
         self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
         self._next_generation = 1
-        self._deserted: set[int] = set()  # generations whose newcomers have gone
+        self._announced = Announced()
         self._has_freed_room = False
         self.draining = False
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        if not (self._gathering or self._deserted or self._has_freed_room):
-            return None
         waiting = self._gathering.values()
         ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if each.is_news]
         ends += [at for each in waiting if not self._lacks_room(each) and (at := each.settles_at()) is not None]
-        ends += [0.0] if self._deserted or self._has_freed_room or any(each.untold for each in waiting) else []
+        ends += [at for at in (self._announced.deadline,) if at is not None]
+        ends += [0.0] if self._has_freed_room or any(each.untold for each in waiting) else []
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
@@ -142,7 +141,7 @@ class Membership:
                 self._close(meeting)
                 generation = self._generation_of(meeting)
                 if gathering.held and generation is not None:
-                    self._deserted.add(generation)
+                    self._announced.nobody_waits(generation)
 
     def departed(self, generation: int, rank: int) -> None:
         """A rank of a running generation has left."""
@@ -152,7 +151,7 @@ class Membership:
     def finished(self, generation: int, now: float) -> None:
         """A running generation is over; its ranks may still be leaving."""
         over = self._running.pop(generation, None)
-        self._deserted.discard(generation)
+        self._announced.forget(generation)
         if over is not None and over.meeting in self._gathering and self._generation_of(over.meeting) is None:
             self._gathering[over.meeting].release(now)
 
@@ -164,8 +163,8 @@ class Membership:
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
         limit_s, self._has_freed_room = self._limits.join_timeout_s, False
-        while self._deserted:
-            yield Announce(self._deserted.pop(), 0)
+        for generation in self._announced.taken_back(now):
+            yield Announce(generation, 0)
         for meeting, gathering in list(self._gathering.items()):
             if self._may_start(gathering, now):
                 yield self._admit(meeting)
@@ -199,7 +198,10 @@ class Membership:
     def _open(self, meeting: Meeting, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
         generation = self._generation_of(meeting) if hello.smallest else None
-        last = frozenset[int]() if generation is None else self._running[generation].asked
+        last = frozenset[int]()
+        if generation is not None:
+            self._announced.somebody_waits(generation)
+            last = self._running[generation].asked
         gathering = Gathering(hello, terms, now, now, now, generation is not None, last, self._replaced_by(hello))
         gathering.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])
         for other in gathering.namesakes[:1]:
@@ -268,7 +270,9 @@ class Membership:
         if gathering.held and generation is not None and not gathering.untold:
             running = self._running[generation]
             room = running.spec.world_size - len(running.asked) if running.spec.smallest else len(gathering.attendees)
-            yield Announce(generation, min(len(gathering.attendees), room))
+            workers = min(len(gathering.attendees), room)
+            if self._announced.is_news(generation, workers, now):
+                yield Announce(generation, workers)
 
     def _replace(self, meeting: Meeting, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
         """End the generation that still runs: the survivors who left it have waited long enough."""
@@ -360,7 +364,7 @@ class Membership:
         """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
         if not hello.smallest and not hello.formation:
             return None
-        mine = [number for number, each in self._held.items() if _kin(each) == _kin(hello)]
+        mine = [number for number, each in self._held.items() if kin(each) == kin(hello)]
         last = max(mine, default=None)
         return None if any(each.replaces == last for each in self._gathering.values() if each is not going) else last
 
@@ -383,11 +387,6 @@ class Membership:
             wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"
             return wrong, hello.survived > 0  # those who wait have no more right to a place
         return difference(spec, hello), False
-
-
-def _kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
-    """What generations of one elastic job have in common. On the first shard they have no formation yet."""
-    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0
 
 
 def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:

@@ -129,17 +129,41 @@ def test_a_newcomer_that_gives_up_is_taken_back() -> None:
     membership = Membership(LIMITS)
     old = with_a_free_place(membership)
     come(membership, 2, now=6.0)
-    membership.gone(2, 6.5)
-    assert membership.deadline == 0.0
-    assert list(membership.expire(6.5)) == [Announce(old.generation, 0)]
+    list(membership.expire(7.0))
+    membership.gone(2, 7.25)
+    assert list(membership.expire(7.25)) == []
+    assert membership.deadline == 8.0
+    assert list(membership.expire(8.0)) == [Announce(old.generation, 0)]
     assert membership.deadline is None
+
+
+def test_newcomers_that_come_and_go_make_no_news_for_the_others() -> None:
+    """They may do so many times a second, and each piece of news goes to every rank."""
+    membership = Membership(LIMITS)
+    old = with_a_free_place(membership)
+    for at in range(64):
+        come(membership, 2, now=6.0 + at / 32)
+        membership.gone(2, 6.0 + at / 32)
+        assert list(membership.expire(6.0 + at / 32)) == []
+    assert membership.deadline is None
+    told: list[tuple[float, Announce]] = []
+    for at in range(64):  # each stays for long enough to be told of, and no longer
+        now = 10.0 + 1.0625 * at
+        come(membership, 2, now=now)
+        told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
+        membership.gone(2, now + 1)
+        told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
+    assert len(told) == 1, told
+    assert told[0] == (11.0, Announce(old.generation, 1))
+    now = 1000.0
+    assert list(membership.expire(now)) == [Announce(old.generation, 0)]
 
 
 def test_a_job_without_a_free_place_hears_of_nobody_and_keeps_its_workers() -> None:
     membership = Membership(LIMITS)
     old = running(membership, 1, 2)
     come(membership, 0, 5, largest=2)
-    assert Announce(old.generation, 0) in list(membership.expire(1.0))
+    assert {type(each) for each in membership.expire(1.0)} == {Answer}
     assert "2 workers wait to join job 'job' already" in come(membership, 6, largest=2)[0].message.reason
     membership.finished(old.generation, 2.0)
     assert isinstance(come(membership, 2, largest=2, survivor=True, now=2.0)[0], Answer)
@@ -511,6 +535,7 @@ def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, t
 def test_a_random_life(data: st.DataObject) -> None:
     """Nobody is forgotten, nobody is in two generations, one generation at a time runs, of a size that was agreed."""
     membership, now, waiting, job, survivors = Membership(LIMITS), 0.0, {}, None, set[int]()
+    announced = 0
     for key in range(data.draw(st.integers(5, 40))):
         now += data.draw(st.sampled_from([0.0, 0.5, 2.0, 6.0, 31.0]))
         what = data.draw(st.sampled_from(["comes", "comes", "comes", "goes", "ends", "time"]))
@@ -536,7 +561,7 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert [each.rank for each in asked] == sorted(each.rank for each in asked)
                 assert [each.rank for each in effect.hellos] == list(range(len(asked)))
                 assert len(asked) == 3 or (len(asked) == 2 and any(each.survived for each in asked))
-                survivors = {each.rank for each in asked}
+                survivors, announced = {each.rank for each in asked}, 0
             elif isinstance(effect, Replace):
                 assert job is not None
                 assert effect.generation == job.generation
@@ -547,6 +572,8 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert job is not None
                 assert effect.generation == job.generation
                 assert effect.workers == min(len(waiting), 3 - len(job.keys))
+                assert effect.workers != announced
+                announced = effect.workers
             elif isinstance(effect.message, Refused):
                 del waiting[effect.key]  # type: ignore[arg-type]
         known = {key for each in membership._gathering.values() for key, *_ in each.attendees.values()}

@@ -230,10 +230,26 @@ MUTATIONS = (
     ),
     Mutation(
         "any job makes room for a formation",
-        _MEMBERSHIP,
+        _CHECKS,
         "an elastic job goes beyond the limits in the room of somebody else's",
         "    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0\n",
         '    return "", hello.job, hello.launch, hello.smallest > 0, True\n',
         test="tests/protocol/test_elastic_membership.py::test_nobody_takes_the_room_of_a_job_that_is_not_his",
+    ),
+    Mutation(
+        "who comes and goes is news",
+        "omnireduce.protocol.announced",
+        "a stranger makes a message to every rank of a job with each of his hellos",
+        "        return min((self._told[each][1] + NEWS_S for each in self._deserted), default=None)\n",
+        "        return 0.0 if self._deserted else None\n",
+        test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
+    ),
+    Mutation(
+        "newcomers who have gone still wait",
+        "omnireduce.protocol.announced",
+        "a job is formed anew for nobody",
+        "            self._deserted.add(generation)\n",
+        "            pass\n",
+        test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
     ),
 )
