@@ -158,4 +158,12 @@ MUTATIONS = (
         "    return address if _is_loopback(",
         test="tests/runtime/test_launcher.py::test_launches_of_two_hosts_are_two_where_each_meets_on_loopback",
     ),
+    Mutation(
+        "leavers with a task are kept",
+        _SERVER,
+        "a stranger makes a shard spin with a TLS handshake that comes too late",
+        "(connection.link.over or connection.link.task is not None)",
+        "connection.link.over",
+        test="tests/runtime/test_aside.py::test_who_leaves_has_no_task_done_any_more",
+    ),
 )
