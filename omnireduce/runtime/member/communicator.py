@@ -56,8 +56,9 @@ class Communicator(Collectives):
 
     Several threads may share it. Only one of them may start a collective without a name: the thread that has made the
     communicator, or has called `reform` last. The others must name theirs, with the same names on every rank: the names
-    say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. No
-    two threads may have collectives of one name under way. Handles may be waited for in any thread.
+    say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. A
+    name belongs to the thread that used it first, until that thread has ended, or until `reform`: use other names in
+    each thread. Handles may be waited for in any thread.
 
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 

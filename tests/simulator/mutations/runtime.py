@@ -166,4 +166,12 @@ MUTATIONS = (
         "connection.link.over",
         test="tests/runtime/test_aside.py::test_who_leaves_has_no_task_done_any_more",
     ),
+    Mutation(
+        "a name belongs to nobody",
+        "omnireduce.runtime.member.handle",
+        "two threads that use one name in turn get each other's sums",
+        "            names.claim(handle.name, handle.thread)\n",
+        "            pass\n",
+        test="tests/runtime/test_threads.py::test_a_name_belongs_to_the_thread_that_used_it_first",
+    ),
 )
