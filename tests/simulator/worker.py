@@ -194,8 +194,9 @@ class Worker(Process):
                 told, self.said_hello_at = replace(told, **self.nonsense), self.world.now()
             self.links[deed.peer].send_control(encode_control(told))
         elif isinstance(deed, HangUp):
-            self._hang_up()
-            self.cluster.gave_up(self)
+            self._hang_up(deed.first)
+            if not deed.first:  # else the attempt goes on
+                self.cluster.gave_up(self)
         elif isinstance(deed, Joined):
             self._place_given = deed
         return None
@@ -208,10 +209,10 @@ class Worker(Process):
         nonce = self._random.randbytes(NONCE_BYTES)
         return self._joining.connected(shard, nonce, self.now())
 
-    def _hang_up(self) -> None:
-        for link in self.links:
+    def _hang_up(self, first: int = 0) -> None:
+        for link in self.links[first:]:
             link.close()
-        self.links, self._place_given = [], None
+        self.links, self._place_given = self.links[:first], None
 
     def _start(self, joined: Joined) -> None:
         protocol = self.protocol
