@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from aggregator.processes import process_count
 from omnireduce.cli import Command, config_options
 from omnireduce.config import Config, load_config, override_config
 from omnireduce.logs import start_logs
@@ -21,7 +22,7 @@ def main(config_file: str | None, overrides: tuple[str, ...], listen: str | None
     Prints `ready` and the addresses on standard output as soon as workers can join; logs go to standard error.
     """
     config = _with_options(load_config(config_file, overrides=overrides), listen, shards)
-    start_logs(config.log)
+    start_logs(config.log, process_count(config))
     from aggregator.daemon import Daemon  # imports numba, which --help need not wait for
 
     sys.exit(Daemon(config).run())

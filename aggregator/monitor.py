@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from aggregator.metrics import Answers, ShardCollector
 from aggregator.pages import ALL, CHALLENGE, Pages, make_pages
+from aggregator.processes import process_count
 from aggregator.reload import reload_on_hangup
 from aggregator.signals import ignore
 from aggregator.watchdog import LOOK_S, Pulse
@@ -297,7 +298,7 @@ def run_monitor(
     The monitor proves `secret` to the shards; None: they want no secret. `access` says who may read the pages.
     """
     ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
-    start_logs(config.log)
+    start_logs(config.log, process_count(config))
     allow_all_descriptors()
     monitor = Monitor(config, secret, names, addresses, pulses, access)
 

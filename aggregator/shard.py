@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aggregator.access import make_access
+from aggregator.processes import process_count
 from aggregator.reload import reload_on_hangup
 from aggregator.signals import ignore
 from aggregator.watchdog import Pulse, look_s
@@ -127,7 +128,7 @@ def run_shard(
     The daemon's monitor proves the secret `monitor`. `pulse` beats with every turn.
     """
     ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
-    start_logs(config.log, shard=listeners.name)
+    start_logs(config.log, process_count(config), shard=listeners.name)
     _run_as_batch()
     allow_all_descriptors()  # every rank of every job needs one
     settings = config.aggregator

@@ -196,10 +196,22 @@ def told_apart(one: Descriptor, other: Descriptor) -> tuple[str, str]:
     """Both descriptors in words. Where the words are the same, a difference that they do not show is added."""
     if str(one) != str(other) or one == other:
         return str(one), str(other)
-    what, sizes = "block_size", (one.block_size, other.block_size)
-    if one.packets != other.packets:
-        what, sizes = "protocol.max_part_bytes in KiB, rounded up,", (one.packets, other.packets)
-    return f"{one}, {what} {sizes[0]}", f"{other}, {what} {sizes[1]}"
+    texts = list(zip(_unshown(one), _unshown(other), strict=True))
+    mine, theirs = next(((mine, theirs) for mine, theirs in texts if mine != theirs), texts[0])
+    return f"{one}, {mine}", f"{other}, {theirs}"
+
+
+def _unshown(each: Descriptor) -> list[str]:
+    """What the words of a descriptor may not show; of a long shape they show the beginning."""
+    return [
+        f"block_size {each.block_size}",
+        f"protocol.max_part_bytes in KiB, rounded up, {each.packets}",
+        f"{len(each.shape)} dimensions",
+        *(f"dimension {at} is {size}" for at, size in enumerate((*each.shape, *[0] * MAX_DIMENSIONS)[:MAX_DIMENSIONS])),
+        f"elements of {each.item_bytes} bytes",
+        f"{each.parts} parts",
+        f"root {each.root}",
+    ]
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:

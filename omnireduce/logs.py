@@ -29,7 +29,9 @@ OWN = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", 
 OWN |= {"reloaded", "reload_failed"}
 A_SECOND = 20  # lines of each other event
 A_MINUTE, OF_ONE = 400_000, 60_000  # bytes of the lines of these events together, and of each of them
+TOGETHER = 900_000  # bytes a minute of all processes of a daemon
 LINE = 4096  # bytes that a line may take
+LEAST = 4 * LINE  # bytes a minute of a process, however many there are
 _PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
 
 
@@ -51,9 +53,10 @@ class BoundLog(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
-def start_logs(settings: Log, **fields: object) -> None:
-    """Write the log lines of this process to standard error from now on, each with `fields`."""
-    handler = LimitedHandler(sys.stderr)
+def start_logs(settings: Log, processes: int = 1, **fields: object) -> None:
+    """Write the log lines of this process to standard error from now on, each with `fields`. It is one of so many
+    `processes` of a program, which share the limit of bytes."""
+    handler = LimitedHandler(sys.stderr, processes)
     handler.setFormatter((JsonLines if settings.format == "json" else TextLines)(fields))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
 
@@ -74,11 +77,13 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
     """Writes lines within the limits above. A line of its own says how many were left out.
 
     That line comes before the next line of a later second, whatever that one is about, or when `tell_left_out` is
-    called.
+    called; but when this minute's bytes are used up, not before the next minute.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, processes: int = 1) -> None:
         super().__init__(stream)
+        self._most = min(A_MINUTE, max(LEAST, TOGETHER // processes))
+        self._most_of_one = min(OF_ONE, max(2 * LINE, self._most // 4))
         self._second = self._minute = 0
         self._lines = Counter[str]()  # of each event in this second
         self._bytes = Counter[str]()  # of each event in this minute
@@ -103,7 +108,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
     def _has_room(self, event: str) -> bool:
         """Whether there is room for one more line, however long it is."""
-        in_minute = self._bytes[event] + LINE <= OF_ONE and self._bytes.total() + LINE <= A_MINUTE
+        in_minute = self._bytes[event] + LINE <= self._most_of_one and self._bytes.total() + LINE <= self._most
         return in_minute and self._lines[event] < A_SECOND
 
     def tell_left_out(self, now: float) -> None:
@@ -117,16 +122,18 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             return
         self._second = int(now)
         self._lines.clear()
-        if self._left_out:
+        if int(now) // 60 != self._minute:
+            self._minute = int(now) // 60
+            self._bytes.clear()
+        if self._left_out and self._bytes.total() + LINE <= self._most:
             counts = dict(self._left_out.most_common())
             self._left_out.clear()
             text = f"{sum(counts.values())} lines were too many for the log"
             record = logging.makeLogRecord({"name": __name__, "msg": text, "created": now, "levelno": logging.WARNING})
             record.__dict__ |= {"levelname": "WARNING", **tagged("left_out", events=counts)}
-            self._write(self.format(record) + self.terminator, record)
-        if int(now) // 60 != self._minute:
-            self._minute = int(now) // 60
-            self._bytes.clear()
+            line = self.format(record) + self.terminator
+            self._bytes["left_out"] += len(line.encode(errors="replace"))
+            self._write(line, record)
 
     def _write(self, line: str, record: logging.LogRecord) -> None:
         try:

@@ -81,6 +81,27 @@ def test_calls_in_words() -> None:
     assert str(Descriptor("barrier", "", "uint8", (0,), item_bytes=1)) == "barrier"
 
 
+LONG = (10**7, 10**7, *(1,) * 61)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"shape": (*LONG[:-1], 2)}, ("dimension 62 is 1", "dimension 62 is 2")),
+        ({"shape": (*LONG, 1)}, ("63 dimensions", "64 dimensions")),
+        ({"parts": 5}, ("4 parts", "5 parts")),
+        ({"item_bytes": 4}, ("elements of 8 bytes", "elements of 4 bytes")),
+        ({"block_size": 16}, ("block_size 8", "block_size 16")),
+    ],
+)
+def test_a_difference_that_the_words_do_not_show_is_named(changes: dict[str, Any], what: tuple[str, str]) -> None:
+    """Long shapes are cut off."""
+    fields: dict[str, Any] = {"shape": LONG, "item_bytes": 8, "parts": 4}
+    one, other = (Descriptor("allgather", "", "int64", **each) for each in (fields, fields | changes))
+    assert str(one) == str(other)
+    assert told_apart(one, other) == (f"{one}, {what[0]}", f"{other}, {what[1]}")
+
+
 def test_two_that_look_alike_are_told_apart() -> None:
     one, other = (Descriptor("allreduce", "w", "int8", (9,), block_size=size) for size in (64, 256))
     assert told_apart(one, other) == (f"{one}, block_size 64", f"{other}, block_size 256")

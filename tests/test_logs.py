@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from aggregator.processes import process_count
 from omnireduce.cli import reporting_errors
-from omnireduce.config import Log
+from omnireduce.config import Log, load_config
 from omnireduce.errors import UsageError
 from omnireduce.logs import (
     A_SECOND,
@@ -127,9 +128,9 @@ def test_the_error_that_ends_a_program(settings: Log, expected: str, lines: Call
 class Flood:
     """A limited handler and what it has written, at a time of the test's choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int = 1) -> None:
         self.stream = io.StringIO()
-        self.handler = LimitedHandler(self.stream)
+        self.handler = LimitedHandler(self.stream, processes)
         self.handler.setFormatter(JsonLines({}))
         self.bytes = 0
 
@@ -187,6 +188,25 @@ def test_a_flood_of_anything_has_a_bound(text: str) -> None:
     assert ready == 120
     assert 2 * OF_ONE < flood.bytes < 1_000_000
     assert flood.log(720.0, "refused")[-1]["event"] == "refused"
+
+
+@pytest.mark.parametrize("shards", [1, 4, 48])
+@pytest.mark.parametrize("metrics", ["", "127.0.0.1:0"])
+def test_the_processes_of_a_daemon_share_a_bound(shards: int, metrics: str) -> None:
+    """Each may be flooded with all events. What was left out still is told, if later."""
+    settings = [f"aggregator.shards={shards}", f"metrics.listen={metrics}"]
+    count = process_count(load_config(overrides=settings, environ={}))
+    assert count == shards + 1 + bool(metrics)
+    flood, events, left_out, lines = Flood(count), sorted(all_events() - OWN - {"left_out"}), 0, 0
+    for second in range(600, 661):
+        for event in events:
+            for _ in range(A_SECOND + 1):
+                found = flood.log(second, event, "y" * 500)
+                left_out += sum(sum(each["events"].values()) for each in found if each["event"] == "left_out")
+                lines += sum(each["event"] != "left_out" for each in found)
+        if second == 659:
+            assert 2 * LINE < flood.bytes < 1_000_000 / count
+    assert left_out + lines > 60 * len(events) * (A_SECOND + 1)
 
 
 def test_a_long_traceback_keeps_its_ends() -> None:

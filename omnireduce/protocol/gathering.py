@@ -121,11 +121,11 @@ class Gathering:
         """From now on the others are compared with this survivor. Workers that only say that they survived become
         newcomers."""
         self.spec = survivor
+        self._make_newcomers()
+
+    def _make_newcomers(self) -> None:
         for rank, (key, hello, _) in self.attendees.items():
             self.attendees[rank] = Attendee(key, hello, Standing.NEWCOMER)
-        self._count_anew()
-
-    def _count_anew(self) -> None:
         self._from = 0
         self._inside = sum(rank < self.spec.world_size for rank in self.attendees)
         self._standings = Counter(attendee.standing for attendee in self.attendees.values())
@@ -147,11 +147,6 @@ class Gathering:
     def is_full(self) -> bool:
         return len(self.attendees) >= self.spec.world_size
 
-    @property
-    def is_overfull(self) -> bool:
-        """More workers are here than the survivors and the newcomers whom they replace can be."""
-        return len(self.attendees) >= 2 * self.spec.world_size
-
     def settles_at(self) -> float | None:
         """When the workers here have waited long enough for others, or for the last generation; None: never."""
         enough = self.held or len(self.attendees) >= self.spec.smallest
@@ -170,10 +165,10 @@ class Gathering:
 
     def take(self) -> list[tuple[Hashable, Hello]]:
         """Take out the workers with which the job starts, in rank order, with the ranks that they get. Where there are
-        too many, survivors go first."""
+        too many, survivors go first. Who is left was not in this generation, so it is a newcomer to those who are."""
         order = sorted(self.attendees, key=lambda rank: (-self.attendees[rank].standing, rank))
         taken = [self.attendees.pop(rank) for rank in sorted(order[: self.spec.world_size])]
-        self._count_anew()
+        self._make_newcomers()
         self.untold.clear()
         return [
             (attendee.key, msgspec.structs.replace(attendee.hello, rank=rank, world_size=len(taken)))

@@ -59,6 +59,11 @@ def taken(other: Hello) -> str:
     return f"{member_name(other)} is already in job '{other.job}'; choose another cluster.job"
 
 
+def kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
+    """What generations of one elastic job have in common. On the first shard they have no formation yet."""
+    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0
+
+
 def slot_bytes(hello: Hello) -> int:
     """Slot memory of the job on this shard: receive slots for every rank, and the results."""
     return (hello.world_size + 1) * hello.slots * hello.slot_bytes

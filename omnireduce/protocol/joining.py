@@ -7,8 +7,9 @@ In an elastic job the first aggregator decides the ranks. The worker says Hello 
 seat, and the worker shows this seat to the other aggregators. It has less time for that: a worker that has a seat and
 does not come to the others is left out of the next attempt.
 
-Any failure ends the attempt. A worker of an elastic job then hangs up, pauses and tries again, until its time to join
-is over or the failure is one that will not pass. A worker of another job gives up.
+A connection that is lost before the Hello is made once more: nobody counts on this worker yet. Any other failure ends
+the attempt. A worker of an elastic job then hangs up, pauses and tries again, until its time to join is over or the
+failure is one that will not pass. A worker of another job gives up.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Connect(NamedTuple):
 
 
 class HangUp(NamedTuple):
-    """Close all connections that were made."""
+    """Close the connections to aggregator `first` and those that were made after it."""
+
+    first: int = 0
 
 
 class Notice(NamedTuple):
@@ -129,7 +132,7 @@ class Joining:
         self._again_at: float | None = None  # when to connect again or, in a pause, to try again
         self._pauses = False
         self._pause_s = RETRY_S
-        self._reason = ""  # why the aggregator in turn could not be reached
+        self._reason = ""  # why the aggregator in turn could not be reached, or was lost before the Hello
         self._visits: list[_Visit] = []
         self._shards = 0  # how many aggregators to visit so far
         self._seat: Seat | None = None
@@ -161,9 +164,9 @@ class Joining:
             return  # of an attempt that has ended
         candidate = None if self._secret is None else Candidate(self._secret, nonce)
         self._visits.append(_Visit(now, hint, candidate))
-        self._complain_at, self._again_at = now + QUIET_S, None
+        self._again_at = None
         if candidate is None:
-            yield from self._say_hello(shard)
+            yield from self._say_hello(shard, now)
         else:
             yield Tell(shard, candidate.greeting)
 
@@ -187,11 +190,17 @@ class Joining:
         else:
             yield from self._answered(shard, visit, message, now)
 
-    def lost(self, shard: int, reason: str, now: float) -> Iterator[JoiningEffect]:
-        """The connection to this aggregator is over."""
-        if shard < len(self._visits):
-            hint, address = self._visits[shard].hint, self._addresses[shard]
-            error = TransportError(f"aggregator {address}: {reason} before this worker was admitted{hint}")
+    def lost(self, shard: int, reason: str, now: float, *, for_good: bool = False) -> Iterator[JoiningEffect]:
+        """The connection to this aggregator is over. `for_good`: the next one would end like it."""
+        if shard >= len(self._visits):
+            return
+        visit, address = self._visits[shard], self._addresses[shard]
+        if visit.candidate is not None and not for_good:
+            yield HangUp(shard)
+            del self._visits[shard:]
+            yield from self.unreachable(shard, f"{reason} before the hello{visit.hint}", now)
+        else:
+            error = TransportError(f"aggregator {address}: {reason} before this worker was admitted{visit.hint}")
             yield from self.failed(error, now)
 
     def timer(self, now: float) -> Iterator[JoiningEffect]:
@@ -252,9 +261,10 @@ class Joining:
         self._said = {text}
         return is_news
 
-    def _say_hello(self, shard: int) -> Iterator[JoiningEffect]:
+    def _say_hello(self, shard: int, now: float) -> Iterator[JoiningEffect]:
         """Say Hello at once: an aggregator drops a connection without a Hello, and the next one may take long to come
         up."""
+        self._complain_at, self._reason = now + QUIET_S, ""
         hello, seat = replace(self._hello, shard=shard), self._seat
         if seat is not None:
             hello = replace(
@@ -275,7 +285,7 @@ class Joining:
             yield Tell(shard, answer)
         else:
             self._visits[shard].candidate = None
-            yield from self._say_hello(shard)
+            yield from self._say_hello(shard, now)
 
     def _answered(self, shard: int, visit: _Visit, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
         """One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the
@@ -353,14 +363,15 @@ class Joining:
     def _overdue(self, now: float) -> OmniReduceError:
         """The error that says whom this attempt waited for in vain."""
         proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
-        if proving is None and len(self._visits) < self._shards:
-            return unreachable(self._addresses[len(self._visits)], self._transport, self._reason)
         if proving is not None and (waited_s := now - proving[1].since) >= min(QUIET_S, (now - self._begun) / 2):
             return RefusedError(
                 f"no proof of the secret came from aggregator {self._addresses[proving[0]]} within {waited_s:.2g} s; "
                 "is it stopped or overloaded?",
                 temporary=True,
             )
+        at = len(self._visits) if proving is None else proving[0]
+        if self._reason or (proving is None and at < self._shards):
+            return unreachable(self._addresses[at], self._transport, self._reason)
         limit = f"cluster.join_timeout_s = {self._limit_s:g}"
         if self._by < self._join_by:
             limit = f"{self._by - self._seated_at:.2g} s, which a worker has from the first aggregator to the others"
@@ -387,6 +398,6 @@ def unreachable(address: str, transport: str, reason: str) -> TransportError:
     """The error for an aggregator that cannot be connected to."""
     by = "" if transport == "auto" else f" by {transport}"
     return TransportError(
-        f"cannot reach aggregator {address}{by}: {reason or 'nobody answers'}; "
+        f"cannot reach aggregator {address}{by}: {reason.rstrip('?') or 'nobody answers'}; "
         "is `omnireduce aggregator` running there, and is its port open to this host?"
     )

@@ -23,15 +23,15 @@ import msgspec
 from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.allowance import beyond_allowance
+from omnireduce.protocol.announced import NEWS_S, Announced
 from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
-from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, of_another_team, taken
+from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, kin, malformed, of_another_team, taken
 from omnireduce.protocol.limits import Limits
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
 from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
 from omnireduce.wire.words import listed
 
-NEWS_S = 1.0  # between two news of who is missing to those who wait: telling all of each newcomer takes N² messages
 NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
 
 
@@ -87,32 +87,31 @@ class Membership:
         self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # the same by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
         self._running: dict[int, _Running] = {}
-        self._held: dict[int, Hello] = {}  # by generation until it is released: its size and memory follow from this
+        self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
         self._next_generation = 1
-        self._deserted: set[int] = set()  # generations whose newcomers have gone
+        self._announced = Announced()
         self._has_freed_room = False
         self.draining = False
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        if not (self._gathering or self._deserted or self._has_freed_room):
-            return None
         waiting = self._gathering.values()
         ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if each.is_news]
         ends += [at for each in waiting if not self._lacks_room(each) and (at := each.settles_at()) is not None]
-        ends += [0.0] if self._deserted or self._has_freed_room or any(each.untold for each in waiting) else []
+        ends += [at for at in (self._announced.deadline,) if at is not None]
+        ends += [0.0] if self._has_freed_room or any(each.untold for each in waiting) else []
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
-        meeting, standing = Meeting.of(hello), Standing.NEWCOMER
+        meeting, standing, going = Meeting.of(hello), Standing.NEWCOMER, dict[int, str]()
         wrong, temporary = self._unfit(hello)  # first: nothing may depend on numbers without bounds
         if not wrong:
             standing = self._standing(hello, meeting)
-            yield from self._make_way(hello, meeting, standing, now)
-            wrong, temporary = self._objection(hello, meeting, standing, terms)
+            going = self._in_the_way(hello, meeting, standing)
+            wrong, temporary = self._objection(hello, meeting, standing, terms, going)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             waiting = self._gathering.get(meeting)
@@ -120,6 +119,7 @@ class Membership:
                 waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
                 waiting.is_news = True
             return
+        yield from self._make_way(hello, meeting, standing, going, now)
         if meeting not in self._gathering:
             self._open(meeting, hello, now, terms)
         gathering = self._gathering[meeting]
@@ -141,7 +141,7 @@ class Membership:
                 self._close(meeting)
                 generation = self._generation_of(meeting)
                 if gathering.held and generation is not None:
-                    self._deserted.add(generation)
+                    self._announced.nobody_waits(generation)
 
     def departed(self, generation: int, rank: int) -> None:
         """A rank of a running generation has left."""
@@ -151,7 +151,7 @@ class Membership:
     def finished(self, generation: int, now: float) -> None:
         """A running generation is over; its ranks may still be leaving."""
         over = self._running.pop(generation, None)
-        self._deserted.discard(generation)
+        self._announced.forget(generation)
         if over is not None and over.meeting in self._gathering and self._generation_of(over.meeting) is None:
             self._gathering[over.meeting].release(now)
 
@@ -163,8 +163,8 @@ class Membership:
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
         limit_s, self._has_freed_room = self._limits.join_timeout_s, False
-        while self._deserted:
-            yield Announce(self._deserted.pop(), 0)
+        for generation in self._announced.taken_back(now):
+            yield Announce(generation, 0)
         for meeting, gathering in list(self._gathering.items()):
             if self._may_start(gathering, now):
                 yield self._admit(meeting)
@@ -198,7 +198,10 @@ class Membership:
     def _open(self, meeting: Meeting, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
         generation = self._generation_of(meeting) if hello.smallest else None
-        last = frozenset[int]() if generation is None else self._running[generation].asked
+        last = frozenset[int]()
+        if generation is not None:
+            self._announced.somebody_waits(generation)
+            last = self._running[generation].asked
         gathering = Gathering(hello, terms, now, now, now, generation is not None, last, self._replaced_by(hello))
         gathering.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])
         for other in gathering.namesakes[:1]:
@@ -246,7 +249,7 @@ class Membership:
         asked = before - gathering.attendees.keys()
         ranks = {each.rank: each for each in hellos}
         self._running[generation] = _Running(meeting, gathering.spec, formation, ranks, asked)
-        self._held[generation] = hellos[0]
+        self._held[generation] = msgspec.structs.replace(hellos[0], formation=meeting.formation)
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
         gathering.replaces = generation
         if not gathering.attendees:
@@ -267,7 +270,9 @@ class Membership:
         if gathering.held and generation is not None and not gathering.untold:
             running = self._running[generation]
             room = running.spec.world_size - len(running.asked) if running.spec.smallest else len(gathering.attendees)
-            yield Announce(generation, min(len(gathering.attendees), room))
+            workers = min(len(gathering.attendees), room)
+            if self._announced.is_news(generation, workers, now):
+                yield Announce(generation, workers)
 
     def _replace(self, meeting: Meeting, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
         """End the generation that still runs: the survivors who left it have waited long enough."""
@@ -299,21 +304,31 @@ class Membership:
         is_member = has_ticket and hello.survived == self._running[generation].formation
         return Standing.SURVIVOR if is_member else Standing.NEWCOMER
 
-    def _make_way(self, hello: Hello, meeting: Meeting, standing: Standing, now: float) -> Iterator[MembershipEffect]:
-        """Survivors go first: others that disagree with one, or that gave its rank, are refused in its place."""
+    def _in_the_way(self, hello: Hello, meeting: Meeting, standing: Standing) -> dict[int, str]:
+        """Survivors go first: the ranks of others that disagree with one, or that gave its rank, each with what is
+        wrong."""
         gathering = self._gathering.get(meeting)
-        if gathering is None or standing is not Standing.SURVIVOR or of_another_team(gathering.spec, hello):
+        if gathering is None or standing is not Standing.SURVIVOR:
+            return {}
+        wrong = dict[int, str]()
+        for rank, (_, other, others_standing) in gathering.attendees.items():
+            if others_standing is not Standing.SURVIVOR:
+                differs = "" if gathering.is_led else difference(hello, other)
+                wrong[rank] = taken(hello) if rank == hello.rank else differs
+        return {rank: text for rank, text in wrong.items() if text}
+
+    def _make_way(
+        self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str], now: float
+    ) -> Iterator[MembershipEffect]:
+        """Nothing is wrong with `hello`. If a survivor said it, those who are in its way are refused in its place."""
+        gathering = self._gathering.get(meeting)
+        if gathering is None or standing is not Standing.SURVIVOR:
             return
-        is_led = gathering.is_led
-        for key, other, others_standing in list(gathering.attendees.values()):
-            if others_standing is Standing.SURVIVOR:
-                continue
-            differs = "" if is_led else difference(hello, other)
-            wrong = taken(hello) if other.rank == hello.rank else differs
-            if wrong:
-                self.gone(key, now)
-                yield Answer(key, Refused(wrong))
-        if not is_led:
+        for rank, wrong in going.items():
+            key, _, others_standing = gathering.attendees[rank]
+            self.gone(key, now)
+            yield Answer(key, Refused(wrong, temporary=others_standing is Standing.CLAIMANT))
+        if not gathering.is_led:
             gathering.lead(hello)
 
     def _unfit(self, hello: Hello) -> tuple[str, bool]:
@@ -322,16 +337,21 @@ class Membership:
             return "the aggregator is shutting down", True
         return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
 
-    def _objection(self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms) -> tuple[str, bool]:
-        """Why `hello` cannot join beside those who are here, and whether it might later; empty when it can."""
-        wrong = self._conflict(hello, meeting, standing)
-        full = "" if wrong or meeting in self._gathering else self._no_room(hello, terms)
-        return wrong or full, bool(full) or standing is Standing.CLAIMANT
+    def _objection(
+        self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms, going: dict[int, str]
+    ) -> tuple[str, bool]:
+        """Why `hello` cannot join beside those who are here but for the ranks `going`, and whether it might later;
+        empty when it can."""
+        wrong, temporary = self._conflict(hello, meeting, standing, going)
+        here = self._gathering.get(meeting)
+        stays = here is not None and len(here.attendees) > len(going)
+        full = "" if wrong or stays else self._no_room(hello, terms, here)
+        return wrong or full, temporary or bool(full) or standing is Standing.CLAIMANT
 
-    def _no_room(self, hello: Hello, terms: Terms) -> str:
-        """Why there is no room for one more job; those that gather count as if they ran."""
-        leaving = self._replaced_by(hello)
-        gather = [each.spec for each in self._gathering.values()]
+    def _no_room(self, hello: Hello, terms: Terms, going: Gathering | None) -> str:
+        """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
+        leaving = self._replaced_by(hello, going)
+        gather = [each.spec for each in self._gathering.values() if each is not going]
         jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
         held = gather + [each for number, each in self._held.items() if number != leaving]
         return self._too_much(hello, terms, jobs, held)
@@ -340,34 +360,33 @@ class Membership:
         """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
 
-    def _replaced_by(self, hello: Hello) -> int | None:
-        """The generation whose room an elastic job takes: its last one, unless another gathering takes that."""
+    def _replaced_by(self, hello: Hello, going: Gathering | None = None) -> int | None:
+        """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
         if not hello.smallest and not hello.formation:
             return None
-        name = hello.job, hello.launch, bool(hello.smallest)
-        mine = [number for number, each in self._held.items() if (each.job, each.launch, bool(each.smallest)) == name]
+        mine = [number for number, each in self._held.items() if kin(each) == kin(hello)]
         last = max(mine, default=None)
-        return None if any(each.replaces == last for each in self._gathering.values()) else last
+        return None if any(each.replaces == last for each in self._gathering.values() if each is not going) else last
 
-    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing) -> str:
+    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str]) -> tuple[str, bool]:
         for running in self._running.values():
             if running.meeting == meeting:
                 wrong = of_another_team(running.spec, hello) or _wrong_beside(running, hello, standing)
                 if wrong:
-                    return wrong
+                    return wrong, False
         gathering = self._gathering.get(meeting)
         if gathering is None:
-            return ""
+            return "", False
         if of_another_team(gathering.spec, hello):
-            return of_another_team(gathering.spec, hello)
-        if hello.rank in gathering.attendees:
-            return taken(gathering.attendees[hello.rank].hello)
-        full = gathering.is_full if standing is not Standing.SURVIVOR else gathering.is_overfull
-        if hello.smallest and full:
-            return (
-                f"{len(gathering.attendees)} workers wait to join job '{hello.job}' already; it has no place for more"
-            )
-        return difference(gathering.spec, hello)
+            return of_another_team(gathering.spec, hello), False
+        if hello.rank in gathering.attendees and hello.rank not in going:
+            return taken(gathering.attendees[hello.rank].hello), False
+        is_survivor, count = standing is Standing.SURVIVOR, len(gathering.attendees) - len(going)
+        spec = hello if is_survivor and not gathering.is_led else gathering.spec
+        if hello.smallest and count >= spec.world_size * (2 if is_survivor else 1):  # with newcomers that they replace
+            wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"
+            return wrong, hello.survived > 0  # those who wait have no more right to a place
+        return difference(spec, hello), False
 
 
 def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:

@@ -53,10 +53,12 @@ class Control(NamedTuple):
 
 class Lost(NamedTuple):
     """The link is over; nothing follows. `violation`: the peer has broken the rules, while the network works. Then what
-    is sent before the link is closed may still reach the peer, if it can be sent at once."""
+    is sent before the link is closed may still reach the peer, if it can be sent at once. `refused`: the peer says that
+    this end has broken the rules."""
 
     reason: str
     violation: bool = False
+    refused: bool = False
 
 
 Event = Received | Credited | Control | Lost

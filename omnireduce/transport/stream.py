@@ -234,8 +234,8 @@ class StreamLink(Link):
         else:
             self._body_arrived(count, events)
 
-    def _end(self, events: list[Event], reason: str, violation: bool = False) -> None:
-        self._lost = Lost(reason, violation)
+    def _end(self, events: list[Event], reason: str, violation: bool = False, refused: bool = False) -> None:
+        self._lost = Lost(reason, violation, refused)
         if not violation:  # a peer that has broken the rules can still be told so
             self._output_dead = True
             self._output.clear()

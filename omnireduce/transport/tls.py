@@ -247,7 +247,8 @@ class TlsLink(TcpLink):
             if isinstance(error, ssl.SSLWantReadError):
                 return 0
             alert = "_ALERT_" in str(getattr(error, "reason", ""))  # an alert says that our side broke the rules
-            self._end(events, f"{'connection broken' if alert else 'no TLS'}: {error.strerror or error}", not alert)
+            what = "connection broken" if alert else "no TLS"
+            self._end(events, f"{what}: {error.strerror or error}", not alert, refused=alert)
             return 0
         if count == 0:
             self._end(events, "connection closed")
@@ -255,18 +256,15 @@ class TlsLink(TcpLink):
 
 
 def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, context: ssl.SSLContext) -> TlsLink:
-    """Connect to a listening aggregator and check its certificate. Raises OSError when it cannot be reached,
-    TransportError when it does not prove to be `host`."""
+    """Connect to a listening aggregator and check its certificate. Raises OSError when it hangs up or cannot be
+    reached, TransportError when it does not prove to be `host`."""
     deadline = time.monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         link = TlsLink(sock, f"{host}:{port}", dead_peer_s, context, host)
         wrong = _shake_hands(link, deadline)
-    except TimeoutError:
-        sock.close()
-        raise
     except OSError as error:
-        if from_a_handler(error):
+        if from_a_handler(error) or not isinstance(error, ssl.SSLError):
             sock.close()
             raise
         wrong = error.strerror or str(error)
@@ -280,7 +278,8 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
 
 
 def _shake_hands(link: TlsLink, deadline: float) -> str:
-    """Return when the handshake is over: an empty text, or why it failed. Raises TimeoutError."""
+    """Return when the handshake is over: an empty text, or why it failed. Raises TimeoutError, and ConnectionResetError
+    when the aggregator hangs up: that says nothing about its certificate."""
     ready = select.poll()
     while not link.established:
         link.flush()
@@ -289,6 +288,9 @@ def _shake_hands(link: TlsLink, deadline: float) -> str:
             raise TimeoutError(errno.ETIMEDOUT, "nobody answered its TLS handshake in time")
         for event in link.poll():  # nothing else comes before the handshake is over
             assert isinstance(event, Lost)
+            if not event.violation:
+                hint = "has it TLS (security.tls_certificate there)?"
+                raise ConnectionResetError(errno.ECONNRESET, f"{event.reason} in the TLS handshake; {hint}")
             return event.reason
     return ""
 

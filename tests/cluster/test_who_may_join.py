@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -194,7 +195,6 @@ def test_memory_is_passed_after_the_proof_only(closed: Daemon) -> None:
 # false aggregators
 
 FALSE_ANSWERS: dict[str, tuple[list[bytes], str]] = {
-    "nothing": ([b""], "connection closed before this worker was admitted"),
     "a welcome": ([framed(Welcome(1))], "answered the greeting with Welcome, without proof of the secret"),
     "a false proof": ([framed(Challenge(bytes(32))), framed(Proof(bytes(32)))], "does not know the secret"),
     "no msgpack": ([FRAME.pack(CONTROL, 0, 4) + b"\xc1\xc1\xc1\xc1"], "malformed control message"),
@@ -225,6 +225,33 @@ def test_a_false_aggregator_learns_nothing(secret_file: str, what: str) -> None:
     assert f"aggregator {address}" in str(error)
     assert expected in str(error)
     assert not any(isinstance(each, Hello) for each in heard)
+
+
+def test_an_aggregator_that_hangs_up_before_the_hello_is_tried_again(secret_file: str) -> None:
+    """Until the time to join is over: then the error says what may be wrong."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def hang_up(_: int) -> None:
+            with suppress(OSError):  # when the listener is shut down
+                while True:
+                    with server.accept()[0] as sock:
+                        heard.append(sock.recv(65536))
+
+        others = Ranks(1, hang_up)
+        limit = "cluster.join_timeout_s=0.5"
+        config = configured([address], "transport.kind=tcp", limit, f"security.secret_file={secret_file}")
+        with pytest.raises(TransportError) as caught:
+            Communicator(config, rank=0, size=1)
+        server.shutdown(socket.SHUT_RDWR)
+        others.results()
+    assert re.match(
+        rf"cannot reach aggregator {address} by tcp: connection (closed|broken: .*) before the hello; does its "
+        r"transport\.kind allow tcp, and does it want TLS \(security\.tls_ca here\); is `omnireduce aggregator`",
+        str(caught.value),
+    )
+    assert len(heard) > 1
 
 
 def test_an_aggregator_that_never_proves_itself(secret_file: str) -> None:

@@ -144,7 +144,7 @@ def test_aggregators_with_tls() -> None:
         assert "answers by tcp with TLS, from 127.0.0.1 after " in found[aggregator][1]
         _, found, _ = examine(daemon.addresses, "transport.kind=tcp")
         assert found[aggregator][0] == "fail"
-        assert "does it want TLS (security.tls_ca here)?" in found[aggregator][1]
+        assert "before it answered; does its transport.kind allow tcp, and does it want TLS (" in found[aggregator][1]
 
 
 def test_a_stopped_aggregator() -> None:

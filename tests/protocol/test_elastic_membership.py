@@ -129,17 +129,41 @@ def test_a_newcomer_that_gives_up_is_taken_back() -> None:
     membership = Membership(LIMITS)
     old = with_a_free_place(membership)
     come(membership, 2, now=6.0)
-    membership.gone(2, 6.5)
-    assert membership.deadline == 0.0
-    assert list(membership.expire(6.5)) == [Announce(old.generation, 0)]
+    list(membership.expire(7.0))
+    membership.gone(2, 7.25)
+    assert list(membership.expire(7.25)) == []
+    assert membership.deadline == 8.0
+    assert list(membership.expire(8.0)) == [Announce(old.generation, 0)]
     assert membership.deadline is None
+
+
+def test_newcomers_that_come_and_go_make_no_news_for_the_others() -> None:
+    """They may do so many times a second, and each piece of news goes to every rank."""
+    membership = Membership(LIMITS)
+    old = with_a_free_place(membership)
+    for at in range(64):
+        come(membership, 2, now=6.0 + at / 32)
+        membership.gone(2, 6.0 + at / 32)
+        assert list(membership.expire(6.0 + at / 32)) == []
+    assert membership.deadline is None
+    told: list[tuple[float, Announce]] = []
+    for at in range(64):  # each stays for long enough to be told of, and no longer
+        now = 10.0 + 1.0625 * at
+        come(membership, 2, now=now)
+        told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
+        membership.gone(2, now + 1)
+        told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
+    assert len(told) == 1, told
+    assert told[0] == (11.0, Announce(old.generation, 1))
+    now = 1000.0
+    assert list(membership.expire(now)) == [Announce(old.generation, 0)]
 
 
 def test_a_job_without_a_free_place_hears_of_nobody_and_keeps_its_workers() -> None:
     membership = Membership(LIMITS)
     old = running(membership, 1, 2)
     come(membership, 0, 5, largest=2)
-    assert Announce(old.generation, 0) in list(membership.expire(1.0))
+    assert {type(each) for each in membership.expire(1.0)} == {Answer}
     assert "2 workers wait to join job 'job' already" in come(membership, 6, largest=2)[0].message.reason
     membership.finished(old.generation, 2.0)
     assert isinstance(come(membership, 2, largest=2, survivor=True, now=2.0)[0], Answer)
@@ -173,6 +197,43 @@ def test_who_stays_in_the_old_generation_is_not_waited_for() -> None:
     (admit,) = membership.expire(6.0 + SETTLE_S)
     assert isinstance(admit, Admit)
     assert places(admit) == [(0, 0, 2), (1, 1, 2)]
+
+
+def shrunk(membership: Membership, largest: int) -> tuple[Admit, list[Any]]:
+    """All of eight ranks that run want to go on with `largest`, now; their job, and the other effects."""
+    old, effects = running(membership, *range(8)), list[MembershipEffect]()
+    for rank in range(8):
+        effects += come(membership, rank, survivor=True, largest=largest)
+    membership.finished(old.generation, 0.0)
+    effects += membership.expire(SETTLE_S)
+    (admit,) = (each for each in effects if isinstance(each, Admit))
+    assert places(admit) == [(rank, rank, largest) for rank in range(largest)]
+    return admit, [each for each in effects if each is not admit]
+
+
+def test_survivors_who_find_no_place_are_newcomers_to_the_others() -> None:
+    """They were in the last generation, but not in this one. So they wait, and do not end it."""
+    membership = Membership(LIMITS)
+    new, _ = shrunk(membership, 4)
+    assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
+    for rank in range(4):
+        come(membership, rank + 10, survivor=True, largest=4, now=1000.0)
+    membership.finished(new.generation, 1000.0)
+    (admit,) = (each for each in membership.expire(1000.0 + SETTLE_S) if isinstance(each, Admit))
+    assert admit.keys == [10, 11, 12, 13]  # of those who wait, the members go first
+
+
+def test_survivors_who_find_no_place_to_wait_may_come_again() -> None:
+    membership = Membership(LIMITS)
+    _, effects = shrunk(membership, 3)
+    refused = {each.key: each.message for each in effects if isinstance(getattr(each, "message", None), Refused)}
+    assert refused.keys() == {6, 7}
+    assert "6 workers wait to join job 'job' already" in refused[7].reason
+    assert all(each.temporary for each in refused.values())
+    (answer,) = come(membership, 7, survived=1, largest=3, now=6.0)
+    assert answer.message.temporary  # like those who wait, until it has no time left
+    (answer,) = come(membership, 8, largest=3, now=6.0)
+    assert not answer.message.temporary
 
 
 @pytest.mark.parametrize("wrong", [{"smallest": 2}, {"largest": 4}, {"settle_s": 9.0}, {"rank": 0}])
@@ -316,6 +377,40 @@ def test_a_survivor_that_cannot_join_puts_nobody_out(wrong: dict[str, Any]) -> N
     assert len(membership._gathering) == 1
 
 
+def test_a_survivor_that_disagrees_with_another_one_puts_nobody_out() -> None:
+    """First it is asked what is wrong with it, then the others make way."""
+    membership = Membership(LIMITS)
+    come(membership, 0, survivor=True)
+    come(membership, 1)
+    (answer,) = membership.hello("unfit", hello(1, survived=1, settle_s=9.0), 0.0)
+    assert answer.key == "unfit"
+    assert "settle_s 9.0 differs from 5.0 of rank 0" in answer.message.reason
+    assert not answer.message.temporary
+
+
+def test_a_survivor_for_whom_there_is_no_room_puts_nobody_out() -> None:
+    membership, terms = Membership(LIMITS), Terms(max_ranks=5)
+    come(membership, 1)
+    (answer,) = membership.hello("unfit", hello(1, survived=1, largest=6), 0.0, terms)
+    assert answer.key == "unfit"
+    assert answer.message.temporary
+    refused, waits = membership.hello("fits", hello(1, survived=1, largest=5), 0.0, terms)  # in the newcomer's room
+    assert (refused.key, waits) == (1, Answer("fits", Pending([0, 2, 3, 4], 4)))
+
+
+def test_who_makes_way_for_a_survivor_and_says_that_it_was_in_the_job_may_come_again() -> None:
+    membership = Membership(LIMITS, key=b"new")
+    list(membership.hello("claims", hello(0, survived=7, largest=4), 0.0))
+    survivor = hello(0, survived=1)
+    survivor = replace(survivor, ticket=ticket(b"new", survivor, 1))
+    refused, waits = membership.hello("survivor", survivor, 0.0)
+    assert (refused.key, waits.key) == ("claims", "survivor")
+    assert refused.message.temporary
+    (again,) = membership.hello("claims", hello(1, survived=7, largest=4), 1.0)
+    assert "world_size 4 differs from 3" in again.message.reason
+    assert not again.message.temporary  # now it is known to be none
+
+
 @pytest.mark.parametrize("elastic", [True, False])
 def test_no_number_of_a_hello_makes_work(elastic: bool) -> None:
     """Each is bounded before anything is made of it: this would take minutes, or all memory, else."""
@@ -378,6 +473,30 @@ def test_survivors_take_the_room_of_their_last_generation() -> None:
     assert isinstance(come(membership, 0, job="other")[0].message, Refused)
 
 
+OF_A_FORMATION: dict[str, Any] = {"shard": 1, "shards": 2, "smallest": 0}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"team": "other"}, {}),
+        ({"team": "other", "formation": 1} | OF_A_FORMATION, {"formation": 2} | OF_A_FORMATION),
+        (OF_A_FORMATION, {"formation": 2} | OF_A_FORMATION),  # theirs is not elastic
+    ],
+    ids=["of another team", "of another team, on another shard", "not elastic"],
+)
+def test_nobody_takes_the_room_of_a_job_that_is_not_his(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    membership = Membership(Limits(9, 40, 1 << 26, 30.0, max_ranks=4))
+    (there,) = come(membership, 0, 1, 2, **theirs)
+    assert isinstance(there, Admit)
+    membership.finished(there.generation, 0.0)
+    (answer,) = come(membership, 0, **ours)
+    assert "aggregator.max_ranks" in answer.message.reason
+    assert answer.message.temporary
+    membership.released(there.generation)
+    assert isinstance(come(membership, 0, **ours)[0].message, Pending)
+
+
 @pytest.mark.parametrize(
     ("limits", "terms"),
     [
@@ -416,6 +535,7 @@ def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, t
 def test_a_random_life(data: st.DataObject) -> None:
     """Nobody is forgotten, nobody is in two generations, one generation at a time runs, of a size that was agreed."""
     membership, now, waiting, job, survivors = Membership(LIMITS), 0.0, {}, None, set[int]()
+    announced = 0
     for key in range(data.draw(st.integers(5, 40))):
         now += data.draw(st.sampled_from([0.0, 0.5, 2.0, 6.0, 31.0]))
         what = data.draw(st.sampled_from(["comes", "comes", "comes", "goes", "ends", "time"]))
@@ -441,7 +561,7 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert [each.rank for each in asked] == sorted(each.rank for each in asked)
                 assert [each.rank for each in effect.hellos] == list(range(len(asked)))
                 assert len(asked) == 3 or (len(asked) == 2 and any(each.survived for each in asked))
-                survivors = {each.rank for each in asked}
+                survivors, announced = {each.rank for each in asked}, 0
             elif isinstance(effect, Replace):
                 assert job is not None
                 assert effect.generation == job.generation
@@ -452,6 +572,8 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert job is not None
                 assert effect.generation == job.generation
                 assert effect.workers == min(len(waiting), 3 - len(job.keys))
+                assert effect.workers != announced
+                announced = effect.workers
             elif isinstance(effect.message, Refused):
                 del waiting[effect.key]  # type: ignore[arg-type]
         known = {key for each in membership._gathering.values() for key, *_ in each.attendees.values()}

@@ -114,6 +114,53 @@ def test_an_aggregator_that_is_not_up_yet_is_tried_again() -> None:
     assert "cannot reach aggregator a:0 by tcp: Name or service not known; is `omnireduce aggregator`" in str(error)
 
 
+@pytest.mark.parametrize("hello", [HELLO, ELASTIC, SURVIVOR])
+def test_a_connection_that_is_lost_before_the_hello_is_made_again(hello: Hello) -> None:
+    """Nobody counts on this worker yet. What may be wrong is said after a while, and in the end."""
+    joining, hint = begun(hello, SECRET), "; does it want TLS?"
+    for now in (0.0, 0.5, 1.0, 1.5):
+        assert list(joining.connected(0, NONCE, now, hint)) == [Tell(0, Greeting(PROTOCOL_VERSION, NONCE))]
+        assert list(joining.lost(0, "connection closed", now)) == [HangUp(0)]
+        assert joining.deadline == pytest.approx(now + 0.1)
+        assert list(joining.timer(now + 0.1)) == [Connect(0, LIMIT_S)]
+    list(joining.connected(0, NONCE, 1.9, hint))
+    list(joining.lost(0, "connection closed", 1.95))
+    notice, again = joining.timer(2.05)
+    assert notice.text == "waiting for aggregator a:0: connection closed before the hello; does it want TLS?"
+    assert again == Connect(0, LIMIT_S)
+    list(joining.connected(0, NONCE, LIMIT_S - 0.01, hint))
+    error = failure(joining.timer(LIMIT_S))
+    assert "cannot reach aggregator a:0 by tcp: connection closed before the hello; does it want TLS; is" in str(error)
+
+
+def test_the_connections_before_a_lost_one_stay() -> None:
+    joining = begun(secret=SECRET)
+    list(joining.connected(0, NONCE, 0.0))
+    told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    list(joining.connected(1, NONCE, 0.0))
+    assert list(joining.lost(1, "connection closed", 1.0)) == [HangUp(1)]
+    assert list(joining.timer(1.1)) == [Connect(1, LIMIT_S)]
+    list(joining.connected(1, NONCE, 1.1))
+    told(joining, 0, Welcome(3))
+    told(joining, 1, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)), now=1.2)
+    (joined,) = told(joining, 1, Welcome(4), now=1.3)
+    assert [each.generation for each in joined.welcomes] == [3, 4]
+
+
+def test_what_cannot_get_better_is_final_before_the_hello_too() -> None:
+    for answer in (Refused("no"), Challenge(THEIRS)):
+        joining = begun(secret=SECRET)
+        list(joining.connected(0, NONCE, 0.0))
+        effects = told(joining, 0, answer)
+        if isinstance(answer, Challenge):  # it breaks a rule, or says by TLS that we do
+            effects = list(joining.lost(0, "no frame", 1.0, for_good=True))
+        assert "aggregator a:0" in str(failure(effects))
+    joining = begun()
+    list(joining.connected(0, NONCE, 0.0, "; does it want TLS?"))  # the hello is said
+    error = failure(joining.lost(0, "connection closed", 1.0))
+    assert str(error) == "aggregator a:0: connection closed before this worker was admitted; does it want TLS?"
+
+
 def test_who_is_missing_is_said_once_and_in_the_end() -> None:
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))
@@ -318,7 +365,7 @@ class Life:
             elif isinstance(effect, Tell):
                 assert effect.peer < self.links
             elif isinstance(effect, HangUp):
-                self.links, self.wanted, self.outcome = 0, -1, None
+                self.links, self.wanted, self.outcome = effect.first, -1, None
             elif isinstance(effect, Joined | Failed):
                 self.outcome = effect
 

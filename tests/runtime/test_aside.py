@@ -100,6 +100,24 @@ def test_who_is_dropped_meanwhile_is_forgotten(crowd: Crowd) -> None:
     assert len(crowd.server._connections) == 0
 
 
+def test_who_leaves_has_no_task_done_any_more(crowd: Crowd) -> None:
+    """What it has sent would end each wait at once, and the shard would spin."""
+    ours, peer = socket.socketpair()
+    crowd.peers.append(peer)
+    link = SlowLink(ours, "slow")
+    crowd.server.adopt(link)
+    crowd.now += 100.0  # more than there is to say hello
+    crowd.turn()
+    say(peer, REQUEST)
+    crowd.turn()
+    assert link.begun
+    ready, kept = crowd.server._selector.select(0.0), len(crowd.server._connections)
+    crowd.now += 100.0
+    crowd.turn()
+    assert (ready, kept) == ([], 0)
+    assert crowd.server._aside._executor is None
+
+
 def test_a_shard_that_stops_waits_for_one_task_only(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, waiting, close = Slow(crowd), Slow(crowd), crowd.server._aside.close
 

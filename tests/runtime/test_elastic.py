@@ -15,6 +15,7 @@ from omnireduce.config import Config
 from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.calls import Call, Place
 from omnireduce.runtime.member.elastic import NewcomersError
+from omnireduce.runtime.member.observe import ask
 
 ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
 
@@ -368,3 +369,33 @@ def test_survivors_wait_for_an_aggregator_that_shuts_down_and_comes_back() -> No
         assert down.wait(60)
     with Daemon(1, ELASTIC[2], listen=addresses[0]):
         assert ranks.results() == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_a_job_that_goes_on_with_fewer_is_left_alone_by_the_others(daemon: Daemon) -> None:
+    """Who finds no place waits as a newcomer does, until its time to join is over. The members have left it behind."""
+    config = configured(daemon.addresses, *ELASTIC, "cluster.join_timeout_s=1.5")
+    together, formed, given_up = Together(4), threading.Event(), threading.Semaphore(0)
+
+    def others_wait() -> bool:
+        """For the last one: they wait for its generation to end, or have gone on."""
+        jobs = ask(daemon.addresses[0], config, 60.0).jobs
+        return formed.is_set() or any(each.generation == 0 and each.joined == 3 for each in jobs)
+
+    def work(comm: Communicator) -> object:
+        together.total(comm)
+        assert comm.rank < 3 or eventually(others_wait)
+        try:
+            comm.reform(largest=2)
+        except RefusedError as error:
+            given_up.release()
+            return str(error)
+        formed.set()
+        generation, flag = comm.generation, np.zeros(1)
+        while not flag[0]:
+            flag[0] = comm.rank == 0 and given_up.acquire(blocking=False) and given_up.acquire(timeout=60)
+            comm.allreduce(flag, op="max")
+        return comm.size, total(comm), comm.generation - generation
+
+    found = start(config, 4, work).results()
+    assert sorted(each for each in found if isinstance(each, tuple)) == [(2, 3.0, 0)] * 2
+    assert all("still waiting for rank" in each for each in found if isinstance(each, str))

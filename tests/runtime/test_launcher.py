@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,10 @@ from local_cluster import MPIRUN
 
 from omnireduce.config import Cluster, Config, Security
 from omnireduce.config.keys import KEYS
+from omnireduce.config.schema import JOB_PATTERN
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.launcher import Launch, detect_launch, job_name, launch_id
+from omnireduce.runtime.member import launcher
+from omnireduce.runtime.member.launcher import Launch, detect_launch, job_name, launch_id, this_host
 from omnireduce.teams import Team
 
 OPEN_MPI = {
@@ -212,6 +217,54 @@ INTERACTIVE = {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_N
 )
 def test_what_tells_launches_apart(place: tuple[int, int], environ: dict[str, str], expected: str) -> None:
     assert launch_id(*place, environ) == expected
+
+
+HOSTS = [("first", "namespace"), ("second", "namespace"), ("first", "container")]
+LOOPBACK = ["127.0.0.1", "127.1.2.3", "localhost", "LocalHost.", "::1", "[::1]", "::ffff:127.0.0.1", "0.0.0.0"]
+
+
+def ids_of_hosts(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> list[str]:
+    """The id of the same launch on each of HOSTS."""
+    found = []
+    for parts in HOSTS:
+        monkeypatch.setattr(launcher, "this_host", lambda parts=parts: ".".join(parts))
+        found.append(launch_id(6, 7, environ))
+    return found
+
+
+@pytest.mark.parametrize("address", LOOPBACK)
+@pytest.mark.parametrize("environ", [WITHOUT_ID, TORCHRUN, {}], ids=["torchrun", "torchrun with id", "by hand"])
+def test_launches_of_two_hosts_are_two_where_each_meets_on_loopback(
+    address: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain torchrun meets at 127.0.0.1:29500 on every host."""
+    found = ids_of_hosts(monkeypatch, environ | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
+    assert len(set(found)) == len(HOSTS)
+    assert all(re.match(JOB_PATTERN, each) for each in found)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "node1", "localhost-7", "2001:db8::1"])
+def test_a_launch_on_several_hosts_is_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ids_of_hosts(monkeypatch, WITHOUT_ID | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
+    assert set(found) == {f"{address}:29500"}
+
+
+def test_what_tells_hosts_apart(tmp_path: Path) -> None:
+    """The kernel's start, and the network namespace: containers of one host have each a loopback address."""
+    boot, namespace = tmp_path / "sys/kernel/random/boot_id", tmp_path / "self/ns/net"
+    assert this_host(tmp_path) == socket.gethostname()
+    boot.parent.mkdir(parents=True)
+    boot.write_text("1234-56\n")
+    assert this_host(tmp_path) == "1234-56"
+    namespace.parent.mkdir(parents=True)
+    namespace.touch()
+    assert this_host(tmp_path) == f"1234-56.{namespace.stat().st_ino}"
+
+
+def test_all_processes_of_a_host_say_the_same() -> None:
+    program = "import sys; from omnireduce.runtime.member.launcher import this_host; sys.stdout.write(this_host())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == this_host()
 
 
 @given(job=st.text(min_size=1))

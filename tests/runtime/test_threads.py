@@ -12,6 +12,7 @@ import pytest
 from local_cluster import WAIT_S, Ranks, run_job, start_job
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
+from omnireduce.runtime.member.names import MOST_NAMES, Names
 
 CALLS: dict[str, Callable[[Communicator, str], object]] = {
     "allreduce": lambda comm, name: comm.allreduce(np.ones(10), name=name),
@@ -80,14 +81,72 @@ def test_another_thread_must_name_its_collective(local: Config, what: str) -> No
         assert refused == 0
 
 
+def in_threads(comm: Communicator, names: list[str]) -> list[object]:
+    """Call a collective of each name in a thread of its own, one after another. All threads live until the end."""
+    turns = [threading.Event() for _ in range(len(names) + 1)]
+    turns[0].set()
+
+    def work(thread: int) -> float:
+        assert turns[thread].wait(WAIT_S)
+        try:
+            return float(comm.allreduce(np.full(10, 10.0**thread), name=names[thread])[0])
+        finally:
+            turns[thread + 1].set()
+            assert turns[-1].wait(WAIT_S)
+
+    return Ranks(len(names), work).outcomes()
+
+
+def test_a_name_belongs_to_the_thread_that_used_it_first(local: Config) -> None:
+    """Of two threads that use it in turn, another one may come first on the next rank: the job may not go on so."""
+
+    def run(comm: Communicator) -> list[object]:
+        comm.allreduce(np.ones(10), name="owner's")
+        found = in_threads(comm, ["g", "g", "other", "owner's", "g"])
+        for again in ("owner's", "", "new"):  # the thread that has made the communicator goes on
+            comm.allreduce(np.ones(10), name=again)
+        return found
+
+    for outcomes in run_job(local, 2, run):
+        errors = [str(each) for each in outcomes if isinstance(each, UsageError)]
+        assert len(errors) == 3, outcomes
+        assert re.match(r"the name 'g' belongs to thread '.*', which used it first; thread '.*' must use", errors[0])
+
+
+def test_a_name_is_free_when_its_thread_has_ended(local: Config) -> None:
+    """A program may start a thread for each step."""
+
+    def run(comm: Communicator) -> float:
+        steps = [Ranks(1, lambda _: comm.allreduce(np.ones(10), name="g")).results()[0][0] for _ in range(3)]
+        return float(sum(steps))
+
+    assert run_job(local, 2, run) == [6.0, 6.0]
+
+
+def test_names_are_remembered_up_to_a_limit() -> None:
+    """The names in use stay: only those that have not been used for long are forgotten."""
+    names, other = Names(), threading.Thread()
+    other.is_alive = lambda: True  # type: ignore[method-assign]
+    names.claim("kept", other)
+    for number in range(5 * MOST_NAMES):
+        names.claim(f"step {number}", other)
+        if number % 100 == 0:
+            names.claim("kept", other)
+    assert len(names) <= 2 * MOST_NAMES
+    names.claim("step 0", threading.current_thread())
+    with pytest.raises(UsageError, match="the name 'kept' belongs to thread"):
+        names.claim("kept", threading.current_thread())
+
+
 def test_a_name_is_under_way_in_one_thread_only(local: Config) -> None:
+    """Also when the thread that has started it has ended."""
     goes_on = threading.Event()
 
     def run(comm: Communicator) -> float:
         if comm.rank == 1:
             assert goes_on.wait(WAIT_S)
             return sum(float(comm.allreduce(np.ones(10), name=name)[0]) for name in ("w", "w", "other", "w"))
-        handles = [comm.allreduce_async(np.ones(10), name="w") for _ in range(2)]  # of one thread: in its order
+        handles = Ranks(1, lambda _: [comm.allreduce_async(np.ones(10), name="w") for _ in range(2)]).results()[0]
         [error] = Ranks(1, lambda _: comm.allreduce(np.ones(10), name="w")).outcomes()
         assert isinstance(error, UsageError)
         assert re.match(r"a collective named 'w' of thread '.*' is under way; thread '.*' must wait for it", str(error))

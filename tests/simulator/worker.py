@@ -210,8 +210,9 @@ class Worker(Process):
         elif isinstance(deed, Meet):
             self.cluster.meet(self, deed)
         elif isinstance(deed, HangUp):
-            self._hang_up()
-            self.cluster.gave_up(self)
+            self._hang_up(deed.first)
+            if not deed.first:  # else the attempt goes on
+                self.cluster.gave_up(self)
         elif isinstance(deed, Joined):
             self._place_given = deed
         return None
@@ -234,10 +235,10 @@ class Worker(Process):
         """Another rank of the host has moved."""
         self.wake()
 
-    def _hang_up(self) -> None:
-        for link in self.links:
+    def _hang_up(self, first: int = 0) -> None:
+        for link in self.links[first:]:
             link.close()
-        self.links, self._place_given, self._group = [], None, None
+        self.links, self._place_given, self._group = self.links[:first], None, None
 
     def _start(self, joined: Joined) -> None:
         protocol = self.protocol

@@ -7,6 +7,7 @@ import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -30,7 +31,7 @@ from omnireduce.transport.tls import (
     worker_context,
 )
 
-from .pairs import SLOT_BYTES, SLOTS, TlsPair, accept, wait_for
+from .pairs import SLOT_BYTES, SLOTS, WAIT_S, TlsPair, accept, wait_for
 
 pytestmark = [needs_openssl, needs_libssl]
 FIRST = FRAME.pack(CONTROL, 0, 5) + b"hello"
@@ -105,6 +106,29 @@ def test_a_handshake_that_nobody_answers_may_be_tried_again() -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
+def test_a_handshake_in_which_the_aggregator_hangs_up_may_be_tried_again(reset: bool) -> None:
+    """It says nothing about the aggregator's certificate."""
+    context = worker_context(load_config(overrides=[certificates().trust()], environ={}).security)
+    assert context is not None
+    with listen_tcp("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as other:
+        listener.setblocking(True)
+
+        def hang_up() -> None:
+            sock, _ = listener.accept()
+            assert sock.recv(1 << 16)
+            if reset:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+        done = other.submit(hang_up)
+        with pytest.raises(ConnectionResetError) as caught:
+            connect_tls("127.0.0.1", listener.getsockname()[1], WAIT_S, 10.0, context)
+        done.result()
+    why = "connection broken: Connection reset by peer" if reset else "connection closed"
+    assert caught.value.strerror == f"{why} in the TLS handshake; has it TLS (security.tls_certificate there)?"
+
+
+@pytest.mark.parametrize("reset", [False, True])
 def test_nobody_signs_for_a_peer_that_has_gone(reset: bool) -> None:
     with closing(Guest(aside=True)) as guest:
         guest.sock.sendall(guest.client.hear(b""))
@@ -159,6 +183,7 @@ def test_an_alert_is_the_words_of_the_peer_not_its_fault() -> None:
     assert isinstance(lost, Lost)
     assert lost.reason.startswith("connection broken: [SSL: SSLV3_ALERT_BAD_RECORD_MAC]")
     assert not lost.violation
+    assert lost.refused
 
 
 def test_a_reset_is_no_close(guest: Guest) -> None:

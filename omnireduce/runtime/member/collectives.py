@@ -73,7 +73,7 @@ class Collectives:
         becomes +0.
 
         Raises UsageError for unsuitable arguments, for arrays that a collective under way uses, for a missing name in
-        another thread, and for a name that another thread has under way; AbortedError or its subclass
+        another thread, and for a name that belongs to another thread; AbortedError or its subclass
         CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
         if isinstance(x, GROUPS):

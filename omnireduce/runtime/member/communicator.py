@@ -56,8 +56,9 @@ class Communicator(Collectives):
 
     Several threads may share it. Only one of them may start a collective without a name: the thread that has made the
     communicator, or has called `reform` last. The others must name theirs, with the same names on every rank: the names
-    say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. No
-    two threads may have collectives of one name under way. Handles may be waited for in any thread.
+    say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. A
+    name belongs to the thread that used it first, until that thread has ended, or until `reform`: use other names in
+    each thread. Handles may be waited for in any thread.
 
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
@@ -131,9 +132,9 @@ class Communicator(Collectives):
         the same numbers.
 
         Returns when this worker is in such a job. Raises what construction raises. Raises RefusedError when fewer than
-        `smallest` have come after `cluster.join_timeout_s`; it may then be called again. Collectives under way in other
-        threads raise. Raises UsageError in a signal handler that interrupts a collective; ClosedError when a signal
-        handler or another thread calls `shutdown` meanwhile.
+        `smallest` have come after `cluster.join_timeout_s`, or when there was no place for this worker; it may then be
+        called again. Collectives under way in other threads raise. Raises UsageError in a signal handler that
+        interrupts a collective; ClosedError when a signal handler or another thread calls `shutdown` meanwhile.
         """
         smallest = self.config.elastic.smallest if smallest is None else whole(smallest, "smallest")
         largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")

@@ -17,9 +17,10 @@ from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver, say_last_words
 from omnireduce.runtime.member.calls import Call
-from omnireduce.runtime.member.handle import Started
+from omnireduce.runtime.member.handle import Started, check_free
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.runtime.member.lookout import Lookout
+from omnireduce.runtime.member.names import Names
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Cause
 
@@ -49,6 +50,7 @@ class Engine(Interruptible):
             on_wake=self._lookout.ring,
         )
         self._handles: dict[int, Started[Any]] = {}
+        self._names = Names()
         self._start_afresh()
         self._left = False  # this process has shut the communicator down
         self._closed = False  # and that is complete
@@ -83,9 +85,9 @@ class Engine(Interruptible):
     def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
         """Start collectives, all or none.
 
-        Raises UsageError when another collective under way uses their arrays or a block does not fit a slot, when
-        another thread has one of the same name under way, and when this thread is inside the engine already; the error
-        of the job's end when it is over.
+        Raises UsageError when another collective under way uses their arrays or a block does not fit a slot, when a
+        name belongs to another thread, and when this thread is inside the engine already; the error of the job's end
+        when it is over.
         """
         self._refuse_nested()
         handles = [Started(self, call) for call in calls]
@@ -94,9 +96,7 @@ class Engine(Interruptible):
                 raise self.end_error()
             for call in calls:
                 self._check_fits(call.operand.block_bytes)
-            for handle in handles:
-                for other in self._handles.values():
-                    other.refuse(handle)
+            check_free(handles, self._handles.values(), self._names)
             try:
                 for call, handle in zip(calls, handles, strict=True):
                     number = self._machine.submit(call.descriptor, call.operand, time.monotonic())

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.member.calls import Call, once
+from omnireduce.runtime.member.names import Names
 
 T = TypeVar("T")
 
@@ -85,11 +86,11 @@ class Started(Handle[T]):
     """One collective, which an engine has started."""
 
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
-        self._engine, self._result, self._name = engine, call.result, call.descriptor.name
+        self._engine, self._result, self.name = engine, call.result, call.descriptor.name
         self._put_back = call.put_back
         self._waiting: set[Callable[[], None]] = set()  # each wakes one coroutine
         self._reads, self._writes = call.reads, call.writes
-        self._thread = threading.current_thread()
+        self.thread = threading.current_thread()
         self._failed = False
         self.finished = False
 
@@ -141,12 +142,21 @@ class Started(Handle[T]):
 
     def refuse(self, new: Started[Any]) -> None:
         """Raise UsageError if `new` may not be under way together with this one."""
-        if new._name and new._name == self._name and new._thread is not self._thread:
+        if new.name and new.name == self.name and new.thread is not self.thread:
             raise UsageError(
-                f"a collective named '{self._name}' of thread '{self._thread.name}' is under way; thread "
-                f"'{new._thread.name}' must wait for it or use another name: the ranks tell them apart by nothing else"
+                f"a collective named '{self.name}' of thread '{self.thread.name}' is under way; thread "
+                f"'{new.thread.name}' must wait for it or use another name: the ranks tell them apart by nothing else"
             )
         pairs = [(a, b) for a in new._writes for b in self._reads + self._writes]
         pairs += [(a, b) for a in new._reads for b in self._writes]
         if any(np.may_share_memory(a, b) for a, b in pairs):
             raise UsageError("this array is in use by a collective that is under way; wait for its handle first")
+
+
+def check_free(new: Sequence[Started[Any]], under_way: Collection[Started[Any]], names: Names) -> None:
+    """Raise UsageError if one of `new` uses what another collective uses, or a name of another thread."""
+    for handle in new:
+        for other in under_way:
+            other.refuse(handle)
+        if handle.name:
+            names.claim(handle.name, handle.thread)

@@ -11,10 +11,13 @@ environment variables"; srun(1), "Output environment variables"; for MPICH, `mpi
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import operator
 import os
 import re
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from omnireduce.errors import UsageError
 
 LONGEST = 128  # characters of a job's name and of a launch's id
 LONGEST_BITS = 1024  # of an integer that an error may still show
+PROC = Path("/proc")
+LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two on each of three nodes, one on the next
 
 
@@ -150,18 +155,49 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
     launcher started something else. Its id of the launch is taken. MPICH's mpirun may give no id; then the address
     counts at which it waits for its proxies, one of which is an ancestor of this process. With torchrun, and for rank
     and size given by hand, it is the address where PyTorch's ranks meet (MASTER_ADDR, MASTER_PORT). With torchrun its
-    id stands before that, but this may be the same for all launches.
+    id stands before that, but this may be the same for all launches. Every host has a loopback address of its own, so
+    something that tells hosts apart stands behind such a one.
     """
     inside = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
     if inside is not None and not _says(inside, environ, rank, size):
         inside = None
     parts = [] if inside is None else [_job(inside, environ)]
     if inside is not None and inside.launcher == "MPICH" and parts == [None]:
-        parts = [_process_manager()]
+        parts = [_met_at(_process_manager() or "")]
     if inside is None or inside.launcher == "torchrun":
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-        parts.append(f"{address}:{port}" if address and port else None)
+        parts.append(_met_at(f"{address}:{port}") if address and port else None)
     return _short("@".join(part for part in parts if part))
+
+
+def _met_at(address: str) -> str:
+    """HOST:PORT where the ranks of a launch meet, in words that no launch of another host shares."""
+    return f"{address}@{this_host()}" if _is_loopback(address.rpartition(":")[0]) else address
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether this means another host on each host. A name is not looked up: that could give each rank another
+    answer."""
+    name = host.strip("[]").rstrip(".").lower()
+    try:
+        found = ipaddress.ip_address(name)
+    except ValueError:
+        return name in LOCAL_NAMES or name.endswith(".localhost")
+    found = getattr(found, "ipv4_mapped", None) or found
+    return found.is_loopback or found.is_unspecified
+
+
+def this_host(proc: Path = PROC) -> str:
+    """What the processes of this host, or of this container, share with no others: the id that the kernel drew when it
+    started, and the inode of the network namespace, each with a loopback address of its own. Without the first, the
+    name of the host."""
+    try:
+        parts = [(proc / "sys/kernel/random/boot_id").read_text().strip()]
+    except OSError:
+        parts = [socket.gethostname()]
+    with suppress(OSError):  # not readable everywhere
+        parts.append(str((proc / "self/ns/net").stat().st_ino))
+    return ".".join(parts)
 
 
 def _says(variables: _Variables, environ: Mapping[str, str], rank: int, size: int) -> bool:

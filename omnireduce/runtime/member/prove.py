@@ -60,9 +60,9 @@ def read_message(link: StreamLink, event: Event) -> ControlMessage:
     Raises TransportError when the link is over or the message malformed, RefusedError when it is a refusal.
     """
     if isinstance(event, Lost):
-        raise TransportError(f"aggregator {link.peer}: {event.reason} before this worker was admitted{why_lost(link)}")
+        raise TransportError(f"aggregator {link.peer}: {event.reason} before it answered{why_lost(link)}")
     if not isinstance(event, Control):
-        raise TransportError(f"aggregator {link.peer} sent blocks before this worker was admitted")
+        raise TransportError(f"aggregator {link.peer} sent blocks instead of an answer")
     try:
         message = decode_control(event.body)
     except ProtocolError as error:

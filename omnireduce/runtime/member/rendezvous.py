@@ -104,7 +104,7 @@ def join(config: Config, hello: Hello, gave_up: Callable[[], bool]) -> Arrival:
 def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoiningEffect]:
     """Give the machine what came from an aggregator."""
     if isinstance(event, Lost):
-        return machine.lost(shard, event.reason, now)
+        return machine.lost(shard, event.reason, now, for_good=event.violation or event.refused)
     if not isinstance(event, Control):
         return machine.failed(TransportError(f"aggregator {peer} sent blocks before this worker was admitted"), now)
     try:
@@ -228,7 +228,7 @@ class _Visitor:
         if isinstance(deed, Tell):
             self._tell(deed)
         elif isinstance(deed, HangUp):
-            self._hang_up()
+            self._hang_up(deed.first)
         elif isinstance(deed, Meet):
             self._meet(deed)
         elif isinstance(deed, Notice):
@@ -263,16 +263,17 @@ class _Visitor:
             message = replace(message, verbs=None if offer is None else offer.endpoint)
         link.send_control(encode_control(message))
 
-    def _hang_up(self) -> None:
-        for link in self._links:
+    def _hang_up(self, first: int = 0) -> None:
+        for link in self._links[first:]:
             if link in self._selector.get_map():
                 self._selector.unregister(link)
             link.close()
-        for offer in self._offers:
+        for offer in self._offers[first:]:
             if offer is not None:
                 offer.close()
         self._end_meeting()
-        self._links, self._offers, self._joined = [], [], None
+        self._joined = None
+        del self._links[first:], self._offers[first:]
 
     def _end_meeting(self) -> None:
         meeting, self._meeting = self._meeting, None

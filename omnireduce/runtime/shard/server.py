@@ -194,8 +194,8 @@ class ShardServer:
             self._aside.do(connection)
             events = self._reception.hear(connection, events)
             self._connections.update_interest(connection)
-        if connection.leaving and connection.link.over:
-            self._departures.drop(connection)
+        if connection.leaving and (connection.link.over or connection.link.task is not None):
+            self._departures.drop(connection)  # no last words before a handshake is over, and none is made for a leaver
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
 

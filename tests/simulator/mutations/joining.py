@@ -107,4 +107,20 @@ MUTATIONS = (
         'no Hello within {strangers.limit_s:g} s")',
         test="tests/simulator/test_scenarios.py::test_who_says_no_hello_in_time_may_come_again",
     ),
+    Mutation(
+        "a connection that is lost before the hello ends it all",
+        _JOINING,
+        "a worker gives up because of one lost connection, though it has time left",
+        "        if visit.candidate is not None and not for_good:\n",
+        "        if False:\n",
+        test="tests/protocol/test_joining.py::test_a_connection_that_is_lost_before_the_hello_is_made_again",
+    ),
+    Mutation(
+        "a connection that was lost stays",
+        _JOINING,
+        "what the next connection says is taken for what another one says",
+        "            yield HangUp(shard)\n            del",
+        "            del",
+        test="tests/protocol/test_joining.py::test_a_connection_that_is_lost_before_the_hello_is_made_again",
+    ),
 )

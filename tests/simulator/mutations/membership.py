@@ -21,7 +21,7 @@ MUTATIONS = (
         "a rank joins a gathering job twice",
         _MEMBERSHIP,
         "the second process takes the place of the first, which waits for ever",
-        "        if hello.rank in gathering.attendees:\n",
+        "        if hello.rank in gathering.attendees and hello.rank not in going:\n",
         "        if hello.rank < 0:\n",
     ),
     Mutation(
@@ -199,5 +199,57 @@ MUTATIONS = (
         "        return self._standings[Standing.SURVIVOR] + self._standings[Standing.CLAIMANT] > 0\n",
         "        return True\n",
         within=2000,
+    ),
+    Mutation(
+        "survivors stay survivors",
+        _GATHERING,
+        "those for whom a smaller job has no place end it again and again",
+        "        self._make_newcomers()\n        self.untold.clear()\n",
+        "        self.untold.clear()\n",
+        test="tests/protocol/test_elastic_membership.py::test_survivors_who_find_no_place_are_newcomers_to_the_others",
+    ),
+    Mutation(
+        "who makes way may not come again",
+        _MEMBERSHIP,
+        "a worker that was in the job gives up, because a shard could not know it",
+        "Refused(wrong, temporary=others_standing is Standing.CLAIMANT)",
+        "Refused(wrong)",
+        test="tests/protocol/test_elastic_membership.py::"
+        "test_who_makes_way_for_a_survivor_and_says_that_it_was_in_the_job_may_come_again",
+    ),
+    Mutation(
+        "survivors come before the checks",
+        _MEMBERSHIP,
+        "a survivor that cannot join puts others out",
+        "            wrong, temporary = self._objection(hello, meeting, standing, terms, going)\n",
+        "            yield from self._make_way(hello, meeting, standing, going, now)\n"
+        "            going = {}\n"
+        "            wrong, temporary = self._objection(hello, meeting, standing, terms, going)\n",
+        test="tests/protocol/test_elastic_membership.py::"
+        "test_a_survivor_that_disagrees_with_another_one_puts_nobody_out",
+    ),
+    Mutation(
+        "any job makes room for a formation",
+        _CHECKS,
+        "an elastic job goes beyond the limits in the room of somebody else's",
+        "    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0\n",
+        '    return "", hello.job, hello.launch, hello.smallest > 0, True\n',
+        test="tests/protocol/test_elastic_membership.py::test_nobody_takes_the_room_of_a_job_that_is_not_his",
+    ),
+    Mutation(
+        "who comes and goes is news",
+        "omnireduce.protocol.announced",
+        "a stranger makes a message to every rank of a job with each of his hellos",
+        "        return min((self._told[each][1] + NEWS_S for each in self._deserted), default=None)\n",
+        "        return 0.0 if self._deserted else None\n",
+        test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
+    ),
+    Mutation(
+        "newcomers who have gone still wait",
+        "omnireduce.protocol.announced",
+        "a job is formed anew for nobody",
+        "            self._deserted.add(generation)\n",
+        "            pass\n",
+        test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
     ),
 )

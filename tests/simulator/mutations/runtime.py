@@ -150,4 +150,28 @@ MUTATIONS = (
         "            if machine.spent < 0 and job",
         within=1000,
     ),
+    Mutation(
+        "every host is one",
+        "omnireduce.runtime.member.launcher",
+        "launches of two hosts that meet on loopback sum each other's tensors",
+        '    return f"{address}@{this_host()}" if _is_loopback(',
+        "    return address if _is_loopback(",
+        test="tests/runtime/test_launcher.py::test_launches_of_two_hosts_are_two_where_each_meets_on_loopback",
+    ),
+    Mutation(
+        "leavers with a task are kept",
+        _SERVER,
+        "a stranger makes a shard spin with a TLS handshake that comes too late",
+        "(connection.link.over or connection.link.task is not None)",
+        "connection.link.over",
+        test="tests/runtime/test_aside.py::test_who_leaves_has_no_task_done_any_more",
+    ),
+    Mutation(
+        "a name belongs to nobody",
+        "omnireduce.runtime.member.handle",
+        "two threads that use one name in turn get each other's sums",
+        "            names.claim(handle.name, handle.thread)\n",
+        "            pass\n",
+        test="tests/runtime/test_threads.py::test_a_name_belongs_to_the_thread_that_used_it_first",
+    ),
 )

@@ -1,0 +1,47 @@
+"""What the ranks of each generation know of those who wait to join their job. What changes is told to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+NEWS_S = 1.0  # between two news of who waits or is missing: telling all of each newcomer takes N² messages
+
+
+class Announced:
+    """The generations whose ranks were told that workers wait. Those who come and go before that are no news."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, tuple[int, float]] = {}  # how many, and when
+        self._deserted: set[int] = set()  # all who waited have gone
+
+    @property
+    def deadline(self) -> float | None:
+        """When `taken_back` has something to tell, if nobody comes before."""
+        return min((self._told[each][1] + NEWS_S for each in self._deserted), default=None)
+
+    def is_news(self, generation: int, workers: int, now: float) -> bool:
+        """Whether the ranks do not know yet that `workers` wait. From now on they do."""
+        before, _ = self._told.pop(generation, (0, 0.0))
+        if workers:
+            self._told[generation] = workers, now
+        return workers != before
+
+    def nobody_waits(self, generation: int) -> None:
+        """The last of those who waited has gone."""
+        if generation in self._told:
+            self._deserted.add(generation)
+
+    def somebody_waits(self, generation: int) -> None:
+        """A worker has come."""
+        self._deserted.discard(generation)
+
+    def taken_back(self, now: float) -> Iterator[int]:
+        """The generations whose ranks have to be told now that nobody waits any more."""
+        for generation in [each for each in self._deserted if now >= self._told[each][1] + NEWS_S]:
+            self.forget(generation)
+            yield generation
+
+    def forget(self, generation: int) -> None:
+        """The generation is over, or its ranks know that nobody waits."""
+        self._told.pop(generation, None)
+        self._deserted.discard(generation)
