@@ -23,6 +23,7 @@ import msgspec
 from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.allowance import beyond_allowance
+from omnireduce.protocol.doomed import Doomed, dooms
 from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
 from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, malformed, of_another_team, taken
 from omnireduce.protocol.limits import Limits
@@ -89,6 +90,7 @@ class Membership:
         self._running: dict[int, _Running] = {}
         self._held: dict[int, Hello] = {}  # by generation until it is released: its size and memory follow from this
         self._next_generation = 1
+        self._doomed = Doomed(limits.join_timeout_s)
         self._deserted: set[int] = set()  # generations whose newcomers have gone
         self._has_freed_room = False
         self.draining = False
@@ -112,13 +114,10 @@ class Membership:
         if not wrong:
             standing = self._standing(hello, meeting)
             yield from self._make_way(hello, meeting, standing, now)
-            wrong, temporary = self._objection(hello, meeting, standing, terms)
+            wrong, temporary = self._objection(hello, meeting, standing, terms, now)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
-            waiting = self._gathering.get(meeting)
-            if waiting is not None and not malformed(hello) and not of_another_team(waiting.spec, hello):
-                waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
-                waiting.is_news = True
+            yield from self._tell_of_refusal(meeting, hello, wrong, now)
             return
         if meeting not in self._gathering:
             self._open(meeting, hello, now, terms)
@@ -169,11 +168,7 @@ class Membership:
             if self._may_start(gathering, now):
                 yield self._admit(meeting)
             elif not gathering.held and now - gathering.since >= limit_s:
-                self._close(meeting)
-                reason = gathering.too_late(limit_s)
-                for key, *_ in gathering.attendees.values():
-                    del self._waiting[key]
-                    yield Answer(key, Refused(reason, temporary=True))
+                yield from self._disband(meeting, gathering.too_late(limit_s), temporary=True)
             elif gathering.held and gathering.has_settled(now):
                 yield from self._replace(meeting, gathering, now)
             elif gathering.untold or (gathering.is_news and now - gathering.told_at >= NEWS_S):
@@ -205,6 +200,25 @@ class Membership:
             other.is_news = True
         gathering.namesakes.append(gathering)
         self._gathering[meeting] = gathering
+
+    def _tell_of_refusal(self, meeting: Meeting, hello: Hello, wrong: str, now: float) -> Iterator[MembershipEffect]:
+        """Those who wait for a rank that was refused learn it. They are refused, too, if it can never join."""
+        gathering = self._gathering.get(meeting)
+        if gathering is None or malformed(hello) or of_another_team(gathering.spec, hello):
+            return
+        if dooms(gathering, hello, wrong, self._limits.over(hello)):
+            yield from self._disband(meeting, self._doomed.add(gathering, hello, wrong, now))
+        else:
+            gathering.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
+            gathering.is_news = True
+
+    def _disband(self, meeting: Meeting, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
+        """Refuse all who gather."""
+        gathering = self._gathering[meeting]
+        self._close(meeting)
+        for key, *_ in gathering.attendees.values():
+            del self._waiting[key]
+            yield Answer(key, Refused(reason, temporary))
 
     def _close(self, meeting: Meeting) -> None:
         gathering = self._gathering.pop(meeting)
@@ -322,9 +336,11 @@ class Membership:
             return "the aggregator is shutting down", True
         return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
 
-    def _objection(self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms) -> tuple[str, bool]:
+    def _objection(
+        self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms, now: float
+    ) -> tuple[str, bool]:
         """Why `hello` cannot join beside those who are here, and whether it might later; empty when it can."""
-        wrong = self._conflict(hello, meeting, standing)
+        wrong = self._doomed.why(hello, now) or self._conflict(hello, meeting, standing)
         full = "" if wrong or meeting in self._gathering else self._no_room(hello, terms)
         return wrong or full, bool(full) or standing is Standing.CLAIMANT
 
