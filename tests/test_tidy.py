@@ -34,6 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("aggregator", "worker"),
     ("program",),
 )
+STRANGE = {"aggregator": "member", "worker": "shard"}  # a program on one side knows nothing of the other side's room
 BASE = {
     "cli",
     "config",
@@ -113,6 +114,8 @@ def check_direction(module: str, source: str) -> list[str]:
         target = layer_of(name)
         if target not in (None, layer) and level_of(target) >= level_of(layer):
             found.append(f"{module}:{line}: {layer} may not import {name} ({target}); imports only go down")
+        elif target is not None and target == STRANGE.get(layer) and name.startswith("omnireduce.runtime."):
+            found.append(f"{module}:{line}: {layer} may not import {name}; what both sides use belongs into runtime/")
     return found
 
 
@@ -327,6 +330,9 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_direction, "omnireduce.__init__", "import worker.cli"),
         (check_direction, "worker.cli", "from aggregator.daemon import Daemon"),
         (check_direction, "aggregator.cli", "if TYPE_CHECKING:\n    import worker"),
+        (check_direction, "aggregator.monitor", "from omnireduce.runtime.member.launcher import detect_launch"),
+        (check_direction, "worker.cli", "def f():\n    import omnireduce.runtime.shard.server"),
+        (check_direction, "omnireduce.runtime.asking.observe", "from omnireduce.runtime.member.launcher import whole"),
         (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .density import scan"),
         (check_kernels, "omnireduce.kernels.pack", "from .jit import jit\nimport omnireduce.kernels.merge"),
         (check_one_compiler, "omnireduce.kernels.pack", "from numba import njit"),
@@ -367,6 +373,9 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
         (check_direction, "omnireduce.wire", "from omnireduce.errors import ProtocolError\nimport struct"),
         (check_direction, "worker.train.run", "import omnireduce as omni\nfrom omnireduce.bench import data"),
         (check_direction, "worker.train.run", "from worker import cli"),
+        (check_direction, "worker.train.run", "from omnireduce.runtime.member.elastic import run_elastic"),
+        (check_direction, "aggregator.shard", "from omnireduce.runtime.shard import server"),
+        (check_direction, "aggregator.monitor", "from omnireduce.runtime.asking import observe"),
         (check_direction, "omnireduce.__main__", "from aggregator.cli import main\nimport worker.cli"),
         (
             check_direction,

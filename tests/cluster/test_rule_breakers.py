@@ -15,7 +15,7 @@ from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
 from omnireduce import AbortedError, Communicator, RefusedError, TransportError
 from omnireduce.descriptor import Descriptor
-from omnireduce.runtime.member.observe import ask
+from omnireduce.runtime.asking.observe import ask
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
 from omnireduce.wire.blocks import seal
 from omnireduce.wire.control import Aborted, Goodbye, Refused, Welcome

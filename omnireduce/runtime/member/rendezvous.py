@@ -19,7 +19,7 @@ from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, Notice, perform
-from omnireduce.runtime.member.connecting import connect_once, why_lost
+from omnireduce.runtime.asking.connecting import connect_once, why_lost
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import NONCE_BYTES, load_secret
 from omnireduce.transport.base import Control, Event, Link, Lost
