@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +255,33 @@ def test_a_program_that_ends_leaves_its_job(daemon: Daemon, end: str) -> None:
         assert done.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(end, 0), done.stderr
         assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
         assert not done.stdout
+
+
+def test_every_name_is_the_one_that_type_checkers_read() -> None:
+    """The package's names are loaded from a table, and its imports are for type checkers: the two agree."""
+    source = Path(omni.__file__).read_text("utf-8")
+    declared = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("omnireduce.")
+        for alias in node.names
+    }
+    assert sorted(declared) == sorted(omni.__all__) == sorted(set(omni.__all__) & set(dir(omni)))
+    for name, module in declared.items():
+        assert getattr(omni, name) is getattr(import_module(str(module)), name)
+
+
+def test_a_star_import_has_all_names() -> None:
+    code = "from omnireduce import *\nimport omnireduce\nassert set(omnireduce.__all__) <= set(globals())"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'omnireduce' has no attribute 'all_reduce'"):
+        omni.all_reduce  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(omni, "_global")
+
+
+def test_what_it_makes_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(omni.Config())) == omni.Config()
+    assert pickle.loads(pickle.dumps(omni.Statistics)) is omni.Statistics
