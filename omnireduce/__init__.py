@@ -22,7 +22,7 @@ from omnireduce.version import __version__
 
 if TYPE_CHECKING:
     from omnireduce.config import Config, load_config
-    from omnireduce.descriptor import Op
+    from omnireduce.descriptor import Op, RowOp
     from omnireduce.errors import (
         AbortedError,
         ClosedError,
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
+    from omnireduce.runtime.member.calls import Rows
     from omnireduce.runtime.member.communicator import Communicator, Statistics
     from omnireduce.runtime.member.elastic import ElasticState, NewcomersError, run_elastic
+    from omnireduce.runtime.member.groups import Table
     from omnireduce.runtime.member.handle import Handle
     from omnireduce.runtime.member.world import (
         allgather,
@@ -78,7 +80,7 @@ if TYPE_CHECKING:
 else:
     _PLACES = {
         "omnireduce.config": ("Config", "load_config"),
-        "omnireduce.descriptor": ("Op",),
+        "omnireduce.descriptor": ("Op", "RowOp"),
         "omnireduce.errors": (
             "AbortedError",
             "ClosedError",
@@ -89,8 +91,10 @@ else:
             "TransportError",
             "UsageError",
         ),
+        "omnireduce.runtime.member.calls": ("Rows",),
         "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
         "omnireduce.runtime.member.elastic": ("ElasticState", "NewcomersError", "run_elastic"),
+        "omnireduce.runtime.member.groups": ("Table",),
         "omnireduce.runtime.member.handle": ("Handle",),
     }
     _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
@@ -120,7 +124,10 @@ __all__ = [
     "OmniReduceError",
     "Op",
     "RefusedError",
+    "RowOp",
+    "Rows",
     "Statistics",
+    "Table",
     "TransportError",
     "UsageError",
     "__version__",

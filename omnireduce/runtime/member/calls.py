@@ -32,7 +32,8 @@ from omnireduce.runtime.member.pool import Pool
 
 T = TypeVar("T")
 S = TypeVar("S", bound=np.generic)
-Rows = tuple[NDArray[np.int64], NDArray[S]]  # the numbers of rows, and the rows
+Rows = tuple[NDArray[np.int64], NDArray[S]]
+"""The numbers of rows, ascending, and the rows: what `allreduce_rows` returns."""
 
 
 class Call(NamedTuple, Generic[T]):
