@@ -148,6 +148,33 @@ def test_init_twice(daemon: Daemon) -> None:
     omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
 
 
+def test_the_hook_for_exceptions_is_that_of_before_when_the_last_communicator_is_closed(daemon: Daemon) -> None:
+    before = sys.excepthook
+    with omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+        during = sys.excepthook
+        assert during is not before
+        with omni.connect(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+            assert sys.excepthook is during
+        assert sys.excepthook is during
+    assert sys.excepthook is before
+
+
+def test_a_hook_for_exceptions_that_came_later_stays(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may call ours, which then shows the exception as before. The next communicator does not go on top of it."""
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *about: shown.append(about[1]))
+    with omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+        ours = sys.excepthook
+        monkeypatch.setattr(sys, "excepthook", lambda *about: ours(*about))
+        theirs = sys.excepthook
+    assert sys.excepthook is theirs
+    with omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+        assert sys.excepthook is theirs
+    error = ValueError("x")
+    theirs(ValueError, error, None)
+    assert shown == [error]
+
+
 def test_a_failed_init_leaves_nothing_behind(daemon: Daemon) -> None:
     with pytest.raises(omni.UsageError, match="got rank 0 and size None, expected both or neither"):
         omni.init(aggregators=daemon.addresses, rank=0)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import re
-import sys
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,6 +18,7 @@ from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
 from omnireduce.runtime.member.collectives import Collectives, Member
@@ -171,8 +168,7 @@ class Communicator(Collectives):
         self._seat = joined.seat
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
-        _open_communicators.add(self)
-        _process.watch()
+        ending.opened(self)
 
     def _made_of(self, arrival: Arrival) -> tuple[list[Link], WorkerMachine, Member]:
         links, machine, engine = assemble(self.config, self._job, arrival)
@@ -221,7 +217,10 @@ class Communicator(Collectives):
 
     def _hang_up(self) -> None:
         if self._engine.shutdown():
-            _open_communicators.discard(self)
+            ending.closed(self)
+
+    def _abandon(self) -> None:
+        self._engine.abandon()
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""
@@ -241,45 +240,3 @@ def _lending(engine: Engine, pool: Pool) -> WithPool:
         return engine.exclusively(lambda: make(pool))
 
     return with_pool
-
-
-_open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    """A forked child must neither speak for its parent nor keep the parent's connections open after its death."""
-    for communicator in list(_open_communicators):
-        communicator._engine.abandon()
-    _open_communicators.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
-
-
-class _Process:
-    """Remembers the exception that ends this process: Python shows it by `sys.excepthook`, then the process exits."""
-
-    def __init__(self) -> None:
-        self.ended_by: BaseException | None = None
-        self._show: Callable[..., object] | None = None
-
-    def watch(self) -> None:
-        if self._show is None:
-            self._show, sys.excepthook = sys.excepthook, self._remember
-
-    def _remember(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not hasattr(sys, "ps1"):  # an interactive session goes on
-            self.ended_by = error
-        assert self._show is not None
-        self._show(kind, error, trace)
-
-
-_process = _Process()
-
-
-@atexit.register
-def _shut_down_all() -> None:
-    """At the end of the process leave all jobs. If an exception ended it, the other ranks read which one."""
-    error = _process.ended_by
-    for communicator in list(_open_communicators):
-        communicator.__exit__(None if error is None else type(error), error, None)
