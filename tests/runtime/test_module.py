@@ -68,7 +68,7 @@ def test_one_aggregator_needs_no_list(daemon: Daemon) -> None:
 
 def test_everything_on_the_global_communicator(daemon: Daemon) -> None:
     comm = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
-    assert (omni.rank(), omni.size(), omni.local_rank(), comm.shards) == (0, 1, 0, 3)
+    assert (omni.rank(), omni.size(), comm.shards) == (0, 1, 3)
     assert omni.allreduce(np.ones(2)).tolist() == [1.0, 1.0]
     assert omni.allreduce(np.ones(2), out=np.zeros(2), op="mean", name="x", block_size=8).tolist() == [1.0, 1.0]
     assert omni.allreduce_async(np.ones(2), name="y").wait(30).tolist() == [1.0, 1.0]
@@ -207,6 +207,13 @@ def test_rank_and_size_from_a_launcher(daemon: Daemon, monkeypatch: pytest.Monke
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     omni.init(aggregators=daemon.addresses)
     assert (omni.local_rank(), omni.local_size()) == (0, 1)
+
+
+def test_a_local_rank_that_nobody_said_is_an_error(daemon: Daemon) -> None:
+    comm = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    assert (comm.local_rank, comm.local_size) == (None, None)
+    with pytest.raises(omni.UsageError, match="this worker's number on its host is not known: no launcher"):
+        omni.local_rank()
 
 
 def test_connect_uses_no_global_state(daemon: Daemon) -> None:

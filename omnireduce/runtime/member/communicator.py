@@ -58,9 +58,9 @@ class Communicator(Collectives):
 
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
-    Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (None where the launcher did not say
-    it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", or several joined by "+"), `shards`, the number of
-    aggregators, and `generation`, the number that the first one gave this membership.
+    Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
+    say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", or several joined by "+"), `shards`, the
+    number of aggregators, and `generation`, the number that the first one gave this membership.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
@@ -76,15 +76,16 @@ class Communicator(Collectives):
         *,
         rank: int,
         size: int,
-        local_rank: int = 0,
+        local_rank: int | None = None,
         local_size: int | None = None,
         job: str | None = None,
     ) -> None:
         check_config(config)
-        rank, size, local_rank = whole(rank, "rank"), whole(size, "size"), whole(local_rank, "local_rank")
+        rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size <= MOST_RANKS:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MOST_RANKS}")
-        self.local_rank, self.config = local_rank, config
+        self.config = config
+        self.local_rank = None if local_rank is None else whole(local_rank, "local_rank")
         self.local_size = None if local_size is None else whole(local_size, "local_size")
         name = job or job_name(config, None)
         if not re.match(JOB_PATTERN, name):

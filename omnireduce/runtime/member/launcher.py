@@ -32,12 +32,12 @@ class Launch:
 
     `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so:
     "arguments", "Open MPI", "MPICH", "torchrun", "Slurm", or "none" for a process on its own. `local_size` is how many
-    processes of the launch this host has, None where nobody said it.
+    processes of the launch this host has. Both local numbers are None where nobody said them.
     """
 
     rank: int
     size: int
-    local_rank: int
+    local_rank: int | None
     job: str | None
     launcher: str
     local_size: int | None = None
@@ -111,7 +111,7 @@ def detect_launch(
         rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
-        return Launch(rank, size, 0, None, "arguments")
+        return Launch(rank, size, None, None, "arguments")
     for variables in _LAUNCHERS:
         if _is_inside(variables, environ):
             return _launch(variables, environ)
@@ -198,11 +198,10 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
         raise UsageError(
             f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
         )
-    local_rank = _local(variables.local_rank, environ) or 0
-    local_size = _local(variables.local_size, environ)
-    if local_size is not None and not local_rank < local_size <= size:
+    local_rank, local_size = _local(variables.local_rank, environ), _local(variables.local_size, environ)
+    if local_size is not None and not (local_rank or 0) < local_size <= size:
         raise UsageError(
-            f"{variables.launcher}: got local rank {local_rank} of {local_size} on this host and {size} in all, "
+            f"{variables.launcher}: got local rank {local_rank or 0} of {local_size} on this host and {size} in all, "
             "expected local rank < local size <= size"
         )
     job = _job(variables, environ)

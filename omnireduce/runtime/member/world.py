@@ -272,15 +272,16 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This worker's number among those on its host, as the launcher gave it."""
-    return _communicator().local_rank
+    """This worker's number among those on its host, as the launcher gave it. Raises UsageError when nobody said it."""
+    return _said_by_launcher(_communicator().local_rank, "this worker's number on its host")
 
 
 def local_size() -> int:
     """How many workers of the launch this host has, as the launcher gave it. Raises UsageError when nobody said it."""
-    found = _communicator().local_size
+    return _said_by_launcher(_communicator().local_size, "how many workers this host has")
+
+
+def _said_by_launcher(found: int | None, what: str) -> int:
     if found is None:
-        raise UsageError(
-            "how many workers this host has is not known: no launcher said it, expected mpirun, srun or torchrun"
-        )
+        raise UsageError(f"{what} is not known: no launcher said it, expected mpirun, srun or torchrun")
     return found
