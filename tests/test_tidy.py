@@ -352,7 +352,7 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_direction, "aggregator.cli", "if TYPE_CHECKING:\n    import worker"),
         (check_direction, "aggregator.monitor", "from omnireduce.runtime.member.launcher import detect_launch"),
         (check_direction, "worker.cli", "def f():\n    import omnireduce.runtime.shard.server"),
-        (check_direction, "omnireduce.runtime.asking.observe", "from omnireduce.runtime.member.launcher import whole"),
+        (check_direction, "omnireduce.runtime.asking.observe", "from omnireduce.runtime.member.numbers import whole"),
         (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .density import scan"),
         (check_kernels, "omnireduce.kernels.pack", "from .jit import jit\nimport omnireduce.kernels.merge"),
         (check_one_compiler, "omnireduce.kernels.pack", "from numba import njit"),

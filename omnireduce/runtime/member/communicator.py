@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
+from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
@@ -23,7 +23,8 @@ from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
 from omnireduce.runtime.member.collectives import Collectives, Member
 from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.launcher import job_name, launch_id, whole
+from omnireduce.runtime.member.launcher import job_name, launch_id
+from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
@@ -90,11 +91,6 @@ class Communicator(Collectives):
         name = job or job_name(config, None)
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
-        if config.elastic.enabled and config.elastic.settle_s >= config.cluster.join_timeout_s:
-            raise ConfigError(
-                f"elastic.settle_s is {config.elastic.settle_s:g}, expected less than cluster.join_timeout_s, "
-                f"{config.cluster.join_timeout_s:g}"
-            )
         if config.elastic.enabled and config.elastic.smallest > size:
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)

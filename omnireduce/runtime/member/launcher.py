@@ -11,7 +11,6 @@ environment variables"; srun(1), "Output environment variables"; for MPICH, `mpi
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import re
 from collections.abc import Mapping
@@ -20,9 +19,9 @@ from pathlib import Path
 
 from omnireduce.config import Config
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.numbers import whole
 
 LONGEST = 128  # characters of a job's name and of a launch's id
-LONGEST_BITS = 1024  # of an integer that an error may still show
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two on each of three nodes, one on the next
 
 
@@ -116,19 +115,6 @@ def detect_launch(
         if _is_inside(variables, environ):
             return _launch(variables, environ)
     return Launch(0, 1, 0, None, "none", 1)
-
-
-def whole(value: object, what: str) -> int:
-    """An integer of any type as an int. Raises UsageError, also for a bool: it is most likely a mix-up."""
-    try:
-        if not isinstance(value, bool):
-            number = operator.index(value)  # type: ignore[arg-type]  # that is the question
-            if number.bit_length() > LONGEST_BITS:
-                raise UsageError(f"{what} is an integer of {number.bit_length()} bits, which is out of any range")
-            return number
-    except TypeError:
-        pass
-    raise UsageError(f"{what} is {value!r}, a {type(value).__name__}; expected an int")
 
 
 def job_name(config: Config, launcher_job: str | None) -> str:
