@@ -140,10 +140,17 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
     assert (done.returncode, said) == (0, [])
 
 
+def make_targets() -> set[str]:
+    """The targets that `make help` lists."""
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in done.stdout.splitlines()}
+
+
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_the_quickstart_runs_as_it_is() -> None:
     """But for what installs, which has happened, and for the port, which another program may have."""
     block = blocks("sh")[0]
+    assert block.text.startswith("make install")
     assert "omnireduce aggregator &" in block.text
     lines = [line for line in block.text.splitlines() if not line.startswith(("make", "source"))]
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -180,10 +187,10 @@ def test_commands_and_options_exist(where: str, command: str) -> None:
         words = words[3:]
     program, *arguments = words or ["export"]
     if program == "make":
-        assert (
-            subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=False).returncode
-            == 0
-        )
+        run = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=False)
+        assert run.returncode == 0
+        targets = [word for word in arguments if "=" not in word and not word.startswith("-")]
+        assert set(targets) <= make_targets(), "a target that `make help` does not list"
     elif program == "omnireduce":
         assert_options(("-m", "omnireduce"), arguments)
     elif program == "python" and arguments[0] == "-m":
