@@ -23,6 +23,7 @@ from omnireduce.version import __version__
 if TYPE_CHECKING:
     from omnireduce.config import Config, load_config
     from omnireduce.descriptor import Op, RowOp
+    from omnireduce.elastic import ElasticState, NewcomersError, run_elastic
     from omnireduce.errors import (
         AbortedError,
         ClosedError,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     )
     from omnireduce.runtime.member.calls import Rows
     from omnireduce.runtime.member.communicator import Communicator, Statistics
-    from omnireduce.runtime.member.elastic import ElasticState, NewcomersError, run_elastic
     from omnireduce.runtime.member.groups import Table
     from omnireduce.runtime.member.handle import Handle
     from omnireduce.runtime.member.world import (
@@ -93,7 +93,7 @@ else:
         ),
         "omnireduce.runtime.member.calls": ("Rows",),
         "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
-        "omnireduce.runtime.member.elastic": ("ElasticState", "NewcomersError", "run_elastic"),
+        "omnireduce.elastic": ("ElasticState", "NewcomersError", "run_elastic"),
         "omnireduce.runtime.member.groups": ("Table",),
         "omnireduce.runtime.member.handle": ("Handle",),
     }

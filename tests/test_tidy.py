@@ -22,6 +22,9 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".service", ".sb
 TEXT_NAMES = {"Makefile", "Vagrantfile", "Containerfile", "run"}
 TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant", "deploy")
 
+LIBRARY = ("compression", "programs", "elastic", "data_parallel")  # what users call, on top of a communicator
+FRONTS = ("torch", "keras", "bench", "console")
+ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("base",),
@@ -30,11 +33,16 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("tracing",),
     ("member", "shard"),
-    ("bench", "console"),
+    LIBRARY,
+    ("face",),
+    FRONTS,
     ("aggregator", "worker"),
     ("program",),
 )
-STRANGE = {"aggregator": "member", "worker": "shard"}  # a program on one side knows nothing of the other side's room
+STRANGE = {  # a program on one side knows nothing of the other side's rooms
+    "aggregator": ("member", *LIBRARY, "face"),
+    "worker": ("shard",),
+}
 BASE = {
     "cli",
     "config",
@@ -67,7 +75,7 @@ MACHINE_PATHS = re.compile(r"(?<![\w.~<>{}-])/(?:home|root|Users|work)/\w|\b[A-Z
 def layer_of(name: str) -> str | None:
     """Return the layer of a dotted module or object name; None if it is not ours.
 
-    The package `omnireduce` itself, the face that users import, and what it exports are of the member layer.
+    The package `omnireduce` itself, from which users import, and the names that it exports are the face.
     """
     package, _, rest = name.partition(".")
     if package != "omnireduce":
@@ -79,7 +87,7 @@ def layer_of(name: str) -> str | None:
         return "program"
     if part in BASE:
         return "base"
-    return part if any(part in level for level in LEVELS[:-2]) else "member"
+    return part if part in ROOMS else "face"
 
 
 def level_of(layer: str) -> int:
@@ -101,7 +109,7 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
 
 
 def check_placed(module: str, source: str) -> list[str]:
-    if layer_of(module) != "member" or module.split(".")[1] in ("runtime", "__init__"):
+    if layer_of(module) != "face" or module == "omnireduce.__init__":
         return []
     return [f"{module}: belongs to no layer; put it into one, or name it in BASE here"]
 
@@ -114,7 +122,7 @@ def check_direction(module: str, source: str) -> list[str]:
         target = layer_of(name)
         if target not in (None, layer) and level_of(target) >= level_of(layer):
             found.append(f"{module}:{line}: {layer} may not import {name} ({target}); imports only go down")
-        elif target is not None and target == STRANGE.get(layer) and name.startswith("omnireduce.runtime."):
+        elif target in STRANGE.get(layer, ()):
             found.append(f"{module}:{line}: {layer} may not import {name}; what both sides use belongs into runtime/")
     return found
 
@@ -345,12 +353,18 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_direction, "omnireduce.runtime.member.engine", "from omnireduce.runtime.shard import server"),
         (check_direction, "omnireduce.runtime.shard.job", "from omnireduce.runtime.member.engine import Engine"),
         (check_direction, "omnireduce.runtime.tracing.links", "from ..shard import job"),
+        (check_direction, "omnireduce.runtime.member.engine", "from omnireduce.elastic import ElasticState"),
+        (check_direction, "omnireduce.elastic", "import omnireduce as omni"),
+        (check_direction, "omnireduce.compression.largest", "from omnireduce.programs import Program"),
+        (check_direction, "omnireduce.__init__", "from omnireduce.torch import Reducer"),
+        (check_direction, "omnireduce.torch.hooks", "from omnireduce.keras import Callback"),
         (check_direction, "omnireduce.bench.data", "import worker.cli"),
         (check_direction, "omnireduce.console.status", "from omnireduce.bench.rows import Row"),
         (check_direction, "omnireduce.__init__", "import worker.cli"),
         (check_direction, "worker.cli", "from aggregator.daemon import Daemon"),
         (check_direction, "aggregator.cli", "if TYPE_CHECKING:\n    import worker"),
         (check_direction, "aggregator.monitor", "from omnireduce.runtime.member.launcher import detect_launch"),
+        (check_direction, "aggregator.monitor", "from omnireduce import allreduce"),
         (check_direction, "worker.cli", "def f():\n    import omnireduce.runtime.shard.server"),
         (check_direction, "omnireduce.runtime.asking.observe", "from omnireduce.runtime.member.numbers import whole"),
         (check_kernels, "omnireduce.kernels.pack", f"from {JIT} import jit\nfrom .density import scan"),
@@ -392,8 +406,11 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
         ),
         (check_direction, "omnireduce.wire", "from omnireduce.errors import ProtocolError\nimport struct"),
         (check_direction, "worker.train.run", "import omnireduce as omni\nfrom omnireduce.bench import data"),
+        (check_direction, "omnireduce.elastic", "from omnireduce.runtime.member.communicator import Communicator"),
+        (check_direction, "omnireduce.__init__", "from omnireduce.elastic import run_elastic"),
+        (check_direction, "omnireduce.torch.hooks", "import omnireduce as omni\nfrom omnireduce.compression import x"),
         (check_direction, "worker.train.run", "from worker import cli"),
-        (check_direction, "worker.train.run", "from omnireduce.runtime.member.elastic import run_elastic"),
+        (check_direction, "worker.train.run", "from omnireduce.elastic import run_elastic"),
         (check_direction, "aggregator.shard", "from omnireduce.runtime.shard import server"),
         (check_direction, "aggregator.monitor", "from omnireduce.runtime.asking import observe"),
         (check_direction, "omnireduce.__main__", "from aggregator.cli import main\nimport worker.cli"),

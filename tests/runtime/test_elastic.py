@@ -12,9 +12,9 @@ from transports import KINDS
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.config import Config
+from omnireduce.elastic import NewcomersError
 from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.calls import Call, Place
-from omnireduce.runtime.member.elastic import NewcomersError
 
 ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
 
