@@ -1,246 +1,43 @@
-"""The tree keeps its shape: import direction, purity, lengths and a few habits.
+"""The tree keeps its shape: import direction, purity, lengths and a few habits. The checks are in tidy_checks.py.
 
-A check takes a module's name or a file's path and its text, and returns one message per violation. Two tables
-at the end prove that each check can fail, and that it lets pass what is allowed.
+Two tables at the end prove that each check can fail, and that it lets pass what is allowed.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("omnireduce", "aggregator", "worker")
-TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".service", ".sbatch"}
-TEXT_NAMES = {"Makefile", "Vagrantfile", "Containerfile", "run"}
-TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant", "deploy")
-
-LIBRARY = ("compression", "programs", "elastic", "data_parallel")  # what users call, on top of a communicator
-FRONTS = ("torch", "keras", "bench", "console")
-ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
-# A module may import from its own layer and all lower levels. Layers on one level do not know each other.
-LEVELS: tuple[tuple[str, ...], ...] = (
-    ("base",),
-    ("kernels",),
-    ("protocol", "transport"),
-    ("runtime",),
-    ("tracing",),
-    ("member", "shard"),
-    LIBRARY,
-    ("face",),
-    FRONTS,
-    ("aggregator", "worker"),
-    ("program",),
-)
-STRANGE = {  # a program on one side knows nothing of the other side's rooms
-    "aggregator": ("member", *LIBRARY, "face"),
-    "worker": ("shard",),
-}
-BASE = {
-    "cli",
-    "config",
-    "descriptor",
-    "dtypes",
-    "errors",
-    "files",
-    "layout",
-    "logs",
-    "printing",
-    "progress",
-    "secret",
-    "status",
-    "teams",
-    "version",
-    "wire",
-}
-PURE = {  # what a protocol machine may import, beside our own lower layers
-    *("__future__", "collections", "dataclasses", "enum", "hashlib", "hmac", "itertools", "re", "types", "typing"),
-    *("msgspec", "numpy"),
-}
-JIT = "omnireduce.kernels.jit"
-HEAVY = ("mpi4py", "pyverbs", "torch")
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
-MARKERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
-MACHINE_PATHS = re.compile(r"(?<![\w.~<>{}-])/(?:home|root|Users|work)/\w|\b[A-Z]:\\Users")
-
-
-def layer_of(name: str) -> str | None:
-    """Return the layer of a dotted module or object name; None if it is not ours.
-
-    The package `omnireduce` itself, from which users import, and the names that it exports are the face.
-    """
-    package, _, rest = name.partition(".")
-    if package != "omnireduce":
-        return package if package in PACKAGES else None
-    part, _, within = rest.partition(".")
-    if part == "runtime" and (room := within.partition(".")[0]) in ("member", "shard", "tracing"):
-        return room
-    if part == "__main__":
-        return "program"
-    if part in BASE:
-        return "base"
-    return part if part in ROOMS else "face"
-
-
-def level_of(layer: str) -> int:
-    return next(level for level, layers in enumerate(LEVELS) if layer in layers)
-
-
-def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute dotted name of all that a module imports, those inside functions included.
-
-    `from a.b import c` yields `a.b.c`, whether `c` is a module or an object. A package is `a.__init__`.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = module.split(".")[: -node.level] if node.level else []
-            prefix = ".".join([*parents, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
-
-
-def check_placed(module: str, source: str) -> list[str]:
-    if layer_of(module) != "face" or module == "omnireduce.__init__":
-        return []
-    return [f"{module}: belongs to no layer; put it into one, or name it in BASE here"]
-
-
-def check_direction(module: str, source: str) -> list[str]:
-    layer = layer_of(module)
-    assert layer is not None
-    found = []
-    for line, name in imports(module, source):
-        target = layer_of(name)
-        if target not in (None, layer) and level_of(target) >= level_of(layer):
-            found.append(f"{module}:{line}: {layer} may not import {name} ({target}); imports only go down")
-        elif target in STRANGE.get(layer, ()):
-            found.append(f"{module}:{line}: {layer} may not import {name}; what both sides use belongs into runtime/")
-    return found
-
-
-def check_kernels(module: str, source: str) -> list[str]:
-    """Numba's cache of a function does not see an edit of a jitted function that it calls in another file."""
-    if layer_of(module) != "kernels" or module == JIT:
-        return []
-    names = list(imports(module, source))
-    if not any(name == JIT or name.startswith(JIT + ".") for _, name in names):
-        return []  # defines no jitted function itself
-    return [
-        f"{module}:{line}: a file of jitted functions imports {JIT} and base only, not {name}"
-        for line, name in names
-        if layer_of(name) == "kernels" and not f"{name}.".startswith(JIT + ".")
-    ]
-
-
-def check_one_compiler(module: str, source: str) -> list[str]:
-    return [
-        f"{module}:{line}: import {name} only in {JIT}, where the JIT can be turned off"
-        for line, name in imports(module, source)
-        if name.partition(".")[0] == "numba" and module != JIT
-    ]
-
-
-def check_pure(module: str, source: str) -> list[str]:
-    if layer_of(module) != "protocol":
-        return []
-    return [
-        f"{module}:{line}: a protocol machine does no I/O and reads no clock, so it may not import {name}"
-        for line, name in imports(module, source)
-        if name.partition(".")[0] not in PURE | set(PACKAGES)
-    ]
-
-
-def check_lengths(module: str, source: str) -> list[str]:
-    lines = len(source.splitlines())
-    found = [f"{module}: {lines} lines, at most {MAX_FILE_LINES}: split it"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                limit = f"at most {MAX_FUNCTION_LINES}: split it"
-                found.append(f"{module}:{node.lineno}: {node.name} has {length} lines, {limit}")
-    return found
-
-
-def check_no_print(module: str, source: str) -> list[str]:
-    if not module.startswith("omnireduce."):
-        return []
-    return [
-        f"{module}:{node.lineno}: a library does not print; return the text or log it"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-
-
-def check_no_sleep(path: str, source: str) -> list[str]:
-    if not path.startswith("tests/"):
-        return []
-    nodes = ast.walk(ast.parse(source))
-    uses = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr == "sleep"]
-    uses += [line for line, name in imports("tests", source) if name.endswith(".sleep")]
-    return [f"{path}:{line}: wait for what you need, with a bound; a test never sleeps" for line in uses]
-
-
-def check_no_marker(path: str, text: str) -> list[str]:
-    return [f"{path}:{line}: do it, or open an issue: {found}" for line, found in matches(MARKERS, text)]
-
-
-def check_no_machine_path(path: str, text: str) -> list[str]:
-    why = "this path exists on one machine only"
-    return [f"{path}:{line}: {why}: {found}" for line, found in matches(MACHINE_PATHS, text)]
-
-
-def matches(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if pattern.search(line):
-            yield number, line.strip()
-
-
-def loaded_by(statement: str, names: tuple[str, ...]) -> list[str]:
-    """Return which of `names`, or parts of them, a fresh interpreter has imported after `statement`."""
-    code = (
-        f"{statement}\nimport sys\nprint(*(each for each in sys.modules if f'{{each}}.'.startswith({dotted(names)})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1].split()
-
-
-def dotted(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}." for name in names)
-
-
-def undocumented(pyproject: str, page: str) -> list[str]:
-    """Return the dependencies, extras included, that `page` does not name in backquotes."""
-    project = tomllib.loads(pyproject)["project"]
-    extras = project.get("optional-dependencies", {}).values()
-    wanted = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
-    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
-    return [name for name in names if f"`{name}`" not in page]
-
-
-Check = Callable[[str, str], list[str]]
-MODULE_CHECKS: tuple[Check, ...] = (
-    check_placed,
+from tidy_checks import (
+    FILE_CHECKS,
+    HEAVY,
+    JIT,
+    MAX_FILE_LINES,
+    MAX_FUNCTION_LINES,
+    MODULE_CHECKS,
+    PACKAGES,
+    ROOT,
+    TEXT_FOLDERS,
+    TEXT_NAMES,
+    TEXT_SUFFIXES,
+    Check,
     check_direction,
     check_kernels,
-    check_one_compiler,
-    check_pure,
     check_lengths,
+    check_no_machine_path,
+    check_no_marker,
     check_no_print,
+    check_no_sleep,
+    check_one_compiler,
+    check_placed,
+    check_pure,
+    dotted,
+    layer_of,
 )
-FILE_CHECKS: tuple[Check, ...] = (check_no_marker, check_no_machine_path)
 
 
 def modules() -> Iterator[tuple[str, str]]:
@@ -256,6 +53,27 @@ def text_files() -> Iterator[tuple[str, str]]:
     for path in sorted(paths):
         if path.is_file() and (path.suffix in TEXT_SUFFIXES or path.name in TEXT_NAMES):
             yield path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+
+
+def loaded_by(statement: str, names: tuple[str, ...]) -> list[str]:
+    """Return which of `names`, or parts of them, a fresh interpreter has imported after `statement`."""
+    code = (
+        f"{statement}\nimport sys\nprint(*(each for each in sys.modules if f'{{each}}.'.startswith({dotted(names)})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def undocumented(pyproject: str, page: str) -> list[str]:
+    """Return the dependencies, extras included, that `page` does not name in backquotes."""
+    project = tomllib.loads(pyproject)["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    wanted = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
+    return [name for name in names if f"`{name}`" not in page]
 
 
 @pytest.mark.parametrize("check", MODULE_CHECKS, ids=lambda check: check.__name__)
@@ -375,6 +193,16 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_pure, "omnireduce.protocol.worker", "from os.path import join"),
         (check_pure, "omnireduce.protocol.rows", "import sys"),
         (check_pure, "omnireduce.protocol.rows", "import requests"),
+        (check_pure, "omnireduce.protocol.rows", "from omnireduce.files import tensors"),
+        (check_pure, "omnireduce.protocol.rows", "from omnireduce.secret import load_secrets"),
+        (check_pure, "omnireduce.protocol.rows", "import omnireduce.teams"),
+        (check_pure, "omnireduce.protocol.rows", "from omnireduce.config import load_config"),
+        (check_pure, "omnireduce.protocol.rows", "from omnireduce import logs"),
+        (check_pure, "omnireduce.protocol.rows", "def f():\n    return open('x')"),
+        (check_pure, "omnireduce.protocol.rows", "import numpy as np\nx = np.load('x')"),
+        (check_pure, "omnireduce.protocol.rows", "from numpy import memmap"),
+        (check_pure, "omnireduce.protocol.rows", "def f(x):\n    x.tofile('x')"),
+        (check_pure, "omnireduce.protocol.rows", "import numpy as np\nx = np.random.default_rng()"),
         (check_pure, "omnireduce.protocol.aggregator", "def f():\n    from socket import socket"),
         (check_lengths, "worker.cli", LONG_FUNCTION),
         (check_lengths, "worker.cli", LONG_METHOD),
@@ -423,7 +251,8 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
         (check_kernels, "omnireduce.kernels.warm", "from . import merge, pack"),
         (check_one_compiler, JIT, "import numba"),
         (check_pure, "omnireduce.protocol.worker", "import re\nfrom omnireduce.kernels import merge"),
-        (check_pure, "omnireduce.runtime.clock", "import time"),
+        (check_pure, "omnireduce.protocol.handshake", "from omnireduce.secret import Secret\nunion.open(x)"),
+        (check_pure, "omnireduce.runtime.clock", "import time\nopen('x')"),
         (check_lengths, "worker.cli", LONG_FUNCTION.removesuffix("    pass\n")),
         (check_no_print, "worker.cli", "print(1)"),
         (check_no_sleep, "benchmarks/x.py", "time.sleep(1)"),
