@@ -287,6 +287,7 @@ def run_monitor(
     config: Config,
     secret: Secret | None,
     access: Pages,
+    *,
     names: Sequence[str],
     addresses: Sequence[str],
     pulses: Sequence[Pulse],

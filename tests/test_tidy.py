@@ -19,7 +19,6 @@ from tidy_checks import (
     MAX_FILE_LINES,
     MAX_FUNCTION_LINES,
     MODULE_CHECKS,
-    PACKAGES,
     ROOT,
     TEXT_FOLDERS,
     TEXT_NAMES,
@@ -34,16 +33,12 @@ from tidy_checks import (
     check_no_sleep,
     check_one_compiler,
     check_placed,
+    check_positional,
     check_pure,
     dotted,
     layer_of,
+    modules,
 )
-
-
-def modules() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text("utf-8")
 
 
 def text_files() -> Iterator[tuple[str, str]]:
@@ -207,6 +202,10 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_lengths, "worker.cli", LONG_FUNCTION),
         (check_lengths, "worker.cli", LONG_METHOD),
         (check_lengths, "worker.cli", LONG_FILE),
+        (check_positional, "worker.cli", "admit_indices(a, b, c, d, e, f, g)"),
+        (check_positional, "worker.cli", "merge.admit_indices(a, b, c, *d)"),
+        (check_positional, "worker.cli", "SyntheticCase(1, 2, 3, 4, 5, 6, 7)"),
+        (check_positional, "worker.cli", "Monitor(1, 2, 3, 4, 5, 6, 7)"),
         (check_no_print, "omnireduce.bench.rows", "def f(x):\n    print(x)"),
         (check_no_sleep, "tests/test_x.py", "import time\ntime.sleep(1)"),
         (check_no_sleep, "tests/test_x.py", "from time import sleep"),
@@ -254,6 +253,9 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
         (check_pure, "omnireduce.protocol.handshake", "from omnireduce.secret import Secret\nunion.open(x)"),
         (check_pure, "omnireduce.runtime.clock", "import time\nopen('x')"),
         (check_lengths, "worker.cli", LONG_FUNCTION.removesuffix("    pass\n")),
+        (check_positional, "worker.cli", "admit_indices(a, b, c, d, e, f, own=g)"),
+        (check_positional, "worker.cli", "admit_indices(a, b, c, *d, own=g)"),
+        (check_positional, "worker.cli", "struct.pack_into(1, 2, 3, 4, 5, 6, 7)"),
         (check_no_print, "worker.cli", "print(1)"),
         (check_no_sleep, "benchmarks/x.py", "time.sleep(1)"),
         (check_no_marker, "x.py", "todo = XXXL = 1"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +70,7 @@ JIT = "omnireduce.kernels.jit"
 HEAVY = ("mpi4py", "pyverbs", "torch")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_POSITIONAL = 6
 MARKERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
 MACHINE_PATHS = re.compile(r"(?<![\w.~<>{}-])/(?:home|root|Users|work)/\w|\b[A-Z]:\\Users")
 
@@ -188,6 +190,54 @@ def check_lengths(module: str, source: str) -> list[str]:
     return found
 
 
+def check_positional(module: str, source: str) -> list[str]:
+    """Of seven numbers in a row nobody sees which is which. Calls of what this project defines count, by name."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            many = positional(node, parameters().get(name, 0))
+            if name in parameters() and many > MAX_POSITIONAL:
+                what = f"{many} positional arguments of {name}, at most {MAX_POSITIONAL}"
+                found.append(f"{module}:{node.lineno}: {what}: name the others, or put some together")
+    return found
+
+
+def positional(call: ast.Call, defined: int) -> int:
+    """How many positional arguments a call has. With `*some` among them: all that are not named, out of `defined`."""
+    if any(isinstance(each, ast.Starred) for each in call.args):
+        return max(len(call.args), defined - len(call.keywords))
+    return len(call.args)
+
+
+@cache
+def parameters() -> dict[str, int]:
+    """How many positional parameters each function and class of this project has; of one name the fewest."""
+    found: dict[str, int] = {}
+    for _, source in modules():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                many = _many_parameters(node)
+                found[node.name] = min(many, found.get(node.name, many))
+    return found
+
+
+def _many_parameters(node: ast.FunctionDef | ast.ClassDef) -> int:
+    if isinstance(node, ast.FunctionDef):
+        names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+        return len(names) - (names[:1] in (["self"], ["cls"]))
+    inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    fields = sum(isinstance(each, ast.AnnAssign) for each in node.body)  # of a tuple, struct or dataclass
+    return _many_parameters(inits[0]) if inits else fields
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    """Name and text of every module of the project's packages."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text("utf-8")
+
+
 def check_no_print(module: str, source: str) -> list[str]:
     if not module.startswith("omnireduce."):
         return []
@@ -234,6 +284,7 @@ MODULE_CHECKS: tuple[Check, ...] = (
     check_one_compiler,
     check_pure,
     check_lengths,
+    check_positional,
     check_no_print,
 )
 FILE_CHECKS: tuple[Check, ...] = (check_no_marker, check_no_machine_path)

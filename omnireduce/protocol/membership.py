@@ -194,7 +194,10 @@ class Membership:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
         generation = self._generation_of(meeting) if hello.smallest else None
         last = frozenset[int]() if generation is None else self._running[generation].asked
-        gathering = Gathering(hello, terms, now, now, now, generation is not None, last, self._replaced_by(hello))
+        gathering = Gathering(
+            hello, terms, since=now, told_at=now, changed_at=now,
+            held=generation is not None, expected=last, replaces=self._replaced_by(hello),
+        )  # fmt: skip
         gathering.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])
         for other in gathering.namesakes[:1]:
             other.is_news = True
