@@ -15,9 +15,11 @@ from samples import Array
 
 from omnireduce.descriptor import Descriptor, describe
 from omnireduce.dtypes import element_type
+from omnireduce.kernels.regions import DESCRIPTORS
 from omnireduce.layout import Layout, Stripes
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
+from omnireduce.protocol.exchange import HostExchange, region_bytes
 from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
@@ -89,6 +91,8 @@ class CountedLink(InprocLink):
 class InprocCluster:
     """`world_size` workers and `shards` aggregators.
 
+    With `one_host` the workers exchange dense tensors in memory that they share.
+
     `record` may be set to a list that collects all block messages, `tamper` to a function that changes them under way.
     """
 
@@ -104,6 +108,7 @@ class InprocCluster:
         seed: int = 0,
         timeout_s: float = 60.0,
         message_bytes: int | None = None,
+        one_host: bool = False,
     ) -> None:
         self.world_size, self.shards, self.slots, self.stripe_blocks = world_size, shards, slots, stripe_blocks
         self.now, self.moved = 0.0, 0
@@ -129,7 +134,10 @@ class InprocCluster:
             )
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
+        self.regions = self._guarded(world_size, region_bytes(slots, slot_bytes)) if one_host else None
+        self._slot_bytes = slot_bytes
         self._message_bytes = [message_bytes] * shards if message_bytes else []
+        self.hosts = [self._host(rank, members) for rank in range(world_size)]
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
         self.worker_drivers = [self._worker_driver(rank) for rank in range(world_size)]
         self.aggregator_drivers = [self._aggregator_driver(shard) for shard in range(shards)]
@@ -158,7 +166,14 @@ class InprocCluster:
             scan_span=scan_span,
             timeout_s=timeout_s,
             message_bytes=self._message_bytes,
+            host=self.hosts[rank],
         )
+
+    def _host(self, rank: int, members: Sequence[str]) -> HostExchange | None:
+        if self.regions is None:
+            return None
+        steps = self.random.choice([1, 1, 2, 16])
+        return HostExchange(self.regions, rank, members, self.slots, self._slot_bytes, steps=steps, looks=1)
 
     def _worker_driver(self, rank: int) -> Driver:
         def on_end(end: End) -> None:
@@ -239,7 +254,7 @@ class InprocCluster:
         steps = [(driver, peer) for driver in drivers for peer in [*range(len(driver.links)), None]]
         patient = False
         for _ in range(SWEEPS):
-            before, skipped = self.moved, False
+            before, skipped = self._movement(), False
             self.random.shuffle(steps)
             for driver, peer in steps:
                 if not patient and self.random.random() < idle.get(driver, 0.0):
@@ -248,10 +263,22 @@ class InprocCluster:
                     driver.advance()
                 else:
                     driver.feed(peer)
-            if self.moved == before and not skipped and patient:
+            stands = self._movement() == before and not self._goes_on(drivers)
+            if stands and not skipped and patient:
                 return
-            patient = self.moved == before
+            patient = stands
         raise AssertionError(f"still moving after {SWEEPS} sweeps")
+
+    def _goes_on(self, drivers: Sequence[Driver]) -> bool:
+        """Whether one of the workers had enough for one turn, and can go on."""
+        pairs = zip(self.hosts, self.worker_drivers, strict=True)
+        running = [host for host, each in pairs if host and each in drivers and each.machine.ended is None]
+        return any(host.can_go_on for host in running)
+
+    def _movement(self) -> int:
+        """A number that grows with everything that moves."""
+        counters = 0 if self.regions is None else int(self.regions[:, : DESCRIPTORS * 8].view(np.int64).sum())
+        return self.moved + counters
 
     def run(self, idle: Mapping[Driver, float] | None = None) -> None:
         """Step until every collective is finished on every rank; then nothing may be left over."""

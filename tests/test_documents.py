@@ -1,4 +1,4 @@
-"""The blocks of the README and the documents: examples run, commands and options exist, settings are read."""
+"""The blocks of the README and the documents: examples and commands run, options exist, settings are read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import tomllib
+from contextlib import ExitStack
 from functools import cache
 from itertools import dropwhile, pairwise
 from pathlib import Path
@@ -28,7 +30,8 @@ from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.runtime.member.collectives import Collectives
 from omnireduce.wire.control import PROTOCOL_VERSION
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+START = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [*START, *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy/README.md", ROOT / "vagrant/README.md"]
 LANGUAGES = {"python", "sh", "toml", "yaml", "text"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {
@@ -45,7 +48,35 @@ PROGRAMS = {
     "umask",
     "mkdir",
     "cat",
+    "ibv_devinfo",
+    "kubectl",
+    "rdma",
+    "ulimit",
+    "vagrant",
 }
+CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all others run
+    "CONTRIBUTING.md: make install": "these are the tests themselves, and what takes minutes to hours",
+    "docs/performance.md: make bench-quick": "benchmarks of 6 and 20 minutes, in part as root",
+    "docs/performance.md: python -m benchmarks run": "benchmarks of minutes, in part as root; an older checkout",
+    "docs/rdma.md: make rdma": "installs pyverbs, and starts guests for ten minutes; .ci/rdma does both",
+    "docs/reliability.md: python -m tests.simulator": "minutes to half an hour; CI runs `make simulate`",
+    "docs/reliability.md: python -m tests.faults": "four minutes and twice; tests/faults plays some rounds",
+    "docs/security.md: cd /etc/omnireduce": "as root, where the unit of systemd runs",
+    "docs/security.md: kubectl": "on a cluster with Kubernetes",
+    "docs/security.md: python -m tests.siege": "ten minutes and more; tests/siege plays some seconds",
+    "vagrant/README.md: cd vagrant": "starts virtual machines",
+    "vagrant/README.md: cd /omnireduce\nrdma": "inside two virtual machines, with Soft-RoCE",
+    "vagrant/README.md: cd /omnireduce\n.venv/bin/omnireduce": "inside two virtual machines",
+    "vagrant/README.md: cd /omnireduce\n.venv/bin/mpirun": "inside two virtual machines; .ci/rdma does it in guests",
+    "vagrant/README.md: .venv/bin/mpirun": "inside two virtual machines; .ci/rdma does it in guests",
+}
+SMALL = {  # where a block does not say how much
+    "OMNIREDUCE_BENCH_ELEMENTS": "100_000",
+    "OMNIREDUCE_BENCH_ROUNDS": "2",
+    "OMNIREDUCE_TRAIN_STEPS": "10",
+    "OMNIREDUCE_TRAIN_MAX_FILES": "20",
+}
+STOPPED = '[ -z "$(jobs -p)" ] || { kill %1; wait %1; }'
 BIN = Path(sys.executable).parent
 
 
@@ -96,12 +127,21 @@ def blocks(language: str = "") -> list[Block]:
         text = document.read_text()
         for each in FENCE.finditer(text):
             line = text.count("\n", 0, each.start()) + 1
-            found.append(Block(document.name, line, each[1], each[2]))
+            found.append(Block(str(document.relative_to(ROOT)), line, each[1], each[2]))
     return [block for block in found if block.language == language or not language]
 
 
 def named(block: Block) -> str:
     return f"{block.document}:{block.line}"
+
+
+def quickstart() -> Block:
+    return blocks("sh")[0]
+
+
+def reasons(block: Block) -> list[str]:
+    """How the block begins, as CANNOT_RUN says it; empty for one that runs."""
+    return [each for each in CANNOT_RUN if f"{block.document}: {block.text}".startswith(each)]
 
 
 def commands() -> list[tuple[str, str]]:
@@ -116,7 +156,7 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_block_says_its_language(document: Path) -> None:
     text = document.read_text()
     assert {found[1] for found in FENCE.finditer(text)} <= LANGUAGES
@@ -146,26 +186,84 @@ def make_targets() -> set[str]:
     return {line.split()[0] for line in done.stdout.splitlines()}
 
 
+def test_what_cannot_run_is_there_and_says_why() -> None:
+    found = [each for block in blocks("sh") for each in reasons(block)]
+    assert sorted(found) == sorted(CANNOT_RUN)  # each is the beginning of one block
+    assert not reasons(quickstart())
+    assert all(CANNOT_RUN.values())
+
+
+def run_script(lines: list[str], folder: Path, **environ: str) -> str:
+    """Run these lines in bash until one fails, and stop the aggregator that they started; what they print."""
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    script = ["set -e", f"trap 'status=$?; {STOPPED}; exit $status' EXIT", *lines]
+    with subprocess.Popen(
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder, env=os.environ | {"PATH": path, "HOME": str(folder)} | environ,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=4 * WAIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the aggregator
+            raise
+    assert process.returncode == 0, f"{out}\n{err}"
+    return out
+
+
+def free_address(ports: int = 1) -> str:
+    """An address on this host that nobody listens at, and neither at the ports after it."""
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + ports):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return f"127.0.0.1:{first}"
+
+
+def here(line: str, port: str) -> str:
+    """The line as a test can run it: at a port of its own, and until the aggregator is ready."""
+    line = re.sub(r"(?<=0\.0\.0\.0:)7400\b", port, line)
+    ready = r'\1 > ready & exec 3< ready; read -r said <&3; echo "$said"; [[ $said == ready* ]]'
+    line = re.sub(r"^(omnireduce aggregator\b[^#&]*)&?\s*(#.*)?$", ready, line)
+    return f"{STOPPED}; {line}" if line.startswith("omnireduce trace") else line  # a shard writes when a job has ended
+
+
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
-def test_the_quickstart_runs_as_it_is() -> None:
+@pytest.mark.parametrize("block", [each for each in blocks("sh")[1:] if not reasons(each)], ids=named)
+def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
+    """In a folder of their own, with the aggregator that they start, or else with one that runs already."""
+    starts = "omnireduce aggregator" in block.text
+    address = free_address(2) if starts else ",".join(daemon.addresses)
+    os.mkfifo(tmp_path / "ready")
+    (tmp_path / "F").touch()  # a configuration
+    (tmp_path / "train.py").write_text(blocks("python")[0].text)
+    (tmp_path / "vision.secret").symlink_to("teams/vision")  # in place of a copy on another host
+    make = f'make() {{ command make -C {ROOT} -o {sys.prefix}/.ready VENV={sys.prefix} "$@"; }}'
+    lines = [make, *(here(line, address.rpartition(":")[2]) for line in block.text.splitlines())]
+    environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": address, "PYTHONPATH": str(ROOT)}
+    if starts:
+        environ["OMNIREDUCE_AGGREGATOR_LISTEN"] = address
+    else:
+        lines.append("wait")  # for ranks in the background
+    out = run_script(lines, tmp_path, **SMALL, **environ)
+    assert not starts or re.search(rf"^ready \S+:{address.rpartition(':')[2]}\b", out, re.MULTILINE), out
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
     """But for what installs, which has happened, and for the port, which another program may have."""
-    block = blocks("sh")[0]
-    assert block.text.startswith("make install")
-    assert "omnireduce aggregator &" in block.text
-    lines = [line for line in block.text.splitlines() if not line.startswith(("make", "source"))]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    script = [*lines, "status=$?", "kill %1", "wait %1", "exit $status"]
-    environ = {"OMNIREDUCE_AGGREGATOR_LISTEN": address, "OMNIREDUCE_CLUSTER_AGGREGATORS": address}
-    done = subprocess.run(
-        ["bash", "-m", "-c", "\n".join(script)],
-        env=os.environ | environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True, text=True, timeout=4 * WAIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"ready {address}" in done.stdout
+    assert quickstart().text.startswith("make install")
+    assert "omnireduce aggregator &" in quickstart().text
+    lines = [line for line in quickstart().text.splitlines() if not line.startswith(("make", "source"))]
+    address = free_address()
+    out = run_script(lines, tmp_path, OMNIREDUCE_AGGREGATOR_LISTEN=address, OMNIREDUCE_CLUSTER_AGGREGATORS=address)
+    assert f"ready {address}" in out
     shown = next(block for block in blocks("text") if block.document == "README.md").text
-    found, expected = ([line.split() for line in text.splitlines()] for text in (done.stdout, shown))
+    found, expected = ([line.split() for line in text.splitlines()] for text in (out, shown))
     assert found[1:4] == expected[:3]
     assert [row[:5] for row in found[4:]] == [row[:5] for row in expected[3:]]  # what is timed differs
 
@@ -183,8 +281,9 @@ def test_yaml_can_be_read(block: Block) -> None:
 @pytest.mark.parametrize(("where", "command"), commands())
 def test_commands_and_options_exist(where: str, command: str) -> None:
     words = list(dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command)))
-    if words[:2] == ["mpirun", "-n"]:
-        words = words[3:]
+    words[:1] = [each.removeprefix(".venv/bin/") for each in words[:1]]
+    if words[:1] == ["mpirun"]:
+        words = [word.removeprefix(".venv/bin/") for word in words[words.index("-n") + 2 :]]
     program, *arguments = words or ["export"]
     if program == "make":
         run = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=False)
@@ -198,7 +297,7 @@ def test_commands_and_options_exist(where: str, command: str) -> None:
     elif program == "python":
         assert arguments[0].isupper() or arguments[0] == "train.py" or (ROOT / arguments[0]).exists()
     else:
-        assert program in PROGRAMS, f"{where}: {command}"
+        assert program in PROGRAMS or (ROOT / program).is_file(), f"{where}: {command}"
 
 
 def assert_options(program: tuple[str, ...], arguments: list[str]) -> None:

@@ -94,6 +94,13 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Kind,
         _meta('"auto" picks for each link: shm on one host, verbs where both ends have it on the way, else tcp'),
     ] = "auto"
+    host_exchange: Annotated[
+        Literal["auto", "off"],
+        _meta(
+            '"auto": where all ranks of a job are on one host, and of one user, they exchange dense tensors in memory '
+            "that they share, not through the aggregators"
+        ),
+    ] = "off"
     spin_us: Annotated[
         int,
         _meta(

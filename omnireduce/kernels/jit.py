@@ -1,8 +1,8 @@
 """The compiler behind every kernel: the one decorator, and the hints that Python has no words for.
 
-Kernels release the GIL and are cached on disk. A kernel file calls no compiled function of another file, so numba's
-per-file cache stamp is enough to notice every edit (but not one to the hints: `make clean` after that).
-NUMBA_DISABLE_JIT=1 runs the same code as plain Python.
+Kernels release the GIL and are cached on disk. An edit to any file of this folder makes all of them compile anew,
+because a compiled kernel holds the code of the kernels that it calls. NUMBA_DISABLE_JIT=1 runs the same code as plain
+Python.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,6 +26,7 @@ from omnireduce.dtypes import Array
 _array_of: Any = arrayobj.make_array
 _insert_function: Any = cgutils.get_or_insert_function
 LINE_BYTES = 64  # of a cache line
+WORD_BYTES = 8
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -36,9 +38,17 @@ def kernel(function: F) -> F:
         return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
     if hasattr(compiled, "_cache"):  # not with the JIT off
         cache = compiled._cache
+        cache._cache_file._source_stamp = _stamp()
         cache.save_overload = _locked(cache.save_overload, fcntl.LOCK_EX)
         cache.load_overload = _locked(cache.load_overload, fcntl.LOCK_SH)
     return cast(F, compiled)
+
+
+@lru_cache(maxsize=1)
+def _stamp() -> tuple[tuple[str, float, int], ...]:
+    """What tells this state of the folder from others: numba looks only at the file of each kernel."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
 
 
 def _locked(access: Callable[..., Any], how: int) -> Callable[..., Any]:
@@ -96,3 +106,62 @@ def _compile_prefetch(words: Any, index: Any) -> Any:
 def _compile_prefetch_to_write(words: Any, index: Any) -> Any:
     emit: Any = _write
     return lambda words, index: emit(words, index)
+
+
+def counter(words: Array, index: int) -> int:
+    """The number `words[index]`, int64, which another process may be writing. What that process wrote before it stored
+    the number with `publish` is seen from now on."""
+    return int(words[index])
+
+
+def publish(words: Array, index: int, value: int) -> None:
+    """Store `value` in `words[index]`, int64, once everything that was written before can be seen. What is read after
+    that was read later."""
+    words[index] = value
+
+
+def give_way() -> None:
+    """Let another process that wants this processor have it."""
+
+
+@intrinsic
+def _load(typing_context: Any, words: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = _array_of(signature.args[0])(context, builder, args[0]).data
+        return builder.load_atomic(builder.gep(data, [args[1]]), "seq_cst", WORD_BYTES)
+
+    return numba.int64(words, numba.intp), generate
+
+
+@intrinsic
+def _store(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> None:
+        data = _array_of(signature.args[0])(context, builder, args[0]).data
+        builder.store_atomic(args[2], builder.gep(data, [args[1]]), "seq_cst", WORD_BYTES)
+
+    return numba.void(words, numba.intp, numba.int64), generate
+
+
+_sched_yield: Any = numba.types.ExternalFunction("sched_yield", numba.int32())
+
+
+@overload(counter, strict=False)
+def _compile_counter(words: Any, index: Any) -> Any:
+    emit: Any = _load
+    return lambda words, index: emit(words, index)
+
+
+@overload(publish, strict=False)
+def _compile_publish(words: Any, index: Any, value: Any) -> Any:
+    emit: Any = _store
+    return lambda words, index, value: emit(words, index, value)
+
+
+@overload(give_way, strict=False)
+def _compile_give_way() -> Any:
+    emit: Any = _sched_yield
+
+    def call() -> None:
+        emit()
+
+    return call

@@ -1,6 +1,6 @@
-"""Aggregator side, second step: combine the ranks' blocks, always in rank order.
+"""Combine the ranks' blocks, always in rank order.
 
-Every kernel takes `parts` from `plan_union`. An absent block is a block of zeros. Adding it would change no value (but
+`parts` are those of `plan_union`. An absent block is a block of zeros. Adding it would change no value (but
 the sign of a -0, which stays as it is); min, max and prod must see it, so they count the contributions.
 
 Unsigned integers are seen as signed ones. Sums and products have the same bits. Min and max have ops of their own: two
@@ -13,7 +13,9 @@ import numpy as np
 
 from omnireduce.dtypes import Array, ElementType
 from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.merge import ABSENT
 
+OWN = -2  # in the part of a block: the block that the caller has in an array of its own
 SUM, MEAN, MIN, MAX, PROD, UNSIGNED_MIN, UNSIGNED_MAX = range(7)
 OPS = {"sum": SUM, "mean": MEAN, "min": MIN, "max": MAX, "prod": PROD, "any": MAX, "all": MIN}
 _UNSIGNED = OPS | {"min": UNSIGNED_MIN, "max": UNSIGNED_MAX}
@@ -89,43 +91,86 @@ def _finish(op: int, total: Array, present: int, ranks: int) -> None:
 
 
 @kernel
-def _product(total: Array, arena: Array, part: Array) -> None:
+def _product(total: Array, arena: Array, part: Array, own: Array) -> None:
     """The product with absent blocks as zeros, each in its place: factors that overflow after a zero give 0."""
     zero = total.dtype.type(0)  # as in _finish
     total[:] = 1
-    for at in part:
+    for r in range(part.size):
+        at = part[r]
         for i in range(total.size):
-            total[i] *= arena[at + i] if at >= 0 else zero
+            factor = zero
+            if at >= 0:
+                factor = arena[at + i]
+            elif at == OWN:
+                factor = own[i]
+            total[i] *= factor
+
+
+@kernel
+def _copy(block: Array, total: Array) -> None:
+    for i in range(total.size):
+        total[i] = block[i]
+
+
+@kernel
+def _combine_two(op: int, total: Array, arena: Array, left: int, right: int, own: Array) -> None:
+    """Combine the blocks of two ranks, each in its place of `part`; see `reduce_block`."""
+    size = total.size  # no variable stands for either array: that would count references, for each block
+    if left == OWN:
+        _combine(op, total, own, arena[right : right + size])
+    elif right == OWN:
+        _combine(op, total, arena[left : left + size], own)
+    else:
+        _combine(op, total, arena[left : left + size], arena[right : right + size])
+
+
+@kernel
+def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array) -> None:
+    """Reduce the block of each rank into `total`.
+
+    `part`: int64 (ranks,), offsets into `arena`, or OWN for the block `own`, or ABSENT. One is there at least. `arena`,
+    (elements,), `own` and `total`, (block size,), are of the reduced type.
+    """
+    ranks, size, present, first = part.size, total.size, 0, OWN
+    for r in range(ranks):
+        at = part[r]
+        if at == ABSENT:
+            continue
+        if present == 0:
+            first = at
+        elif present == 1:
+            _combine_two(op, total, arena, first, at, own)
+        elif at == OWN:
+            _accumulate(op, total, own)
+        else:
+            _accumulate(op, total, arena[at : at + size])
+        present += 1
+    if present == 1 and first == OWN:
+        _copy(own, total)
+    elif present == 1:
+        _copy(arena[first : first + size], total)
+    if op == PROD and present < ranks:
+        _product(total, arena, part, own)
+    elif op != SUM:
+        _finish(op, total, present, ranks)
 
 
 @kernel
 def reduce_blocks(op: int, arena: Array, parts: Array, out: Array) -> None:
-    """Reduce the entries of `parts` (int64, (entries, ranks), offsets into `arena` or negative) into `out`.
+    """Reduce the entries of `parts` (int64, (entries, ranks), offsets into `arena` or ABSENT) into `out`.
 
     `arena`: (elements,) of the reduced type; `out`: (entries, block size).
     """
-    ranks, size = parts.shape[1], out.shape[1]
     for k in range(parts.shape[0]):
-        total, present, begin = out[k], 0, 0
-        for r in range(ranks):
-            at = parts[k, r]
-            if at < 0:
-                continue
-            if present == 0:
-                begin = at
-            elif present == 1:
-                _combine(op, total, arena[begin : begin + size], arena[at : at + size])
-            else:
-                _accumulate(op, total, arena[at : at + size])
-            present += 1
-        if present == 1:
-            row = arena[begin : begin + size]
-            for i in range(size):
-                total[i] = row[i]
-        if op == PROD and present < ranks:
-            _product(total, arena, parts[k])
-        elif op != SUM:
-            _finish(op, total, present, ranks)
+        reduce_block(op, arena, parts[k], arena, out[k])
+
+
+@kernel
+def reduce_planned(op: int, arena: Array, plan: Array, own: Array, out: Array) -> None:
+    """Reduce one block for each row of `plan`, int64 (entries, 1 + ranks): the row of `own` that OWN stands for, and
+    the `part`. `own`: (blocks, block size); `out`: (entries, block size)."""
+    for k in range(plan.shape[0]):
+        reduce_block(op, arena, plan[k, 1:], own[plan[k, 0]], out[k])
 
 
 @kernel
@@ -171,26 +216,44 @@ def _encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None
 
 
 @kernel
+def reduce_half_block(
+    op: int, brain: bool, arena: Array, part: Array, own: Array, total: Array, scratch: Array, bits: Array
+) -> None:
+    """`reduce_block` for float16 (or bfloat16 when `brain`): summed in float32, rounded once.
+
+    `arena`, `own`, `total`: uint16; `scratch`: float32 (2, block size), and `bits` the same memory as uint32.
+    """
+    size, present = total.size, 0
+    for r in range(part.size):
+        at, row = part[r], min(present, 1)
+        if at >= 0:
+            _decode_half(brain, arena[at : at + size], scratch[row], bits[row])
+        elif at == OWN:
+            _decode_half(brain, own, scratch[row], bits[row])
+        elif op == PROD:
+            scratch[row, :] = 0
+        else:
+            continue
+        if present > 0:
+            _accumulate(op, scratch[0], scratch[1])
+        present += 1
+    _finish(op, scratch[0], present, part.size)
+    _encode_half(brain, scratch[0], bits[0], total)
+
+
+@kernel
 def reduce_half_blocks(
     op: int, brain: bool, arena: Array, parts: Array, out: Array, scratch: Array, bits: Array
 ) -> None:
-    """`reduce_blocks` for float16 (or bfloat16 when `brain`): summed in float32, rounded once.
-
-    `arena`, `out`: uint16; `scratch`: float32 (2, block size), and `bits` the same memory as uint32.
-    """
-    ranks, size = parts.shape[1], out.shape[1]
+    """`reduce_blocks` for float16 (or bfloat16 when `brain`); see `reduce_half_block`."""
     for k in range(parts.shape[0]):
-        present = 0
-        for r in range(ranks):
-            at, row = parts[k, r], min(present, 1)
-            if at >= 0:
-                _decode_half(brain, arena[at : at + size], scratch[row], bits[row])
-            elif op == PROD:
-                scratch[row, :] = 0
-            else:
-                continue
-            if present > 0:
-                _accumulate(op, scratch[0], scratch[1])
-            present += 1
-        _finish(op, scratch[0], present, ranks)
-        _encode_half(brain, scratch[0], bits[0], out[k])
+        reduce_half_block(op, brain, arena, parts[k], arena, out[k], scratch, bits)
+
+
+@kernel
+def reduce_half_planned(
+    op: int, brain: bool, arena: Array, plan: Array, own: Array, out: Array, scratch: Array, bits: Array
+) -> None:
+    """`reduce_planned` for float16 (or bfloat16 when `brain`); see `reduce_half_block`."""
+    for k in range(plan.shape[0]):
+        reduce_half_block(op, brain, arena, plan[k, 1:], own[plan[k, 0]], out[k], scratch, bits)

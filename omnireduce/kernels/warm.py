@@ -9,9 +9,11 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.kernels.exchange import await_step, next_step, run, set_counter
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.pack import pack_blocks, pack_rows
-from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
+from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
+from omnireduce.kernels.regions import SLOTS, STATE
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 
 STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # rows of halves: as float32
@@ -70,9 +72,30 @@ def _of_worker() -> Iterator[Callable[[], object]]:
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):
         for source in _as_callers_have_it(values):
             yield partial(add_rows, source, index, np.array([0, 1]), values.copy())
+    yield from _of_host()
     unchanged = np.zeros(1, np.bool_)
     yield partial(admit_marked, index, 0, 0, 1, 0, 1, 1, index.copy(), unchanged)
     yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
+
+
+def _of_host() -> Iterator[Callable[[], object]]:
+    """The exchange inside a host: first its arithmetic, which is most of it."""
+    plan, words, floats = np.zeros((0, 2), np.int64), np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.float32)
+    for storage in STORAGES:
+        row = np.zeros((0, 1), storage)
+        yield partial(reduce_planned, OPS["sum"], row.reshape(-1), plan, row, row)
+    half, bits = np.zeros((0, 1), np.uint16), floats.view(np.uint32)
+    yield partial(reduce_half_planned, OPS["sum"], True, half.reshape(-1), plan, half, half, floats, bits)
+    state, ints = np.zeros(1, STATE), np.zeros(SLOTS, np.int64)
+    state["has_begun"] = state["has_agreed"] = 1  # of a tensor without chunks
+    places, marked = np.zeros((3, 1), np.int64), np.zeros(0, np.int64)
+    tensor = words, words, words, words
+    yield partial(
+        run, state, ints, ints.view(np.uint64), *tensor, places, plan, marked, floats, bits, marked, steps=1, looks=1
+    )
+    yield partial(await_step, state, ints, 1)
+    yield partial(next_step, state, ints)
+    yield partial(set_counter, ints, 0, 0)
 
 
 def _as_callers_have_it(array: Array) -> tuple[Array, Array]:

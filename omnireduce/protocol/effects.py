@@ -42,6 +42,12 @@ class Tell(NamedTuple):
     message: ControlMessage
 
 
+class Wake(NamedTuple):
+    """Wake `rank` of this host, which sleeps until another rank has moved."""
+
+    rank: int
+
+
 class Finish(NamedTuple):
     """Collective `collective` is complete; its output may be read."""
 
@@ -66,7 +72,7 @@ class Warn(NamedTuple):
     text: str
 
 
-Effect = Send | Return | Tell | Finish | End | Warn
+Effect = Send | Return | Tell | Wake | Finish | End | Warn
 
 
 def error_of(cause: Cause) -> OmniReduceError:

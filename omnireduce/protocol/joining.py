@@ -67,13 +67,21 @@ class Joined(NamedTuple):
     seat: Seat | None
 
 
+class Meet(NamedTuple):
+    """Meet the other ranks, which can share memory: this is rank `rank` of `size`, and `token` is where."""
+
+    token: bytes
+    rank: int
+    size: int
+
+
 class Failed(NamedTuple):
     """This worker cannot join; all connections are closed."""
 
     error: OmniReduceError
 
 
-Deed = Connect | Tell | HangUp | Notice | Joined
+Deed = Connect | Tell | HangUp | Notice | Meet | Joined
 JoiningEffect = Deed | Failed
 
 
@@ -128,6 +136,7 @@ class Joining:
         self.newcomers = 0  # workers that wait for the next generation
         self._said: set[str] = set()
         self._has_joined = self._has_failed = False
+        self._place: Joined | None = None  # while the ranks of this host meet
         self._has_answer = False  # an aggregator of the list has said something: its address is not wrong
 
     @property
@@ -206,7 +215,7 @@ class Joining:
         """This attempt has failed: one of the events above says so, or the caller could not do what was asked."""
         yield HangUp()
         self._visits.clear()
-        self._has_joined = False
+        self._has_joined, self._place = False, None
         if self._last_error is not None and now >= self._join_by and now < self._begun + QUIET_S:
             error = self._last_error  # an attempt that had hardly begun tells less than the one before
         self._last_error = error
@@ -315,10 +324,21 @@ class Joining:
             error = TransportError(f"the aggregators disagree about which tensors stay whole: up to {sizes} bytes")
             yield from self.failed(error, now)
             return
-        self._has_joined, seat = True, self._seat
+        seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
-        first = welcomes[0]
-        yield Joined(welcomes, rank, size, first.generation, first.whole_bytes, first.seat)
+        place = Joined(welcomes, rank, size, first.generation, first.whole_bytes, first.seat)
+        if first.meeting is not None and self._hello.memory:
+            self._place = place
+            yield Meet(first.meeting, rank, size)
+        else:
+            self._has_joined = True
+            yield place
+
+    def met(self, now: float) -> Iterator[JoiningEffect]:
+        """All ranks of this host have each other's memory."""
+        if self._place is not None:
+            place, self._place, self._has_joined = self._place, None, True
+            yield place
 
     # waiting for too long
 
@@ -349,6 +369,8 @@ class Joining:
         return RefusedError(f"still waiting for {self._what_is_missing()} after {limit}{hint}", temporary=True)
 
     def _what_is_missing(self) -> str:
+        if self._place is not None:
+            return f"the other ranks of job '{self._hello.job}' on this host to share their memory"
         waiting = [(self._addresses[i], visit) for i, visit in enumerate(self._visits) if visit.welcome is None]
         address, visit = min(waiting, key=lambda each: each[0])
         pending = visit.pending

@@ -25,9 +25,28 @@ class Packed(NamedTuple):
     frontier: int
 
 
+class TensorBlocks(NamedTuple):
+    """A dense tensor as the exchange inside a host takes it: uint64 (full blocks, words per block), and the short last
+    block, filled up with zeros, (0 or 1, words per block). They are written only as `target`. A `silent` one
+    contributes nothing; `mask` as in `ElementType.zero_mask`."""
+
+    source: Array
+    source_tail: Array
+    target: Array
+    target_tail: Array
+    in_place: bool
+    silent: bool
+    mask: np.uint64
+
+
 class Operand(Protocol):
     """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
     tensor that it is a part of."""
+
+    @property
+    def blocks(self) -> TensorBlocks | None:
+        """A dense tensor's blocks; None of rows."""
+        ...
 
     layout: Layout
     block_bytes: int
@@ -54,6 +73,15 @@ class Operand(Protocol):
         ...
 
 
+class _Unprotected:
+    """Shows NumPy the memory of a read-only array as one that can be written."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array  # which owns the memory
+        address = array.__array_interface__["data"][0]
+        self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
+
+
 class _Blocks:
     """A flat contiguous array seen as full blocks of 64-bit words, plus a zero-padded copy of a short last block."""
 
@@ -65,6 +93,12 @@ class _Blocks:
         self.tail = np.zeros((1 if self.short.size else 0, block_bytes // WORD.itemsize), WORD)
         if self.short.size:
             self.tail.view(np.uint8)[0, : self.short.size] = self.short
+
+    @property
+    def as_writable(self) -> tuple[Array, Array]:
+        """The full blocks and the tail, of one type to the compiler, whether they may be written or not."""
+        full = self.full if self.full.flags.writeable else np.asarray(_Unprotected(self.full))
+        return full, self.tail
 
     def clear(self) -> None:
         self.full[:] = 0
@@ -95,6 +129,11 @@ class DenseTensor:
         self._silent = source is None
         self._cleared = False
         self._source = self._target if source is None or self._in_place else _Blocks(source, self.block_bytes)
+
+    @property
+    def blocks(self) -> TensorBlocks:
+        source, target = self._source.as_writable, self._target.as_writable
+        return TensorBlocks(*source, *target, in_place=self._in_place, silent=self._silent, mask=self._mask)
 
     def start(self, shard: int) -> int:
         if not self._silent:

@@ -19,6 +19,7 @@ class RowSet:
     """
 
     row_dtype = BYTES
+    blocks = None
 
     def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory) -> None:
         self.layout = layout

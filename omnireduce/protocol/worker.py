@@ -4,129 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import admit_marked
-from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
+from omnireduce.protocol.collective import Collective
+from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
+from omnireduce.protocol.exchange import DifferenceError, HostError, HostExchange
 from omnireduce.protocol.operands import Operand
-from omnireduce.wire.blocks import block_rows, largest_block, message_extra, message_indices, read_header, seal
+from omnireduce.protocol.shard_stream import ShardStream
+from omnireduce.wire.blocks import largest_block
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
 from omnireduce.wire.words import listed, shown
 
+WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
 LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
-
-
-@dataclass(slots=True)
-class Collective:
-    """One collective under way on this worker."""
-
-    number: int
-    descriptor: Descriptor
-    operand: Operand
-    shards_left: int
-
-
-class _Stream:
-    """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
-
-    def __init__(
-        self, shard: int, send_slots: Array, receive_slots: Array, rank: int, scan_span: int, message_bytes: int
-    ) -> None:
-        self.shard, self._message_bytes = shard, message_bytes
-        self._rank = rank
-        self._send_slots, self._receive_slots = send_slots, receive_slots
-        self._free = list(range(len(send_slots)))
-        self._span = scan_span
-        self._outgoing: deque[Collective] = deque()
-        self._incoming: deque[Collective] = deque()
-        self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
-        self._sent_frontier = 0
-        self._result_frontier = 0
-        self.heard_at = 0.0  # when anything came
-        self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
-        self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
-
-    def submit(self, collective: Collective) -> None:
-        self._outgoing.append(collective)
-        self._incoming.append(collective)
-
-    def credited(self, slot: int) -> None:
-        self._free.append(slot)
-
-    def heard(self, now: float, waiting: Waiting | None = None) -> None:
-        """Something came from this shard: a sign of work, or the message `waiting`."""
-        self.heard_at, self.waiting = now, waiting
-
-    def hangs(self, now: float, since: float, timeout_s: float) -> bool:
-        """Whether this shard has been quiet for longer than a shard that works. A shard that sends no result says
-        Waiting at the latest after half of the time limit, and again each time that the wait has doubled."""
-        waited_s = 0.0 if self.waiting is None else self.waiting.seconds
-        return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
-
-    def owes(self, collective: Collective) -> bool:
-        """Whether results of the oldest collective under way are still to come from this shard."""
-        return bool(self._incoming) and self._incoming[0] is collective
-
-    def pack(self) -> Send | None:
-        """Pack and seal one message, if there is something to send and a slot to send it in."""
-        if not self._outgoing or not self._free:
-            return None
-        collective, slot = self._outgoing[0], self._free.pop()
-        operand, extra = collective.operand, b""
-        if self._cursor < 0:
-            self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
-        memory = self._send_slots[slot]
-        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
-        rows = rows[: max(1, self._message_bytes // operand.block_bytes)]
-        indices = self._scratch(len(rows))
-        count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
-        nbytes = seal(memory, collective.number, frontier, indices[:count], operand.block_bytes, extra)
-        self._sent_frontier = frontier
-        if frontier == operand.layout.blocks:
-            self._outgoing.popleft()
-            self._cursor, self._sent_frontier = -1, 0
-        return Send(self.shard, slot, nbytes)
-
-    def received(self, slot: int, nbytes: int) -> Collective | None:
-        """Place a result message; return the collective if this shard has now delivered all of it."""
-        memory = self._receive_slots[slot]
-        header = read_header(memory, nbytes)
-        if not self._incoming or header.collective != self._incoming[0].number or message_extra(memory, header):
-            raise ProtocolError(f"a result out of order: {header}")
-        collective = self._incoming[0]
-        operand = collective.operand
-        blocks = operand.layout.blocks
-        packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
-        if header.block_bytes != operand.block_bytes or not self._result_frontier <= header.frontier <= packed:
-            raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
-        indices = self._scratch(header.block_count)[: header.block_count]
-        unchanged = self._unchanged[: header.block_count]
-        low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
-        fitting = admit_marked(
-            message_indices(memory, header), self._rank, low, high, shard=stripes.shard, shards=stripes.shards,
-            stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
-        )  # fmt: skip
-        if fitting < indices.size:
-            raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")
-        if header.left_out and header.left_out != np.count_nonzero(unchanged):
-            raise ProtocolError(f"a result that leaves out other blocks than those of this rank alone: {header}")
-        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
-        operand.put(rows, indices, unchanged, header.left_out > 0)
-        self._result_frontier = header.frontier
-        if header.frontier < blocks:
-            return None
-        self._result_frontier = 0
-        return self._incoming.popleft()
-
-    def _scratch(self, size: int) -> Array:
-        if self._indices.size < size:
-            self._indices, self._unchanged = np.empty(size, np.int64), np.empty(size, np.bool_)
-        return self._indices
 
 
 class WorkerMachine:
@@ -135,7 +27,8 @@ class WorkerMachine:
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
     in errors; `me` names this worker, whose number is `rank`. The blocks of a message to shard i take no more than
     `message_bytes[i]` together (nothing given: no more than fit in a slot), unless one block alone takes more. A
-    collective that takes longer than `timeout_s` ends the job.
+    collective that takes longer than `timeout_s` ends the job. `host`: what all ranks of the job exchange dense tensors
+    with, if they share a host; then shards get the others only.
     """
 
     def __init__(
@@ -148,10 +41,15 @@ class WorkerMachine:
         scan_span: int,
         timeout_s: float,
         message_bytes: Sequence[int] = (),
+        host: HostExchange | None = None,
     ) -> None:
         most = message_bytes or [send.shape[1] for send, _ in slots]
-        self._streams = [_Stream(i, send, receive, rank, scan_span, most[i]) for i, (send, receive) in enumerate(slots)]
-        self._slot_bytes = min(send.shape[1] for send, _ in slots)
+        self._streams = [
+            ShardStream(i, send, receive, rank, scan_span, most[i]) for i, (send, receive) in enumerate(slots)
+        ]
+        self.rank, self.host = rank, host
+        largest = [largest_block(send.shape[1]) for send, _ in slots]
+        self.largest_block_bytes = min([*largest, *([host.largest_block_bytes] if host is not None else [])])
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
         self._under_way: deque[Collective] = deque()
         self._oldest_since = 0.0
@@ -159,20 +57,15 @@ class WorkerMachine:
         self._longest: Waiting | None = None  # the longest wait during the oldest collective
         self._next = 0
         self._waiting_for = ""
-        self._warned_at_s = 0.0
+        self._warned_at_s = self._said_at = 0.0
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
         self.newcomers = 0  # workers that wait to join the job, as a shard said last
         self.ended: End | None = None
 
     def fits(self, block_bytes: int) -> bool:
-        """Whether at least one block of this size fits in a slot."""
+        """Whether at least one block of this size fits in a slot. The largest has `largest_block_bytes`."""
         return block_bytes <= self.largest_block_bytes
-
-    @property
-    def largest_block_bytes(self) -> int:
-        """The size of the largest block that fits in a slot."""
-        return largest_block(self._slot_bytes)
 
     @property
     def submitted(self) -> int:
@@ -189,8 +82,19 @@ class WorkerMachine:
         """When `timer` must be called, if nothing happens before."""
         if not self._under_way or self.ended is not None:
             return None
+        return self._overdue_at if self.host is None else min(self._overdue_at, self._warn_at(self.host))
+
+    @property
+    def _overdue_at(self) -> float:
         grace_s = self._late_s + LATE * self._timeout_s if self._late_s else 0.0
         return self._oldest_since + self._timeout_s + grace_s
+
+    def _warn_at(self, host: HostExchange) -> float:
+        """When to say whom this rank waits for, and each time again that the wait has doubled."""
+        if not host.is_busy:
+            return self._overdue_at
+        since = host.moved_at
+        return since + max(min(WARN_AFTER_S, self._timeout_s / 2), 2 * (self._said_at - since))
 
     @property
     def said_goodbye(self) -> bool:
@@ -200,8 +104,9 @@ class WorkerMachine:
     def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
         """Queue a collective and return its number."""
         assert self.ended is None, "submit after the end"
-        taking_part = [stream for stream in self._streams if operand.layout.takes_part(stream.shard)]
-        collective = Collective(self._next, descriptor, operand, len(taking_part))
+        host, blocks = self.host, None if self.host is None else operand.blocks
+        taking_part = [] if blocks is not None else self._taking_part(operand)
+        collective = Collective(self._next, descriptor, operand, len(taking_part) + (host is not None))
         self._next += 1
         if not self._under_way:
             self._oldest_since, self._late_s, self._longest = now, 0.0, None
@@ -209,8 +114,13 @@ class WorkerMachine:
             stream.submit(collective)
             if not self._under_way:
                 stream.waiting = None  # that wait was most likely for this worker
+        if host is not None:
+            host.submit(collective, blocks, now)
         self._under_way.append(collective)
         return collective.number
+
+    def _taking_part(self, operand: Operand) -> list[ShardStream]:
+        return [stream for stream in self._streams if operand.layout.takes_part(stream.shard)]
 
     def advance(self, now: float) -> Iterator[Effect]:
         """Pack and send as long as there are free slots, shard by shard in turn."""
@@ -222,6 +132,25 @@ class WorkerMachine:
                 if message is not None:
                     busy = True
                     yield message
+        if self.host is not None and self.ended is None:
+            yield from self._exchange(self.host, now)
+
+    def _exchange(self, host: HostExchange, now: float) -> Iterator[Effect]:
+        """Take the steps that the other ranks of this host allow."""
+        is_done = False
+        try:
+            for outcome in host.advance(now):
+                if isinstance(outcome, Wake):
+                    yield outcome
+                else:
+                    outcome.parts_left -= 1
+                    is_done = True
+        except DifferenceError as error:
+            yield from self._end(Cause(f"ranks 0 and {error.rank}", f"submitted different collectives: {error}"))
+        except HostError as error:
+            yield from self._end(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"))
+        if is_done and self.ended is None:
+            yield from self._complete(now)
 
     def received(self, shard: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A result message arrived in receive slot `slot` of `shard`."""
@@ -236,8 +165,12 @@ class WorkerMachine:
         self._waiting_for = ""
         yield Return(shard, slot)
         if done is not None:
-            done.shards_left -= 1
-        while self._under_way and self._under_way[0].shards_left == 0:
+            done.parts_left -= 1
+        yield from self._complete(now, shard)
+
+    def _complete(self, now: float, shard: int = 0) -> Iterator[Effect]:
+        """Finish the collectives of which everything has come, in order. The last of it came from `shard`."""
+        while self._under_way and self._under_way[0].parts_left == 0:
             collective = self._under_way[0]
             try:
                 collective.operand.finish()
@@ -305,10 +238,25 @@ class WorkerMachine:
         deadline = self.deadline
         if deadline is None or now < deadline:
             return
-        if not self._late_s and now - deadline >= LATE * self._timeout_s:
+        deadline = self._overdue_at
+        if self.host is not None and now < deadline:
+            yield from self._say_who(self.host, now)
+        elif not self._late_s and now - deadline >= LATE * self._timeout_s:
             self._late_s = now - deadline
         else:
             yield from self._end(self._overdue(now))
+
+    def _say_who(self, host: HostExchange, now: float) -> Iterator[Effect]:
+        """Warn the user of the ranks that this one waits for."""
+        self._said_at = now
+        late = host.waited_for()
+        if late:
+            what = f"collective {self._under_way[0].number} ({self._under_way[0].descriptor})"
+            yield Warn(f"{what}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        assert self.host is not None
+        return listed([self.host.names[rank] for rank in ranks])
 
     def leave(self, reason: str = "") -> Iterator[Effect]:
         """Leave the job, because of `reason` or, without a reason, because the work is done."""
@@ -323,6 +271,9 @@ class WorkerMachine:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"collective {oldest.number} ({oldest.descriptor}) not complete after {self._timeout_s:g} s"
+        late = [] if self.host is None else self.host.waited_for()
+        if late:
+            return Cause(self._named(late), reason, timeout=True)
         owing = [stream for stream in self._streams if stream.owes(oldest)]
         hanging = [each for each in owing if each.hangs(now, self._oldest_since, self._timeout_s)]
         waits = [each.waiting for each in owing if each.waiting is not None]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Warn
+from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Wake, Warn
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 from omnireduce.wire.control import ControlMessage, decode_control, encode_control
 
@@ -35,7 +35,7 @@ class Machine(Protocol):
 class Driver:
     """Drives `machine` over `links[peer]`. Never blocks.
 
-    `on_finish(collective)`, `on_end(end)` and `on_warn(text)` are called as the effects come.
+    `on_finish(collective)`, `on_end(end)`, `on_warn(text)` and `on_wake(rank)` are called as the effects come.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class Driver:
         on_finish: Callable[[int], None] = lambda collective: None,
         on_end: Callable[[End], None] = lambda end: None,
         on_warn: Callable[[str], None] = lambda text: None,
+        on_wake: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.machine, self.links = machine, links
         self._clock = clock
-        self._on_finish, self._on_end, self._on_warn = on_finish, on_end, on_warn
+        self._on_finish, self._on_end, self._on_warn, self._on_wake = on_finish, on_end, on_warn, on_wake
         self.flush_bytes = EVERYTHING  # most bytes of one link at once
 
     def feed(self, peer: int) -> None:
@@ -123,6 +124,8 @@ class Driver:
                 self._on_end(effect)
             elif isinstance(effect, Warn):
                 self._on_warn(effect.text)
+            elif isinstance(effect, Wake):
+                self._on_wake(effect.rank)
 
     def _send(self, effect: Send) -> None:
         if effect.peer == ALL:

@@ -22,6 +22,12 @@ MAX_DESCRIPTORS = 2
 _CREDENTIALS = struct.Struct("iII")  # unix(7), struct ucred: process, user, group
 
 
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """The process at the other end of a Unix socket, and its user, as the kernel says."""
+    process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return process, user
+
+
 class ShmLink(StreamLink):
     """A link over a Unix socket whose block messages stay in shared memory.
 
@@ -38,9 +44,7 @@ class ShmLink(StreamLink):
     @property
     def peer_user(self) -> int:
         """The user of the peer's process, as the kernel says."""
-        size = _CREDENTIALS.size
-        user: int = _CREDENTIALS.unpack(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
-        return user
+        return peer_of(self._sock)[1]
 
     @property
     def foreign_user(self) -> int | None:

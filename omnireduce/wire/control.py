@@ -12,7 +12,8 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
+TOKEN_BYTES = 16
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -25,6 +26,8 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_
 _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
+_Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+_Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]  # one peer's text goes to all others: it must fit their messages
 
 
@@ -102,6 +105,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     survived: _Formation = 0  # the formation that this worker was in before; 0: it comes new
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
     team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
+    memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -126,13 +130,15 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start.
 
     `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
-    the worker's place in an elastic job. `whole_bytes`: the least of those that the ranks sent.
+    the worker's place in an elastic job. `whole_bytes`: the least of those that the ranks sent. `meeting`: where the
+    ranks meet that share memory; all of them do, or none.
     """
 
     generation: _Positive
     verbs: Endpoint | None = None
     note: _Text = ""
     seat: Seat | None = None
+    meeting: _Token | None = None
     whole_bytes: _I32 = 0
 
 

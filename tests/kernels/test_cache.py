@@ -22,6 +22,14 @@ def test_every_access_to_the_cache_is_locked() -> None:
         assert access.__name__ == "access_locked"
 
 
+@pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
+def test_an_edit_to_any_kernel_file_makes_all_compile_anew() -> None:
+    folder = Path(jit.__file__).parent
+    cache = scatter.add_rows._cache  # type: ignore[attr-defined]
+    stamp = {name: size for name, _, size in cache._cache_file._source_stamp}
+    assert stamp == {file.name: file.stat().st_size for file in folder.glob("*.py")}
+
+
 def test_a_cache_is_written_by_one_process_at_a_time() -> None:
     folder = os.open(Path(jit.__file__).parent, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_SH)  # a reader holds the writer up

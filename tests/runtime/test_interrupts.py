@@ -29,7 +29,7 @@ from omnireduce.logs import BoundLog
 from omnireduce.protocol.effects import Effect
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.member import engine
+from omnireduce.runtime.member import engine, lookout
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
@@ -233,6 +233,9 @@ def test_a_handler_must_not_call_a_collective_on_top_of_another(local: Config, w
     assert error.reason == "shut down with a collective under way"
 
 
+MODULES = (engine.__name__, lookout.__name__, stream.__name__)
+
+
 class Interrupting:
     """Raise KeyboardInterrupt before the n-th line of `names` that this thread runs, n out of `lines`.
 
@@ -249,7 +252,7 @@ class Interrupting:
         return self._leave(reason)
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_name in self.names and frame.f_globals["__name__"] in (engine.__name__, stream.__name__):
+        if frame.f_code.co_name in self.names and frame.f_globals["__name__"] in MODULES:
             if event == "line":
                 self.count += 1
                 if self.count in self.lines:

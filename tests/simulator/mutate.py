@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
 
 import pytest
 
@@ -28,6 +28,7 @@ from .mutations import BY_NAME, MUTATIONS, Mutation
 __all__ = ["BY_NAME", "MUTATIONS", "Hunt", "Mutation", "hunt", "hunt_all", "install", "mutated"]
 SILENT_S = 150.0  # of real time after which a child hangs: longer than one run may take
 KERNELS = "omnireduce.kernels."
+JIT = KERNELS + "jit"
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,12 +65,17 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._mutation.module:
+        loader: Callable[[str], SourceFileLoader]
+        if fullname == self._mutation.module:
+            loader = partial(_Loader, self._mutation)
+        elif fullname == JIT and self._mutation.module.startswith(KERNELS):
+            loader = partial(_Uncached, JIT)
+        else:
             return None
         spec = PathFinder.find_spec(fullname, path)
         assert spec is not None
         assert spec.origin is not None
-        spec.loader = _Loader(self._mutation, spec.origin)
+        spec.loader = loader(spec.origin)
         return spec
 
 
@@ -83,20 +89,15 @@ class _Loader(SourceFileLoader):
         source = mutated(self._mutation, self.get_data(self.path).decode())
         return compile(source, self.path, "exec", dont_inherit=True)
 
+
+class _Uncached(SourceFileLoader):
+    """Lets every kernel be compiled in this process: the cache on disk is for the right ones, and for their callers."""
+
     def exec_module(self, module: ModuleType) -> None:
-        if not self.name.startswith(KERNELS):
-            super().exec_module(module)
-            return
+        super().exec_module(module)
         import numba
 
-        from omnireduce.kernels import jit
-
-        uncached: Any = numba.njit(nogil=True, error_model="numpy")  # the cache on disk is for the right kernels
-        kernel, jit.kernel = jit.kernel, uncached
-        try:
-            super().exec_module(module)
-        finally:
-            jit.kernel = kernel
+        vars(module)["kernel"] = numba.njit(nogil=True, error_model="numpy")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from omnireduce.config import Config
 from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
+from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
@@ -19,6 +20,7 @@ from omnireduce.runtime.member.rendezvous import Arrival
 from omnireduce.runtime.member.traced import MakeEngine, trace_worker
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.base import NO_SLOTS, Link
+from omnireduce.transport.host_meeting import HostGroup
 from omnireduce.wire.control import Cause, Leave, encode_control
 
 
@@ -58,6 +60,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     make_engine: MakeEngine = Engine
     if config.trace.folder:
         links, make_engine = trace_worker(config.trace, job, joined.rank, joined.size, links)
+    host = None if arrival.group is None else _host_exchange(config, joined.rank, arrival.group)
     machine = WorkerMachine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
@@ -68,10 +71,17 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         message_bytes=[
             config.protocol.tcp_message_bytes if link.kind == "tcp" else config.protocol.slot_bytes for link in links
         ],
+        host=host,
     )
     machine.newcomers = arrival.newcomers
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
-    return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log))
+    bells = () if arrival.group is None else arrival.group.bells
+    return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log, bells))
+
+
+def _host_exchange(config: Config, rank: int, group: HostGroup) -> HostExchange:
+    names = [worker_name(number, socket.gethostname(), pid) for number, pid in enumerate(group.pids)]
+    return HostExchange(group.regions, rank, names, config.protocol.slots, config.protocol.slot_bytes)
 
 
 def _give_up(links: list[Link], cause: Cause) -> None:

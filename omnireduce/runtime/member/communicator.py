@@ -221,10 +221,10 @@ class Communicator(Collectives):
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""
-        counters = [link.counters for link in self._links]
+        counters, host = [link.counters for link in self._links], self._machine.host
         return Statistics(
-            sum(each.sent_bytes for each in counters),
-            sum(each.received_bytes for each in counters),
+            sum(each.sent_bytes for each in counters) + (0 if host is None else host.sent_bytes),
+            sum(each.received_bytes for each in counters) + (0 if host is None else host.received_bytes),
             self._machine.submitted,
             tuple(each.sent_bytes + each.received_bytes for each in counters),
         )

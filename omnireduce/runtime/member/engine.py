@@ -6,12 +6,9 @@ Only while asynchronous collectives are under way and nobody waits, a background
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError
@@ -22,22 +19,24 @@ from omnireduce.runtime.driver import Driver, say_last_words
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
+from omnireduce.runtime.member.lookout import Lookout
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Cause
 
 T = TypeVar("T")
-UNKNOWN = -1  # what a link is watched for, while that changes
-PEEKED = [(-1, 0)]  # a link has news that no descriptor told
 SMALL_BYTES = 1 << 20  # largest tensor that is worth polling for: its exchange is mostly waiting, for a short time
 FORKED = "was forked from the one that joined; connect in it anew"
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
 
 class Engine(Interruptible):
-    """Drives the worker machine over `links` (one per shard); its warnings go to `log`."""
+    """Drives the worker machine over `links` (one per shard); its warnings go to `log`. `bells`: an eventfd of each
+    rank that shares this host's memory; the engine closes them."""
 
-    def __init__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog) -> None:
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # first: it may fail, before anything refers to us
+    def __init__(
+        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, bells: Sequence[int] = ()
+    ) -> None:
+        self._lookout = Lookout(links, machine.host, bells, machine.rank)  # first: it may fail
         self._machine, self._links = machine, links
         self._longest_spin_s = self._spin_s = spin_s
         self._driver = Driver(
@@ -47,14 +46,12 @@ class Engine(Interruptible):
             on_finish=self._on_finish,
             on_end=self._on_end,
             on_warn=lambda text: log.warning(text, extra=tagged("waiting")),
+            on_wake=self._lookout.ring,
         )
         self._handles: dict[int, Started[Any]] = {}
         self._start_afresh()
-        self._poll = select.poll()
-        self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
         self._left = False  # this process has shut the communicator down
         self._closed = False  # and that is complete
-        self._poll.register(self._wake, select.POLLIN)
 
     def _start_afresh(self) -> None:
         """No thread drives, waits or holds the lock."""
@@ -108,7 +105,7 @@ class Engine(Interruptible):
                 self._spin_s = self._longest_spin_s / (1 if is_small else 10)
                 self._driver.push()  # whoever drives keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
-                    os.eventfd_write(self._wake, 1)
+                    self._lookout.wake()
             except BaseException as error:
                 self._cut_by = error.__class__.__name__
                 self._leave()
@@ -151,7 +148,7 @@ class Engine(Interruptible):
             if self._wants_to_leave:
                 self._leave()
             elif self._driving:
-                os.eventfd_write(self._wake, 1)
+                self._lookout.wake()
                 self._await_change(None if deadline is None else max(0.0, deadline - time.monotonic()))
             else:
                 self._drive(lambda: handle.finished, deadline)
@@ -183,8 +180,7 @@ class Engine(Interruptible):
         self._fail_all()
         for link in self._links:
             link.abandon()
-        os.close(self._wake)
-        self._wake = -1
+        self._lookout.close()
 
     @entering
     def drive_in_background(self) -> None:
@@ -233,51 +229,18 @@ class Engine(Interruptible):
 
     def _block(self, deadline: float | None) -> None:
         """Wait for input, first spinning, then on the descriptors; at most until the next deadline."""
-        for shard in range(len(self._links)):
-            self._watch(shard)
+        if not self._lookout.has_something_to_wait_for:
+            return
+        self._lookout.watch_all()
         now = time.monotonic()
         ends = [at for at in (deadline, self._machine.deadline) if at is not None]
         patience_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
         mine = 1, threading.get_ident()
         try:
             self._lock.release()
-            ready = self._spin(now) or self._poll.poll(patience_ms)
+            self._lookout.look_out(now + self._spin_s, patience_ms, self._lock)
         finally:  # written in C, and no signal interrupts it
             self._lock._acquire_restore(mine)  # type: ignore[attr-defined]
-        if any(descriptor == self._wake >= 0 for descriptor, _ in ready):
-            os.eventfd_read(self._wake)
-
-    def _watch(self, shard: int) -> None:
-        """Keep the poll object in step with what the link waits for."""
-        link = self._links[shard]
-        wanted = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
-        if wanted == self._masks[shard]:
-            return
-        self._masks[shard] = UNKNOWN  # Ctrl-C may come between the poll object and this list
-        if wanted:
-            self._descriptors[shard] = link.fileno()
-            self._poll.register(self._descriptors[shard], wanted)
-        else:
-            self._unwatch(shard)
-        self._masks[shard] = wanted
-
-    def _unwatch(self, shard: int) -> None:
-        if self._descriptors[shard] >= 0:
-            with suppress(KeyError):
-                self._poll.unregister(self._descriptors[shard])
-            self._descriptors[shard] = -1
-
-    def _spin(self, now: float) -> list[tuple[int, int]]:
-        end = now + self._spin_s
-        while self._spin_s and time.monotonic() < end:
-            with self._lock:  # another thread may send on the links, or close them
-                if any(link.peek() for link in self._links):
-                    return PEEKED
-            ready = self._poll.poll(0)
-            if ready:
-                return ready
-            os.sched_yield()
-        return []
 
     # ends
 
@@ -298,7 +261,7 @@ class Engine(Interruptible):
     def _on_end(self, end: End) -> None:
         self._fail_all()
         self._changed.notify_all()
-        os.eventfd_write(self._wake, 1)  # closing a link does not wake a thread that polls it
+        self._lookout.wake()  # closing a link does not wake a thread that polls it
         if end.cause is not None:
             self._close_links()
 
@@ -342,7 +305,7 @@ class Engine(Interruptible):
             with self._lock:
                 if not self._closed:
                     self._asked_to_leave = self._here.asked = True
-                    os.eventfd_write(self._wake, 1)
+                    self._lookout.wake()
         else:
             self._shut_down()
         return self._closed
@@ -386,15 +349,14 @@ class Engine(Interruptible):
             # The old driver refers back to this engine. Without it the slots are freed with the last reference to the
             # engine, not with the next run of the cycle collector.
             self._driver = Driver(self._machine, (), time.monotonic)
-            wake, self._wake = self._wake, -1
-            if wake >= 0:
-                os.close(wake)
+            self._lookout.close()
+            if self._machine.host is not None:
+                self._machine.host.close()
             self._closed = True
 
     def _close_links(self) -> None:
         deadline = time.monotonic() + GOODBYE_S
         for shard, link in enumerate(self._links):
             say_last_words(link, deadline)
-            self._unwatch(shard)
-            self._masks[shard] = 0
+            self._lookout.forget(shard)
             link.close()

@@ -17,12 +17,26 @@ from omnireduce.config import Config, whole_bytes
 from omnireduce.errors import ClosedError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import Tell
+from omnireduce.protocol.exchange import region_bytes
 from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, Notice, perform
+from omnireduce.protocol.joining import (
+    Connect,
+    Deed,
+    HangUp,
+    Joined,
+    Joining,
+    JoiningEffect,
+    Meet,
+    Notice,
+    perform,
+)
 from omnireduce.runtime.asking.connecting import connect_once, why_lost
+from omnireduce.runtime.member.sharing import memory_key
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import NONCE_BYTES, load_secret
 from omnireduce.transport.base import Control, Event, Link, Lost
+from omnireduce.transport.blame import from_a_handler
+from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
@@ -55,6 +69,7 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
         whole_bytes=whole_bytes(config),
         tcp_message_bytes=config.protocol.tcp_message_bytes,
         launch=launch,
+        memory=memory_key() if config.transport.host_exchange == "auto" else "",
     )
 
 
@@ -62,12 +77,13 @@ CONNECT_S = 3.0  # for one attempt to connect: meanwhile nothing else is heard
 
 
 class Arrival(NamedTuple):
-    """What a worker got: one attached link per shard, in order, its place in the job, and how many workers wait for the
-    next generation."""
+    """What a worker got: one attached link per shard, in order, its place in the job, how many workers wait for the
+    next generation, and what it shares with the other ranks if all of them are on this host."""
 
     links: list[Link]
     joined: Joined
     newcomers: int
+    group: HostGroup | None = None
 
 
 def join(config: Config, hello: Hello, gave_up: Callable[[], bool]) -> Arrival:
@@ -109,7 +125,9 @@ class _Visitor:
         self._links: list[Link] = []
         self._offers: list[Offer | None] = []
         self._joined: Joined | None = None
+        self._rank = hello.rank
         self._selector = selectors.DefaultSelector()
+        self._meeting: HostMeeting | None = None
 
     def run(self, gave_up: Callable[[], bool]) -> Arrival:
         """Return when this worker is a rank of the job, or raise why it cannot be."""
@@ -124,18 +142,37 @@ class _Visitor:
                 self._hang_up()
                 raise
         assert self._joined is not None
-        return Arrival(self._links, self._joined, self._machine.newcomers)
+        group = None if self._meeting is None else self._meeting.group
+        return Arrival(self._links, self._joined, self._machine.newcomers, group)
 
     def _wait(self) -> None:
         deadline = self._machine.deadline
         patience_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - time.monotonic()))
+        if self._meeting is not None and self._meeting.must_try_again:
+            patience_s = min(patience_s, RETRY_S)
         for key, _ in self._selector.select(patience_s):
             link, shard = key.fileobj, key.data
-            assert isinstance(link, Link)
+            if not isinstance(link, Link):
+                continue  # the meeting, which has its turn below
             for event in link.poll() if link in self._links else ():
                 if link in self._links:  # an earlier event may have ended this attempt
                     self._perform(feed(self._machine, shard, link.peer, event, time.monotonic()))
+        self._go_on_meeting()
         self._perform(self._machine.timer(time.monotonic()))
+
+    def _go_on_meeting(self) -> None:
+        if self._meeting is None or self._meeting.group is not None:
+            return
+        try:
+            if self._meeting.turn():
+                self._selector.unregister(self._meeting)
+                self._perform(self._machine.met(time.monotonic()))
+        except TransportError as error:
+            self._could_not_begin(str(error))
+        except OSError as error:
+            if from_a_handler(error):
+                raise
+            self._could_not_begin(shortage(error))
 
     def _arrived(self) -> bool:
         """Once the worker has joined, give every link its slots; return whether that is done."""
@@ -150,15 +187,30 @@ class _Visitor:
             wrong = str(error) if isinstance(error, TransportError) else shortage(error)
         else:
             return True
-        self._leave(self._joined.rank, f"could not begin: {wrong}")
-        self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
+        self._could_not_begin(wrong)
         return False
 
-    def _leave(self, rank: int, reason: str) -> None:
+    def _could_not_begin(self, wrong: str) -> None:
         """Tell the other ranks, which have been welcomed too, that this one leaves."""
-        cause = Cause(worker_name(rank, socket.gethostname(), os.getpid()), reason)
+        cause = Cause(worker_name(self._rank, socket.gethostname(), os.getpid()), f"could not begin: {wrong}")
         for link in self._links:
             link.send_control(encode_control(Leave(cause)))
+        self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
+
+    def _meet(self, meet: Meet) -> None:
+        """Begin to meet the other ranks of this host."""
+        self._rank, protocol = meet.rank, self._config.protocol
+        try:
+            size = region_bytes(protocol.slots, protocol.slot_bytes)
+            self._meeting = HostMeeting(meet.token, meet.size, meet.rank, size)
+        except TransportError as error:
+            self._could_not_begin(str(error))
+        except OSError as error:
+            if from_a_handler(error):
+                raise
+            self._could_not_begin(shortage(error))
+        else:
+            self._selector.register(self._meeting, selectors.EVENT_READ)
 
     def _perform(self, effects: Iterator[JoiningEffect]) -> None:
         perform(effects, self._do)
@@ -177,11 +229,13 @@ class _Visitor:
             self._tell(deed)
         elif isinstance(deed, HangUp):
             self._hang_up()
+        elif isinstance(deed, Meet):
+            self._meet(deed)
         elif isinstance(deed, Notice):
             about = {} if deed.shard < 0 else {"aggregator": self._config.cluster.aggregators[deed.shard]}
             self._log.warning("%s", deed.text, extra=tagged(deed.event, **about))
         else:
-            self._joined = deed
+            self._joined, self._rank = deed, deed.rank
         return None
 
     def _connect(self, wanted: Connect) -> Iterator[JoiningEffect]:
@@ -217,7 +271,19 @@ class _Visitor:
         for offer in self._offers:
             if offer is not None:
                 offer.close()
+        self._end_meeting()
         self._links, self._offers, self._joined = [], [], None
+
+    def _end_meeting(self) -> None:
+        meeting, self._meeting = self._meeting, None
+        if meeting is None:
+            return
+        if meeting in self._selector.get_map():
+            self._selector.unregister(meeting)
+        if meeting.group is None:
+            meeting.close()
+        else:
+            meeting.group.close()
 
 
 def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:

@@ -22,7 +22,9 @@ from omnireduce.transport.base import Link
 class MakeEngine(Protocol):
     """`Engine`, or a function that makes an engine that records."""
 
-    def __call__(self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, /) -> Engine: ...
+    def __call__(
+        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, bells: Sequence[int], /
+    ) -> Engine: ...
 
 
 class TracedOperand:
@@ -30,7 +32,7 @@ class TracedOperand:
 
     def __init__(self, operand: Operand, recorder: Recorder) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
-        self.nbytes = operand.nbytes
+        self.nbytes, self.blocks = operand.nbytes, operand.blocks
         self._operand, self._recorder, self._submitted = operand, recorder, now()
 
     def start(self, shard: int) -> int:

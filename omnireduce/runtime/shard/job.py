@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
@@ -17,7 +18,7 @@ from omnireduce.layout import Stripes
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End
-from omnireduce.protocol.gathering import member_name
+from omnireduce.protocol.gathering import member_name, share_memory
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
@@ -27,7 +28,16 @@ from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire.control import Cause, ControlMessage, Endpoint, Hello, Seat, Welcome, encode_control
+from omnireduce.wire.control import (
+    TOKEN_BYTES,
+    Cause,
+    ControlMessage,
+    Endpoint,
+    Hello,
+    Seat,
+    Welcome,
+    encode_control,
+)
 from omnireduce.wire.words import shown
 
 if TYPE_CHECKING:
@@ -92,6 +102,7 @@ class Job:
         self._since, self._spec = clock(), hellos[0]
         self._whole_bytes = min(hello.whole_bytes for hello in hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
+        self._meeting = secrets.token_bytes(TOKEN_BYTES) if share_memory(hellos) else None
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
             self._arena = undo.enter_context(closing(Region(ranks * slots, slot_bytes)))
@@ -130,7 +141,7 @@ class Job:
 
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, undo: ExitStack) -> Welcome:
         """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
-        link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes)
+        link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes, meeting=self._meeting)
         if hello.shard == 0:
             welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation, hello.ticket))
         send_slots = self._results.slots

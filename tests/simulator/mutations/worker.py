@@ -5,13 +5,14 @@ from __future__ import annotations
 from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.worker"
+_STREAM = "omnireduce.protocol.shard_stream"
 _OPERANDS = "omnireduce.protocol.operands"
 _ROWS = "omnireduce.protocol.rows"
 
 MUTATIONS = (
     Mutation(
         "worker loses a credit",
-        _MACHINE,
+        _STREAM,
         "a slot whose credit came back while no other was free stays unused",
         "        self._free.append(slot)\n",
         "        if self._free:\n            self._free.append(slot)\n",
@@ -34,19 +35,19 @@ MUTATIONS = (
         "worker finishes out of order",
         _MACHINE,
         "a collective counts as complete when a shard has delivered its part of a later one",
-        "            done.shards_left -= 1\n",
-        "            self._under_way[0].shards_left -= 1\n",
+        "            done.parts_left -= 1\n",
+        "            self._under_way[0].parts_left -= 1\n",
     ),
     Mutation(
         "worker sends its promise too early",
-        _MACHINE,
+        _STREAM,
         "the frontier is past blocks that are still to be packed",
         "        nbytes = seal(memory, collective.number, frontier,",
         "        nbytes = seal(memory, collective.number, min(frontier + 1, operand.layout.blocks),",
     ),
     Mutation(
         "worker takes results of any collective",
-        _MACHINE,
+        _STREAM,
         "a result that belongs to another collective is put into this one",
         "if not self._incoming or header.collective != self._incoming[0].number or message_extra",
         "if not self._incoming or message_extra",
@@ -54,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker takes the same result twice",
-        _MACHINE,
+        _STREAM,
         "results may go back behind the frontier",
         "low, high, stripes = self._result_frontier, header.frontier,",
         "low, high, stripes = 0, header.frontier,",
@@ -62,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker takes results that go back",
-        _MACHINE,
+        _STREAM,
         "the frontier of results may go back",
         "not self._result_frontier <= header.frontier <= packed",
         "not header.frontier <= packed",
@@ -70,14 +71,14 @@ MUTATIONS = (
     ),
     Mutation(
         "worker goes on at the last frontier",
-        _MACHINE,
+        _STREAM,
         "the next collective begins where the last one ended",
         "        self._result_frontier = 0\n        return self._incoming.popleft()",
         "        return self._incoming.popleft()",
     ),
     Mutation(
         "worker sends blocks larger than a message never",
-        _MACHINE,
+        _STREAM,
         "a block larger than the limit of a message has no room in any",
         "rows[: max(1, self._message_bytes // operand.block_bytes)]",
         "rows[: self._message_bytes // operand.block_bytes]",

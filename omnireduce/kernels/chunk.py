@@ -1,0 +1,227 @@
+"""The three things that a rank of a host does with a chunk of a tensor: stage, combine, collect. See `exchange`.
+
+`rows` are blocks of this rank's tensor, uint64 (blocks, words per block), the first of them block number `origin`.
+
+What another rank wrote is checked before it is used: it can spoil the sum of its own job, and reach nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.jit import kernel, prefetch, prefetch_to_write
+from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
+from omnireduce.kernels.reduce import OWN, SUM, reduce_half_planned, reduce_planned
+from omnireduce.kernels.regions import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    LINE,
+    part_of,
+    slot_of,
+)
+
+AHEAD = 1024  # words between what is scanned and what is fetched
+NEAR = 512  # the same for what is written
+BATCH = 16  # blocks that are planned, then reduced: they stay in the nearest cache
+
+
+@kernel
+def stage_part(
+    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, start: int, stop: int, at: int,
+    skip: int,
+) -> int:  # fmt: skip
+    """Copy the non-zero ones of blocks start…stop-1 to the slot at `at`, whose place `skip` is that of `start`; return
+    how many.
+
+    Every block is copied while it is scanned. The copy of a zero block is overwritten by the next.
+    """
+    s = state[0]
+    width, mask, in_place, count = s["width"], s["mask"], s["in_place"] != 0, 0
+    rows_at, indices_at = at + s["rows"] + skip * width, at + s["indices"] + skip
+    ahead = 0 if s["is_dense"] else max(1, AHEAD // width)
+    for block in range(start, stop):
+        row = source[block - origin]
+        out_at, bits = rows_at + count * width, np.uint64(0)
+        out = words[out_at : out_at + width]
+        if ahead:
+            for i in range(0, width, LINE):
+                prefetch(row, ahead * width + i)
+        for i in range(width):
+            out[i] = row[i]
+            bits |= row[i]
+        if bits & mask != 0:
+            ints[indices_at + count] = block
+            count += 1
+        elif bits != 0 and in_place:  # -0 becomes +0
+            target[block - origin, :] = 0
+    return count
+
+
+@kernel
+def _open(state: Array, ints: Array, chunk: int, places: Array) -> int:
+    """Note where the indices begin and end that each rank staged for this rank's part. Returns -1, or the rank whose
+    count cannot be."""
+    s = state[0]
+    first, start, stop = part_of(state, chunk, s["me"])
+    for rank in range(s["ranks"]):
+        slot = slot_of(state, rank, chunk)
+        staged = 0 if rank == s["me"] else ints[slot + s["me"]]
+        if staged < 0 or staged > stop - start:
+            return rank
+        places[0, rank] = slot + s["indices"] + start - first
+        places[1, rank] = places[0, rank] + staged
+        places[2, rank] = slot
+    return -1
+
+
+@kernel
+def _find(state: Array, ints: Array, block: int, is_mine: bool, places: Array, part: Array) -> tuple[int, int]:
+    """Note in `part`, as `reduce_block` wants it, where each rank has the block. Returns how many ranks have it, and
+    1 + the last of them."""
+    s = state[0]
+    present, last = 0, 0
+    for rank in range(s["ranks"]):
+        at = ABSENT
+        if rank == s["me"]:
+            if is_mine:
+                at = OWN
+        elif places[0, rank] < places[1, rank] and ints[places[0, rank]] == block:
+            slot = places[2, rank]
+            row = s["rows"] + (places[0, rank] - slot - s["indices"]) * s["width"]
+            at = (slot + row) * (s["size"] // s["width"])
+            places[0, rank] += 1
+        part[rank] = at
+        if at != ABSENT:
+            present, last = present + 1, rank + 1
+    return present, last
+
+
+@kernel
+def _plan(
+    state: Array, ints: Array, source: Array, target: Array, origin: int, start: int, stop: int, places: Array,
+    plan: Array, marked: Array,
+) -> int:  # fmt: skip
+    """Plan what becomes of blocks start…stop-1, no more than `plan` has rows: note in `plan` those that any rank has,
+    as `reduce_planned` wants it, and in `marked` their numbers and who alone has them. Returns how many."""
+    s = state[0]
+    width, mask, in_place, scans, count = s["width"], s["mask"], s["in_place"] != 0, s["silent"] == 0, 0
+    ahead = 0 if s["is_dense"] else max(1, AHEAD // width)
+    for block in range(start, stop):
+        row = source[block - origin]
+        bits = np.uint64(0)
+        if ahead:
+            for i in range(0, width, LINE):
+                prefetch(row, ahead * width + i)
+        if scans:
+            for i in range(width):
+                bits |= row[i]
+        present, last = _find(state, ints, block, bits & mask != 0, places, plan[count, 1:])
+        if present:
+            plan[count, 0] = block - origin
+            marked[count] = block | (last if present == 1 else 0) << SOLE_SHIFT
+            count += 1
+        elif not in_place or bits != 0:
+            target[block - origin, :] = 0
+    return count
+
+
+@kernel
+def _reduce(state: Array, words: Array, plan: Array, source: Array, out: Array, scratch: Array, bits: Array) -> None:
+    """Reduce the blocks of `plan` into `out`, uint64 (entries, words per block)."""
+    op, storage = state[0]["op"], state[0]["storage"]
+    if storage == FLOAT32:
+        reduce_planned(op, words.view(np.float32), plan, source.view(np.float32), out.view(np.float32))
+    elif storage == FLOAT64:
+        reduce_planned(op, words.view(np.float64), plan, source.view(np.float64), out.view(np.float64))
+    elif storage == INT8:
+        reduce_planned(op, words.view(np.int8), plan, source.view(np.int8), out.view(np.int8))
+    elif storage == INT16:
+        reduce_planned(op, words.view(np.int16), plan, source.view(np.int16), out.view(np.int16))
+    elif storage == INT32:
+        reduce_planned(op, words.view(np.int32), plan, source.view(np.int32), out.view(np.int32))
+    elif storage == INT64:
+        reduce_planned(op, words.view(np.int64), plan, source.view(np.int64), out.view(np.int64))
+    else:
+        is_brain, own, result = storage == BFLOAT16, source.view(np.uint16), out.view(np.uint16)
+        reduce_half_planned(op, is_brain, words.view(np.uint16), plan, own, result, scratch, bits)
+
+
+@kernel
+def combine_part(
+    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
+    plan: Array, marked: Array, scratch: Array, bits: Array,
+) -> int:  # fmt: skip
+    """Combine this rank's part of a chunk. Returns how many blocks the result has, or -1 - the rank whose region is
+    not in order."""
+    s = state[0]
+    width, me, count = s["width"], s["me"], 0
+    first, start, stop = part_of(state, chunk, me)
+    at = slot_of(state, me, chunk)
+    rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
+    is_sole = s["op"] == SUM and s["storage"] < FLOAT16  # then what one rank alone brought is the result
+    wrong = _open(state, ints, chunk, places)
+    if wrong >= 0:
+        return -1 - wrong
+    for low in range(start, stop, BATCH):
+        high = min(low + BATCH, stop)
+        found = _plan(state, ints, source, target, origin, low, high, places, plan, marked)
+        if found == 0:
+            continue
+        out = words[rows_at + count * width : rows_at + (count + found) * width].reshape(found, width)
+        _reduce(state, words, plan[:found], source, out, scratch, bits)
+        for k in range(found):
+            sole = marked[k] >> SOLE_SHIFT if is_sole else 0
+            ints[indices_at + count + k] = (marked[k] & ((1 << SOLE_SHIFT) - 1)) | sole << SOLE_SHIFT
+            if not (s["in_place"] and sole == me + 1):
+                result = out[k]
+                goal = target[plan[k, 0]]
+                for i in range(width):
+                    goal[i] = result[i]
+        count += found
+    for rank in range(s["ranks"]):
+        if places[0, rank] != places[1, rank]:
+            return -1 - rank
+    ints[at + me] = count
+    return count
+
+
+@kernel
+def collect_part(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int, rank: int) -> int:
+    """Take the result of the part of `rank` of a chunk. Returns how many blocks it has; -1: its region is not in
+    order."""
+    s = state[0]
+    width, in_place, me, low = s["width"], s["in_place"] != 0, s["me"], (1 << SOLE_SHIFT) - 1
+    first, start, stop = part_of(state, chunk, rank)
+    at = slot_of(state, rank, chunk)
+    rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
+    count: int = ints[at + rank]
+    if count < 0 or count > stop - start:
+        return -1
+    previous, ahead = start - 1, max(1, NEAR // width)
+    for k in range(count):
+        marked = ints[indices_at + k]
+        block = marked & low
+        if block <= previous or block >= stop:
+            return -1
+        if not in_place:
+            target[previous + 1 - origin : block - origin] = 0
+        previous = block
+        if k + ahead < count:
+            later = target[min(max(ints[indices_at + k + ahead] & low, start), stop - 1) - origin]
+            for i in range(0, width, LINE):
+                prefetch_to_write(later, i)
+        if not (in_place and marked >> SOLE_SHIFT == me + 1):
+            row = words[rows_at + k * width : rows_at + (k + 1) * width]
+            goal = target[block - origin]
+            for i in range(width):
+                goal[i] = row[i]
+    if not in_place:
+        target[previous + 1 - origin : stop - origin] = 0
+    return count

@@ -1,0 +1,245 @@
+"""Ranks of one host combine a tensor in shared memory: one step of one rank at a time.
+
+Each rank owns a region of memory, which it alone writes and all ranks of the host read. A tensor is cut into chunks, a
+chunk into as many parts as there are ranks. Part p is combined by rank p. A rank takes three steps with each chunk:
+
+    stage    copy my non-zero blocks of the other ranks' parts into my region, with their numbers
+    combine  add what the others staged for my part to my own blocks, into my tensor and into my region
+    collect  take the other parts' results from their regions into my tensor
+
+After each step the rank publishes how many chunks it has come to in all collectives so far. These counters only grow.
+A rank takes a step as soon as the others' counters allow it. So several chunks are under way at once, each in a slot of
+the regions. Nothing is locked, and a rank that dies leaves nothing to clean up.
+
+`regions` says where that memory has what; `chunk` has the work of a step.
+"""
+
+from __future__ import annotations
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.chunk import collect_part, combine_part, stage_part
+from omnireduce.kernels.jit import counter, give_way, kernel, publish
+from omnireduce.kernels.regions import (
+    ASLEEP,
+    BEGUN,
+    COLLECTED,
+    COMBINED,
+    DESCRIPTORS,
+    EXTRA_WORDS,
+    STAGED,
+    is_tail,
+    lowest,
+    part_of,
+    slot_of,
+)
+
+YIELD_EVERY = 64  # fruitless looks between two offers of the processor to others
+WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, DONE, DIFFERS, BROKEN, CALLED = range(
+    10
+)  # what a step did
+
+
+@kernel
+def _agree(state: Array, ints: Array) -> int:
+    """Compare the descriptors of all ranks; all have begun."""
+    s = state[0]
+    place = DESCRIPTORS + s["number"] % 2 * (1 + EXTRA_WORDS)
+    mine = s["me"] * s["region_words"] + place
+    words = 1 + (ints[mine] + 7) // 8
+    for rank in range(s["ranks"]):
+        theirs = rank * s["region_words"] + place
+        for k in range(words):
+            if ints[theirs + k] != ints[mine + k]:
+                s["culprit"] = rank
+                return DIFFERS
+    s["has_agreed"] = 1
+    return AGREED
+
+
+@kernel
+def next_step(state: Array, ints: Array) -> int:
+    """Which step the others' counters allow now: the one that helps them most. WAITS: none; DONE: all are taken."""
+    s = state[0]
+    base = s["base"]
+    if not s["has_begun"]:
+        return BEGAN
+    if s["has_agreed"]:
+        chunk = s["collected"]
+        if chunk == s["chunks"]:
+            return DONE
+        if chunk < s["combined"] and lowest(ints, state, COMBINED) > base + chunk:
+            return COLLECTED_ONE
+        chunk = s["combined"]
+        if chunk < s["staged"] and lowest(ints, state, STAGED) > base + chunk:
+            return COMBINED_ONE
+    chunk = s["staged"]
+    if chunk < s["chunks"] and lowest(ints, state, COLLECTED) > base + chunk - s["slots"]:  # the slot is free
+        return STAGED_ONE
+    if not s["has_agreed"] and lowest(ints, state, BEGUN) > s["number"]:
+        return AGREED
+    return WAITS
+
+
+@kernel
+def _stage(state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int) -> None:
+    """Stage the parts of all other ranks of a chunk."""
+    s = state[0]
+    at = slot_of(state, s["me"], chunk)
+    for rank in range(s["ranks"]):
+        if rank == s["me"]:
+            continue
+        count = 0
+        if not s["silent"]:
+            first, start, stop = part_of(state, chunk, rank)
+            count = stage_part(state, ints, words, source, target, origin, start, stop, at, start - first)
+        ints[at + rank] = count
+        s["staged_blocks"] += count
+
+
+@kernel
+def _collect(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int) -> bool:
+    """Collect the parts of all other ranks of a chunk. Returns whether their regions are in order."""
+    s = state[0]
+    for rank in range(s["ranks"]):
+        if rank != s["me"]:
+            count = collect_part(state, ints, words, target, origin, chunk, rank)
+            if count < 0:
+                s["culprit"] = rank
+                return False
+            s["collected_blocks"] += count
+    return True
+
+
+@kernel
+def _combine(
+    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
+    plan: Array, marked: Array, scratch: Array, bits: Array,
+) -> bool:  # fmt: skip
+    """Combine this rank's part of a chunk. Returns whether the others' regions are in order."""
+    s = state[0]
+    count = combine_part(state, ints, words, source, target, origin, chunk, places, plan, marked, scratch, bits)
+    if count < 0:
+        s["culprit"] = -1 - count
+        return False
+    s["result_blocks"] += count
+    _, start, stop = part_of(state, chunk, s["me"])
+    s["is_dense"] = 2 * count > stop - start
+    return True
+
+
+@kernel
+def _take(
+    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, did: int, chunk: int,
+    places: Array, plan: Array, marked: Array, scratch: Array, bits: Array,
+) -> bool:  # fmt: skip
+    """Take the step `did` with a chunk. Returns whether the others' regions are in order."""
+    if did == COLLECTED_ONE:
+        return _collect(state, ints, words, target, origin, chunk)
+    if did == COMBINED_ONE:
+        return _combine(state, ints, words, source, target, origin, chunk, places, plan, marked, scratch, bits)
+    _stage(state, ints, words, source, target, origin, chunk)
+    return True
+
+
+@kernel
+def step(
+    state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
+    places: Array, plan: Array, marked: Array, scratch: Array, bits: Array,
+) -> int:  # fmt: skip
+    """Take one step, if the others' counters allow one. Returns which it was, or DIFFERS or BROKEN and the `culprit`.
+
+    `ints`, `words`: the regions of all ranks, (ranks × region words,), as int64 and uint64. `source`, `target`: uint64
+    (full blocks, words per block), and the short last block of each, filled up with zeros, (0 or 1, words per block);
+    the same memory if the collective is `in_place`. The others are work space: `places`, `plan` and `marked`, int64 (3,
+    ranks), (BATCH, 1 + ranks) and (BATCH,); `scratch`, float32 (2, elements per block), and `bits`, the same memory as
+    uint32.
+    """
+    s = state[0]
+    mine = s["me"] * s["region_words"]
+    did = next_step(state, ints)
+    if did in (WAITS, DONE):
+        return did
+    if did == BEGAN:
+        s["has_begun"] = 1
+        publish(ints, mine + BEGUN, s["number"] + 1)
+        return did
+    if did == AGREED:
+        return _agree(state, ints)
+    chunk, line = s["staged"], STAGED
+    if did == COLLECTED_ONE:
+        chunk, line = s["collected"], COLLECTED
+    elif did == COMBINED_ONE:
+        chunk, line = s["combined"], COMBINED
+    if is_tail(state, chunk):
+        is_fine = _take(
+            state, ints, words, source_tail, target_tail, s["full_blocks"], did, chunk, places, plan, marked, scratch,
+            bits,
+        )  # fmt: skip
+    else:
+        is_fine = _take(state, ints, words, source, target, 0, did, chunk, places, plan, marked, scratch, bits)
+    if not is_fine:
+        return BROKEN
+    if did == COLLECTED_ONE:
+        s["collected"] = chunk + 1
+    elif did == COMBINED_ONE:
+        s["combined"] = chunk + 1
+    else:
+        s["staged"] = chunk + 1
+    publish(ints, mine + line, s["base"] + chunk + 1)
+    return did
+
+
+@kernel
+def await_step(state: Array, ints: Array, looks: int) -> bool:
+    """Look up to `looks` times whether the others' counters allow a step; return whether they do."""
+    for look in range(looks):
+        if next_step(state, ints) != WAITS:
+            return True
+        if look % YIELD_EVERY == YIELD_EVERY - 1:
+            give_way()
+    return False
+
+
+@kernel
+def run(
+    state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
+    places: Array, plan: Array, marked: Array, scratch: Array, bits: Array, called: Array, steps: int, looks: int,
+) -> int:  # fmt: skip
+    """Take up to `steps` steps, until all are taken. Return earlier after `looks` looks in turn that allowed none, and
+    with CALLED when another rank sleeps, and its number in `called`, int64 (ranks,), is not the one of this sleep.
+
+    Returns what the last step did.
+    """
+    fruitless, did = 0, WAITS
+    while steps > 0:
+        did = step(state, ints, words, source, source_tail, target, target_tail, places, plan, marked, scratch, bits)
+        if did == WAITS:
+            fruitless += 1
+            if fruitless >= looks:
+                return did
+            if fruitless % YIELD_EVERY == 0:
+                give_way()
+            continue
+        if _anybody_sleeps(state, ints, called):
+            return CALLED
+        if did >= DONE:
+            return did
+        fruitless, steps = 0, steps - 1
+    return did
+
+
+@kernel
+def _anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
+    """Whether another rank sleeps that was not called since it fell asleep: odd numbers are sleeps."""
+    s = state[0]
+    for rank in range(s["ranks"]):
+        sleep = counter(ints, rank * s["region_words"] + ASLEEP)
+        if sleep % 2 == 1 and sleep != called[rank] and rank != s["me"]:
+            return True
+    return False
+
+
+@kernel
+def set_counter(ints: Array, at: int, value: int) -> None:
+    """`publish`, for callers that are not compiled."""
+    publish(ints, at, value)

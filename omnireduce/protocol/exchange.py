@@ -1,0 +1,323 @@
+"""The exchange of one rank with the other ranks of its host, in memory that each of them writes and all read.
+
+The step function is compiled (`kernels.exchange`). Here are the collectives under way, in order, and what a rank says
+about those that it waits for. Pure: the memory is an array, and who sleeps is woken by an effect.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.descriptor import Descriptor, decode_descriptor, told_apart
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.chunk import BATCH
+from omnireduce.kernels.exchange import (
+    BROKEN,
+    CALLED,
+    DIFFERS,
+    DONE,
+    WAITS,
+    await_step,
+    next_step,
+    run,
+    set_counter,
+)
+from omnireduce.kernels.reduce import op_code
+from omnireduce.kernels.regions import (
+    ASLEEP,
+    BEGUN,
+    BFLOAT16,
+    COLLECTED,
+    COMBINED,
+    DESCRIPTORS,
+    EXTRA_WORDS,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    LINE,
+    SLOTS,
+    STAGED,
+    STATE,
+)
+from omnireduce.protocol.collective import Collective
+from omnireduce.protocol.effects import Wake
+from omnireduce.protocol.operands import TensorBlocks
+
+PAGE = 4096
+CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
+SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
+CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor is cut, so that ranks work at the same time
+STEPS, LOOKS = 16, 128  # in one call of the kernel: signals and other threads wait for it
+STORAGES = {
+    "float32": FLOAT32, "float64": FLOAT64, "int8": INT8, "int16": INT16, "int32": INT32, "int64": INT64,
+    "float16": FLOAT16, "bfloat16": BFLOAT16,
+}  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """How a collective lies in the slots: a chunk has `chunk_blocks`, its indices and rows begin at these words."""
+
+    chunk_blocks: int
+    indices: int
+    rows: int
+
+
+class DifferenceError(Exception):
+    """The first rank and `rank` have begun different collectives."""
+
+    def __init__(self, rank: int, difference: str) -> None:
+        super().__init__(difference)
+        self.rank = rank
+
+
+class HostError(Exception):
+    """The memory of `rank` is not as the exchange leaves it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+NO_SHAPE = Shape(1, 0, 0)
+_EMPTY = np.zeros((0, 1), np.uint64)
+NOTHING = TensorBlocks(_EMPTY, _EMPTY, _EMPTY, _EMPTY, in_place=True, silent=True, mask=np.uint64(0))
+
+
+def region_bytes(slots: int, slot_bytes: int) -> int:
+    """The size of one rank's region, in whole pages."""
+    return (SLOTS * 8 + slots * slot_bytes + PAGE - 1) // PAGE * PAGE
+
+
+class HostExchange:
+    """What rank `me` of a host exchanges with the others.
+
+    `regions`: uint8 (ranks, region bytes), as `region_bytes` says; this rank writes its own, and reads the others'.
+    `names` says who the ranks are, in errors and warnings. One turn takes up to `steps` steps, and ends after `looks`
+    looks at the others' counters that allowed none.
+    """
+
+    def __init__(
+        self,
+        regions: Array,
+        me: int,
+        names: Sequence[str],
+        slots: int,
+        slot_bytes: int,
+        *,
+        steps: int = STEPS,
+        looks: int = LOOKS,
+    ) -> None:
+        ranks = len(regions)
+        self._steps, self._looks = steps, looks
+        self.names, self._me, self._ranks = names, me, ranks
+        self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
+        self._region_words, self._slot_words = regions.shape[1] // 8, slot_bytes // 8
+        self._counts = (ranks + LINE - 1) // LINE * LINE
+        self._state = np.zeros(1, STATE)
+        self._of_group = me, ranks, slots, self._region_words, self._slot_words
+        self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
+        self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
+        self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
+        self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
+        self._sleep = 0  # odd while this rank sleeps
+        self._queue: deque[tuple[Collective, TensorBlocks]] = deque()
+        self._begun, self._chunks = 0, 0  # collectives, and chunks of those before the current one
+        self._is_prepared = False  # the state is that of the first collective of the queue
+        self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
+        self.moved_at = 0.0  # when a step was taken last
+
+    # collectives
+
+    def fits(self, block_bytes: int) -> bool:
+        """Whether at least one block of this size fits in a slot."""
+        return block_bytes <= self.largest_block_bytes
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """The size of the largest block that fits in one slot."""
+        size: int = (self._slot_words - self._counts - 2 * LINE) * 8
+        return size
+
+    @property
+    def is_busy(self) -> bool:
+        """A collective is under way."""
+        return bool(self._queue)
+
+    def submit(self, collective: Collective, blocks: TensorBlocks | None, now: float) -> None:
+        """Queue a collective, which all ranks of the host queue in the same order. Without `blocks`, only whether they
+        have all begun the same one is found out."""
+        if not self._queue:
+            self.moved_at = now
+        self._queue.append((collective, NOTHING if blocks is None else blocks))
+
+    def advance(self, now: float) -> Iterator[Collective | Wake]:
+        """Take the steps that the others' counters allow, as many as one turn may. Yields collectives that are complete
+        here, and ranks to wake.
+
+        Raises DifferenceError when the ranks have begun different collectives, HostError when a region is not in order.
+        """
+        while self._queue:
+            collective, blocks = self._queue[0]
+            if not self._is_prepared:
+                self._prepare(collective.descriptor, blocks)
+            did = self._run(blocks)
+            if did == WAITS:
+                return
+            self.moved_at = now
+            yield from self._sleepers()
+            if did == DONE:
+                self._finish(collective.descriptor)
+                yield collective
+            elif did == DIFFERS:
+                raise self._difference(collective)
+            elif did == BROKEN:
+                raise HostError(int(self._state[0]["culprit"]))
+            elif did != CALLED:
+                return  # enough for one turn
+
+    def _run(self, blocks: TensorBlocks) -> int:
+        did: int = run(
+            self._state, self._ints, self._words,
+            source=blocks.source, source_tail=blocks.source_tail, target=blocks.target, target_tail=blocks.target_tail,
+            places=self._places, plan=self._plan, marked=self._marked, scratch=self._scratch, bits=self._bits,
+            called=self._called, steps=self._steps, looks=self._looks,
+        )  # fmt: skip
+        return did
+
+    def _prepare(self, descriptor: Descriptor, blocks: TensorBlocks) -> None:
+        layout, element = descriptor.layout, descriptor.element
+        shape, chunks, full = NO_SHAPE, 0, layout.full_blocks
+        if blocks is not NOTHING:
+            shape = self._shape(full, descriptor.block_bytes)
+            chunks = -(-full // shape.chunk_blocks) + (full < layout.blocks)
+        if element.is_half and self._scratch.shape[1] != layout.block_size:
+            self._scratch = np.zeros((2, layout.block_size), np.float32)
+            self._bits = self._scratch.view(np.uint32)
+        storage = STORAGES[element.name if element.is_half else element.storage.name]
+        self._state[0] = (
+            *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, *shape,
+            descriptor.block_bytes // 8, layout.block_size, blocks.in_place, blocks.silent,
+            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, blocks.mask,
+        )  # fmt: skip
+        self._write(descriptor.encoded)
+        self._is_prepared = True
+
+    def _shape(self, full_blocks: int, block_bytes: int) -> Shape:
+        wanted = min(CHUNK_BYTES, max(SMALL_CHUNK_BYTES, full_blocks * block_bytes // CHUNKS_AT_ONCE))
+        room = (self._slot_words - self._counts - LINE) // (block_bytes // 8 + 1)
+        chunk_blocks = max(1, min(wanted // block_bytes, room))
+        return Shape(chunk_blocks, self._counts, self._counts + (chunk_blocks + LINE - 1) // LINE * LINE)
+
+    def _write(self, encoded: bytes) -> None:
+        """Put the descriptor of the current collective where the others compare it."""
+        at = self._descriptor_at(self._me)
+        self._ints[at] = len(encoded)
+        padded = encoded + bytes(-len(encoded) % 8)
+        self._ints[at + 1 : at + 1 + len(padded) // 8] = np.frombuffer(padded, np.int64)
+
+    def _descriptor_at(self, rank: int) -> int:
+        at: int = rank * self._region_words + DESCRIPTORS + self._begun % 2 * (1 + EXTRA_WORDS)
+        return at
+
+    def _finish(self, descriptor: Descriptor) -> None:
+        s, block_bytes = self._state[0], descriptor.block_bytes
+        self.sent_bytes += int(s["staged_blocks"] + s["result_blocks"]) * block_bytes
+        self.received_bytes += int(s["collected_blocks"]) * block_bytes
+        self._chunks += int(s["chunks"])
+        self._begun += 1
+        self._queue.popleft()
+        self._is_prepared = False
+
+    # waiting
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a step can be taken now."""
+        if not self._queue:
+            return False
+        return not self._is_prepared or bool(next_step(self._state, self._ints) != WAITS)
+
+    def await_step(self) -> bool:
+        """Look for a moment whether a step can be taken; return whether it can. Others may use the processor meanwhile.
+        Only one thread may be here, or in any other method but `submit`."""
+        if not self._queue:
+            return False
+        return not self._is_prepared or bool(await_step(self._state, self._ints, self._looks))
+
+    def fall_asleep(self) -> bool:
+        """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
+        self._sleep += 1
+        self._publish_sleep()
+        if self.can_go_on:
+            self.wake_up()
+            return False
+        return True
+
+    def wake_up(self) -> None:
+        """Be awake, so that nobody has to wake this rank."""
+        if self._sleep % 2 and self._ints.size:
+            self._sleep += 1
+            self._publish_sleep()
+
+    def _publish_sleep(self) -> None:
+        set_counter(self._ints, self._me * self._region_words + ASLEEP, self._sleep)
+
+    def _sleepers(self) -> Iterator[Wake]:
+        """Wake the ranks that sleep, once each time."""
+        for rank in range(self._ranks):
+            sleep = int(self._ints[rank * self._region_words + ASLEEP])
+            if sleep % 2 and rank != self._me and sleep != self._called[rank]:
+                self._called[rank] = sleep
+                yield Wake(rank)
+
+    def waited_for(self) -> list[int]:
+        """The ranks whose next step this rank waits for."""
+        if not self._is_prepared:
+            return []
+        s = self._state[0]
+        base, slots = int(s["base"]), int(s["slots"])
+        if not s["has_agreed"]:
+            return self._below(BEGUN, int(s["number"]) + 1)
+        if s["collected"] < s["combined"]:
+            return self._below(COMBINED, base + int(s["collected"]) + 1)
+        if s["combined"] < s["staged"]:
+            return self._below(STAGED, base + int(s["combined"]) + 1)
+        return self._below(COLLECTED, base + int(s["staged"]) - slots + 1)
+
+    def _below(self, line: int, least: int) -> list[int]:
+        others = [rank for rank in range(self._ranks) if rank != self._me]
+        return [rank for rank in others if self._ints[rank * self._region_words + line] < least]
+
+    def close(self) -> None:
+        """Let go of the memory; nothing is exchanged any more."""
+        self._queue.clear()
+        self._is_prepared = False
+        self._ints, self._words = np.empty(0, np.int64), np.empty(0, np.uint64)
+
+    # faults
+
+    def _difference(self, collective: Collective) -> Exception:
+        """What the first rank has begun, and another that has begun something else."""
+        encoded = [self._encoded(rank) for rank in range(self._ranks)]
+        other = next((rank for rank in range(1, self._ranks) if encoded[rank] != encoded[0]), 0)
+        try:
+            words = told_apart(decode_descriptor(encoded[0]), decode_descriptor(encoded[other]))
+        except ProtocolError:
+            return HostError(int(self._state[0]["culprit"]))
+        said = "; ".join(f"rank {rank} called {what}" for rank, what in zip((0, other), words, strict=True))
+        return DifferenceError(other, f"collective {collective.number}: {said}")
+
+    def _encoded(self, rank: int) -> bytes:
+        at = self._descriptor_at(rank)
+        size = max(0, min(int(self._ints[at]), EXTRA_WORDS * 8))
+        found: bytes = self._ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
+        return found[:size]

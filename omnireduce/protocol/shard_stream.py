@@ -1,0 +1,113 @@
+"""A worker's exchange with one shard: what it packs into messages, and the results that it places."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.merge import admit_marked
+from omnireduce.protocol.collective import Collective
+from omnireduce.protocol.effects import Send
+from omnireduce.wire.blocks import block_rows, message_extra, message_indices, read_header, seal
+from omnireduce.wire.control import Waiting
+
+
+class ShardStream:
+    """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
+
+    def __init__(
+        self, shard: int, send_slots: Array, receive_slots: Array, rank: int, scan_span: int, message_bytes: int
+    ) -> None:
+        self.shard, self._message_bytes = shard, message_bytes
+        self._rank = rank
+        self._send_slots, self._receive_slots = send_slots, receive_slots
+        self._free = list(range(len(send_slots)))
+        self._span = scan_span
+        self._outgoing: deque[Collective] = deque()
+        self._incoming: deque[Collective] = deque()
+        self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
+        self._sent_frontier = 0
+        self._result_frontier = 0
+        self.heard_at = 0.0  # when anything came
+        self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
+        self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
+
+    def submit(self, collective: Collective) -> None:
+        self._outgoing.append(collective)
+        self._incoming.append(collective)
+
+    def credited(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def heard(self, now: float, waiting: Waiting | None = None) -> None:
+        """Something came from this shard: a sign of work, or the message `waiting`."""
+        self.heard_at, self.waiting = now, waiting
+
+    def hangs(self, now: float, since: float, timeout_s: float) -> bool:
+        """Whether this shard has been quiet for longer than a shard that works. A shard that sends no result says
+        Waiting at the latest after half of the time limit, and again each time that the wait has doubled."""
+        waited_s = 0.0 if self.waiting is None else self.waiting.seconds
+        return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
+
+    def owes(self, collective: Collective) -> bool:
+        """Whether results of the oldest collective under way are still to come from this shard."""
+        return bool(self._incoming) and self._incoming[0] is collective
+
+    def pack(self) -> Send | None:
+        """Pack and seal one message, if there is something to send and a slot to send it in."""
+        if not self._outgoing or not self._free:
+            return None
+        collective, slot = self._outgoing[0], self._free.pop()
+        operand, extra = collective.operand, b""
+        if self._cursor < 0:
+            self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
+        memory = self._send_slots[slot]
+        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
+        rows = rows[: max(1, self._message_bytes // operand.block_bytes)]
+        indices = self._scratch(len(rows))
+        count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
+        nbytes = seal(memory, collective.number, frontier, indices[:count], operand.block_bytes, extra)
+        self._sent_frontier = frontier
+        if frontier == operand.layout.blocks:
+            self._outgoing.popleft()
+            self._cursor, self._sent_frontier = -1, 0
+        return Send(self.shard, slot, nbytes)
+
+    def received(self, slot: int, nbytes: int) -> Collective | None:
+        """Place a result message; return the collective if this shard has now delivered all of it."""
+        memory = self._receive_slots[slot]
+        header = read_header(memory, nbytes)
+        if not self._incoming or header.collective != self._incoming[0].number or message_extra(memory, header):
+            raise ProtocolError(f"a result out of order: {header}")
+        collective = self._incoming[0]
+        operand = collective.operand
+        blocks = operand.layout.blocks
+        packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
+        if header.block_bytes != operand.block_bytes or not self._result_frontier <= header.frontier <= packed:
+            raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
+        indices = self._scratch(header.block_count)[: header.block_count]
+        unchanged = self._unchanged[: header.block_count]
+        low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
+        fitting = admit_marked(
+            message_indices(memory, header), self._rank, low, high, shard=stripes.shard, shards=stripes.shards,
+            stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
+        )  # fmt: skip
+        if fitting < indices.size:
+            raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")
+        if header.left_out and header.left_out != np.count_nonzero(unchanged):
+            raise ProtocolError(f"a result that leaves out other blocks than those of this rank alone: {header}")
+        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
+        operand.put(rows, indices, unchanged, header.left_out > 0)
+        self._result_frontier = header.frontier
+        if header.frontier < blocks:
+            return None
+        self._result_frontier = 0
+        return self._incoming.popleft()
+
+    def _scratch(self, size: int) -> Array:
+        if self._indices.size < size:
+            self._indices, self._unchanged = np.empty(size, np.int64), np.empty(size, np.bool_)
+        return self._indices

@@ -1,0 +1,111 @@
+"""What a rank that waits looks at: its links, who wakes it in this process, and the other ranks of its host."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from omnireduce.protocol.exchange import HostExchange
+from omnireduce.transport.base import Link
+
+UNKNOWN = -1  # what a link is watched for, while that changes
+PEEKED = [(-1, 0)]  # there is news that no descriptor told
+
+
+class Lookout:
+    """`links`, one per shard, and `host`, whose ranks ring `bells`, an eventfd each, that of `rank` for this one. It
+    closes the bells. Raises OSError."""
+
+    def __init__(self, links: Sequence[Link], host: HostExchange | None, bells: Sequence[int], rank: int) -> None:
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._links, self._host, self._bells = links, host, list(bells)
+        self._bell = self._bells[rank] if self._bells else -1
+        self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
+        self._poll = select.poll()
+        for descriptor in (self._wake, self._bell):
+            if descriptor >= 0:
+                self._poll.register(descriptor, select.POLLIN)
+
+    def wake(self) -> None:
+        """Let the thread that looks out return."""
+        os.eventfd_write(self._wake, 1)
+
+    def ring(self, rank: int) -> None:
+        """Wake another rank of this host."""
+        os.eventfd_write(self._bells[rank], 1)
+
+    @property
+    def has_something_to_wait_for(self) -> bool:
+        """The exchange inside the host cannot go on at once."""
+        return self._host is None or not self._host.can_go_on
+
+    def watch_all(self) -> None:
+        """Keep the poll object in step with what the links wait for."""
+        for shard in range(len(self._links)):
+            self._watch(shard)
+
+    def _watch(self, shard: int) -> None:
+        link = self._links[shard]
+        wanted = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
+        if wanted == self._masks[shard]:
+            return
+        self._masks[shard] = UNKNOWN  # Ctrl-C may come between the poll object and this list
+        if wanted:
+            self._descriptors[shard] = link.fileno()
+            self._poll.register(self._descriptors[shard], wanted)
+        else:
+            self._unwatch(shard)
+        self._masks[shard] = wanted
+
+    def _unwatch(self, shard: int) -> None:
+        if self._descriptors[shard] >= 0:
+            with suppress(KeyError):
+                self._poll.unregister(self._descriptors[shard])
+            self._descriptors[shard] = -1
+
+    def forget(self, shard: int) -> None:
+        """The link is about to be closed."""
+        self._unwatch(shard)
+        self._masks[shard] = 0
+
+    def look_out(self, spin_until: float, patience_ms: float | None, lock: threading.RLock) -> None:
+        """Return when there is news, or after `patience_ms`. Spin first. Whoever has `lock` may use or close links."""
+        ready = self._spin(spin_until, lock) or self._sleep(patience_ms)
+        for descriptor, _ in ready:
+            if descriptor in (self._wake, self._bell) and descriptor >= 0:
+                os.eventfd_read(descriptor)
+
+    def _spin(self, until: float, lock: threading.RLock) -> list[tuple[int, int]]:
+        while time.monotonic() < until:
+            with lock:
+                if any(link.peek() for link in self._links):
+                    return PEEKED
+            if self._host is not None and self._host.await_step():
+                return PEEKED
+            ready = self._poll.poll(0)
+            if ready:
+                return ready
+            os.sched_yield()
+        return []
+
+    def _sleep(self, patience_ms: float | None) -> list[tuple[int, int]]:
+        """Sleep on the descriptors. Another rank of this host rings when it has moved."""
+        if self._host is None:
+            return self._poll.poll(patience_ms)
+        if not self._host.fall_asleep():
+            return PEEKED
+        try:
+            return self._poll.poll(patience_ms)
+        finally:
+            self._host.wake_up()
+
+    def close(self) -> None:
+        """Close what this side looks at, but no link."""
+        for descriptor in (self._wake, *self._bells):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._wake, self._bell, self._bells, self._host = -1, -1, [], None

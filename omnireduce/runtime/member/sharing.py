@@ -1,0 +1,19 @@
+"""With whom this process can share memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+NETWORK = "/proc/self/ns/net"  # an abstract Unix socket is seen only within it
+
+
+def memory_key() -> str:
+    """What is the same for processes that can share memory, and meet to do so: of one user, on one host, in one network
+    namespace. Empty where that cannot be known."""
+    with suppress(OSError), open(BOOT_ID, "rb") as file:
+        told = b"%s %d %d" % (file.read(64).strip(), os.stat(NETWORK).st_ino, os.geteuid())
+        return hashlib.sha256(told).hexdigest()[:32]
+    return ""

@@ -1,0 +1,228 @@
+"""How the ranks of one host give each other their memory and their bells.
+
+The first of them listens on an abstract Unix socket, whose name the aggregator has told them all. Each of the others
+connects and sends two descriptors: its region, and an eventfd that wakes it. When all are there, the first rank sends
+everybody's descriptors to one after the other: the system limits how many are under way. Only processes of the same
+user meet, as the kernel says. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+from typing import NamedTuple
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import TransportError
+from omnireduce.transport.blame import from_a_handler
+from omnireduce.transport.regions import Regions
+from omnireduce.transport.shm import peer_of
+
+_CARD = struct.Struct("<II")  # what a rank sends with its descriptors: its number among those of the host, its process
+_BATCH = struct.Struct("<II")  # what comes with a batch of descriptors: the first rank, how many ranks
+BATCH_RANKS = 64  # a message holds no more than 253 descriptors
+PIDS = struct.Struct(f"<{BATCH_RANKS}I")
+DONE = b"1"  # what a rank says once it has everything
+RETRY_S = 0.002  # between two attempts to connect: the first rank may not listen yet
+
+
+class HostGroup(NamedTuple):
+    """What the ranks of a host share: `regions`, uint8 (ranks, bytes), an eventfd of each rank, and their processes."""
+
+    regions: Array
+    bells: list[int]
+    pids: list[int]
+
+    def close(self) -> None:
+        """Close the bells."""
+        for bell in self.bells:
+            os.close(bell)
+        self.bells.clear()
+
+
+class HostMeeting:
+    """One rank, number `me` of `ranks` of its host, until `group` is there. `token` tells this meeting from others.
+
+    Raises OSError, as do its methods; these raise TransportError, too, when somebody else is there.
+    """
+
+    def __init__(self, token: bytes, ranks: int, me: int, region_bytes: int) -> None:
+        self._name, self._ranks, self._me = f"\0omnireduce-host/{token.hex()}", ranks, me
+        self.group: HostGroup | None = None
+        self._regions = Regions(ranks, me, region_bytes)
+        self._bells: list[int] = [-1] * ranks
+        self._memories: list[int] = [-1] * ranks
+        self._pids = [0] * ranks
+        self._selector = selectors.EpollSelector()
+        self._sockets: list[socket.socket] = []
+        self._members: dict[int, socket.socket] = {}
+        self._unserved: list[socket.socket] = []
+        try:
+            self._bells[me] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._memories[me], self._pids[me] = os.dup(self._regions.fd), os.getpid()
+            if me == 0:
+                self._watch(self._new_socket()).bind(self._name)
+                self._sockets[0].listen(ranks)
+                self._gather()
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `turn` has something to do."""
+        return self._selector.fileno()
+
+    @property
+    def must_try_again(self) -> bool:
+        """There is no connection yet: call `turn` soon."""
+        return self._me > 0 and not self._sockets
+
+    def turn(self) -> bool:
+        """Do what can be done now; return whether `group` is there."""
+        if self.must_try_again:
+            self._connect()
+        for key, _ in self._selector.select(0) if self.group is None else ():
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            if self._me:
+                self._take_batch(sock)
+            elif sock is self._sockets[0]:
+                self._accept()
+            elif self._unserved:
+                self._serve(sock)
+            else:
+                self._take_card(sock)
+            if self.group is not None:
+                break
+        return self.group is not None
+
+    # the first rank
+
+    def _accept(self) -> None:
+        member, _ = self._sockets[0].accept()
+        if len(self._sockets) > 2 * self._ranks or _is_foreign(member):
+            member.close()  # whoever it is, it is none of the ranks
+            return
+        member.setblocking(False)
+        self._sockets.append(member)
+        self._watch(member)
+
+    def _take_card(self, member: socket.socket) -> None:
+        data, descriptors = _receive(member, _CARD.size, 2)
+        rank, pid = _CARD.unpack(data) if len(data) == _CARD.size else (0, 0)
+        self._selector.unregister(member)
+        if len(descriptors) != 2 or not 0 < rank < self._ranks or rank in self._members:
+            for fd in descriptors:
+                os.close(fd)
+            return
+        self._members[rank] = member
+        self._memories[rank], self._bells[rank], self._pids[rank] = *descriptors, pid
+        self._gather()
+
+    def _gather(self) -> None:
+        """Once all are there, begin to give everything to everybody."""
+        if len(self._members) + 1 == self._ranks:
+            self._unserved = list(self._members.values())
+            self._serve_next()
+
+    def _serve_next(self) -> None:
+        if not self._unserved:
+            self._complete()
+            return
+        member = self._unserved[0]
+        for first in range(0, self._ranks, BATCH_RANKS):
+            part = slice(first, min(first + BATCH_RANKS, self._ranks))
+            pids = self._pids[part]
+            body = _BATCH.pack(first, len(pids)) + PIDS.pack(*pids, *[0] * (BATCH_RANKS - len(pids)))
+            socket.send_fds(member, [body], [*self._memories[part], *self._bells[part]])
+        self._watch(member)
+
+    def _serve(self, member: socket.socket) -> None:
+        """Go on with the next member once this one has everything."""
+        if member is not self._unserved[0]:
+            self._selector.unregister(member)  # a stranger that came late
+        elif _receive(member, len(DONE), 0)[0] != DONE:
+            raise TransportError("another rank of this host is gone")
+        else:
+            self._selector.unregister(member)
+            del self._unserved[0]
+            self._serve_next()
+
+    # the others
+
+    def _connect(self) -> None:
+        sock = self._new_socket()
+        try:
+            sock.connect(self._name)
+        except OSError as error:
+            self._sockets.remove(sock)
+            sock.close()
+            if from_a_handler(error):
+                raise
+            return
+        if _is_foreign(sock):
+            raise TransportError(f"a process of another user than {os.geteuid()} is where the ranks of this host meet")
+        socket.send_fds(sock, [_CARD.pack(self._me, os.getpid())], [self._memories[self._me], self._bells[self._me]])
+        self._watch(sock)
+
+    def _take_batch(self, sock: socket.socket) -> None:
+        data, descriptors = _receive(sock, _BATCH.size + PIDS.size, 2 * BATCH_RANKS)
+        if len(data) != _BATCH.size + PIDS.size:
+            raise TransportError("the first rank of this host is gone")
+        first, count = _BATCH.unpack_from(data)
+        if count > BATCH_RANKS or first + count > self._ranks or len(descriptors) != 2 * count:
+            for fd in descriptors:
+                os.close(fd)
+            raise TransportError(f"the first rank of this host sent {len(descriptors)} descriptors for {count} ranks")
+        pids = PIDS.unpack_from(data, _BATCH.size)
+        for k in range(count):
+            memory, bell, rank = descriptors[k], descriptors[count + k], first + k
+            if self._bells[rank] >= 0:  # this rank's own
+                os.close(memory)
+                os.close(bell)
+            else:
+                self._memories[rank], self._bells[rank], self._pids[rank] = memory, bell, pids[k]
+        if min(self._bells) >= 0:
+            sock.send(DONE)
+            self._complete()
+
+    # both
+
+    def _complete(self) -> None:
+        self._regions.add(self._memories)
+        self.group = HostGroup(self._regions.array, self._bells, self._pids)
+        self._bells = []
+        self.close()
+
+    def _new_socket(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        self._sockets.append(sock)
+        return sock
+
+    def _watch(self, sock: socket.socket) -> socket.socket:
+        self._selector.register(sock, selectors.EVENT_READ)
+        return sock
+
+    def close(self) -> None:
+        """Let go of everything but the group."""
+        for fd in (*self._bells, *self._memories):
+            if fd >= 0:
+                os.close(fd)
+        self._bells, self._memories = [], []
+        for sock in self._sockets:
+            sock.close()
+        self._selector.close()
+        self._regions.close()
+
+
+def _is_foreign(sock: socket.socket) -> bool:
+    """Whether the peer belongs to another user than this process."""
+    return peer_of(sock)[1] != os.geteuid()
+
+
+def _receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(sock, size + 1, most, socket.MSG_CMSG_CLOEXEC)
+    return data, list(descriptors)

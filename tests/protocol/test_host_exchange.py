@@ -1,0 +1,123 @@
+"""Property tests of the exchange inside a host, against NumPy in rank order and against the aggregators, bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import InprocCluster, slot_bytes_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_results, bits, reduce_in_rank_order
+from samples import CASES, Array, sparse_tensor
+
+from omnireduce.dtypes import ELEMENT_TYPES
+
+SEEDS = st.integers(0, 2**32 - 1)
+SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])
+
+
+def host(ranks: int, block_bytes: int, blocks: int, seed: int, **more: Any) -> InprocCluster:
+    """Workers of one host whose slots hold so many blocks."""
+    return InprocCluster(
+        ranks, slots=2, slot_bytes=slot_bytes_for(blocks, block_bytes), seed=seed, one_host=True, **more
+    )
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+@settings(max_examples=25)
+@given(
+    seed=SEEDS, ranks=st.integers(1, 5), elements=SIZES, octets=st.integers(1, 4), blocks=st.integers(1, 9),
+    more=st.integers(1, 3),
+)  # fmt: skip
+def test_allreduce(
+    dtype: str, op: str, seed: int, ranks: int, elements: int, octets: int, blocks: int, more: int
+) -> None:
+    block_size = 8 * octets
+    cluster = host(ranks, block_size * ELEMENT_TYPES[dtype].itemsize, blocks, seed)
+    apart = InprocCluster(ranks, slot_bytes=slot_bytes_for(6, block_size * ELEMENT_TYPES[dtype].itemsize), seed=seed)
+    rng = np.random.default_rng(seed)
+    runs = []
+    for _ in range(more):
+        inputs = [sparse_tensor(rng, dtype, elements, block_size, rng.random()) for _ in range(ranks)]
+        found, through_shards, kept = [], [], []
+        for rank, x in enumerate(inputs):
+            through_shards.append(apart.allreduce(rank, x.copy(), op=op, block_size=block_size))
+            out = None
+            if rng.random() < 0.5:
+                out = np.full(elements, 3, x.dtype)
+                kept.append((x, x.copy()))
+            found.append(cluster.allreduce(rank, x.copy() if out is None else x, out, op=op, block_size=block_size))
+        runs.append((inputs, found, through_shards, kept))
+    cluster.run()
+    apart.run()
+    for inputs, found, through_shards, kept in runs:
+        assert_results(found, reduce_in_rank_order(inputs, op))
+        assert bits(found[0]) == bits(through_shards[0]), "other bits than through the aggregators"
+        for x, before in kept:
+            assert bits(x) == bits(before), "the input of an out-of-place collective changed"
+
+
+@settings(max_examples=200)
+@given(seed=SEEDS, ranks=st.integers(1, 5), size=SIZES, root=st.integers(0, 4), blocks=st.integers(1, 9))
+def test_bytes_arrive_as_they_are(seed: int, ranks: int, size: int, root: int, blocks: int) -> None:
+    cluster, rng = host(ranks, 8, blocks, seed), np.random.default_rng(seed)
+    sent = rng.integers(0, 3, size).astype(np.uint8)
+    targets: list[Array] = [np.full(size, 7, np.uint8) for _ in range(ranks)]
+    for rank, target in enumerate(targets):
+        if rank == root % ranks:
+            target[:] = sent
+        cluster.move_bytes(rank, "broadcast", target if rank == root % ranks else None, target)
+    cluster.run()
+    for target in targets:
+        assert bits(target) == bits(sent)
+
+
+@settings(max_examples=100)
+@given(seed=SEEDS, ranks=st.integers(1, 4))
+def test_rows_and_dense_tensors_mix(seed: int, ranks: int) -> None:
+    cluster, rng = host(ranks, 32, 4, seed, shards=2), np.random.default_rng(seed)
+    dense = [[rng.integers(-9, 9, 50).astype(np.float32) for _ in range(ranks)] for _ in range(2)]
+    expected = [reduce_in_rank_order(tensors, "sum") for tensors in dense]
+    numbers = np.arange(0, 20, 2)
+    for rank in range(ranks):
+        cluster.allreduce(rank, dense[0][rank])
+        rows = cluster.rows(rank, numbers, np.ones((10, 8), np.float32), 20)
+        cluster.allreduce(rank, dense[1][rank])
+        if rank == 0:
+            first = rows
+    cluster.run()
+    assert_results(dense[0], expected[0])
+    assert_results(dense[1], expected[1])
+    assert np.array_equal(first.result[0], numbers)
+    assert np.array_equal(first.result[1], np.full((10, 8), ranks, np.float32))
+
+
+def test_different_collectives_end_the_job_on_all_ranks() -> None:
+    cluster = host(3, 32, 4, 1)
+    cluster.allreduce(0, np.ones(20, np.float32))
+    cluster.allreduce(1, np.ones(20, np.float32))
+    cluster.allreduce(2, np.ones((4, 5), np.float32))
+    cluster.settle()
+    assert cluster.culprits() == {"ranks 0 and 2"}
+    reason = cluster.worker_ends[0].cause.reason  # type: ignore[union-attr]
+    assert reason == (
+        "submitted different collectives: collective 0: rank 0 called allreduce of float32 (20,), sum; "
+        "rank 2 called allreduce of float32 (4, 5), sum"
+    )
+
+
+def test_a_rank_that_lags_is_named() -> None:
+    cluster = host(3, 32, 4, 1, timeout_s=10.0)
+    for rank in (0, 2):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    cluster.settle()
+    cluster.now = 1.5
+    cluster.settle()
+    assert cluster.warnings[0] == (
+        "collective 0 (allreduce of float32 (20,), sum): waiting for rank 1 (host h1, pid 101) since 1.5 s"
+    )
+    cluster.now = 10.1
+    cluster.settle()
+    assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
