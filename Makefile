@@ -9,10 +9,12 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma test-rdma clean
+.PHONY: help install demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
+
+install: $(READY) ## make .venv and install omnireduce there, with what the tests need; other targets do that first
 
 demo: $(READY) ## start two aggregator shards, run the bench, density and train workers, stop everything
 	@$(BIN)/python examples/demo.py

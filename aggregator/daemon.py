@@ -139,7 +139,10 @@ class Daemon:
         secret = None if self._access.teams is None else self._own
 
         def run(stop_pipe: int) -> None:
-            run_monitor(listener, self._config, secret, self._pages, names, addresses, self._pulses, stop_pipe)
+            run_monitor(
+                listener, self._config, secret, self._pages,
+                names=names, addresses=addresses, pulses=self._pulses, stop_pipe=stop_pipe,
+            )  # fmt: skip
 
         self._family.start("monitor", address, run, Deaths())
 

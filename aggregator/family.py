@@ -77,7 +77,8 @@ class Family:
         watch: Watch | None = None,
     ) -> None:
         """Fork one more child."""
-        self.members.append(Child(kind, address, run, deaths, watch, *self._forked(f"{kind} {address}", run)))
+        process, stop, stacks = self._forked(f"{kind} {address}", run)
+        self.members.append(Child(kind, address, run, deaths, watch, process=process, stop=stop, stacks=stacks))
 
     def restart(self, child: Child) -> None:
         """Fork a child again after its end."""

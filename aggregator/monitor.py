@@ -38,7 +38,7 @@ from aggregator.watchdog import LOOK_S, Pulse
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged, tell_left_out
-from omnireduce.runtime.member.observe import MONITOR, ask_all
+from omnireduce.runtime.asking.observe import MONITOR, ask_all
 from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, allow_all_descriptors
 from omnireduce.secret import Secret
 from omnireduce.status import Status
@@ -288,6 +288,7 @@ def run_monitor(
     config: Config,
     secret: Secret | None,
     access: Pages,
+    *,
     names: Sequence[str],
     addresses: Sequence[str],
     pulses: Sequence[Pulse],

@@ -19,7 +19,7 @@ from omnireduce.config import Aggregator, Config
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime.member.observe import MONITOR
+from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.listening import Door

@@ -8,65 +8,108 @@
 
 The functions of this module work on one global `Communicator`; programs that need several, or no global state, make
 their own.
+
+Each name is loaded when it is used first. So whoever imports one part of the package, as an aggregator does, loads no
+other part.
 """
 
 from __future__ import annotations
 
-from omnireduce.config import Config, load_config
-from omnireduce.descriptor import Op
-from omnireduce.errors import (
-    AbortedError,
-    ClosedError,
-    CollectiveTimeoutError,
-    ConfigError,
-    OmniReduceError,
-    RefusedError,
-    TransportError,
-    UsageError,
-)
-from omnireduce.runtime.member.communicator import Communicator, Statistics
-from omnireduce.runtime.member.elastic import ElasticState, NewcomersError, run_elastic
-from omnireduce.runtime.member.handle import Handle
-from omnireduce.runtime.member.world import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    allgather_object_async,
-    allgather_ragged,
-    allgather_ragged_async,
-    allreduce,
-    allreduce_async,
-    allreduce_rows,
-    allreduce_rows_async,
-    allreduce_tables,
-    allreduce_tables_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    barrier_async,
-    broadcast,
-    broadcast_async,
-    broadcast_object,
-    broadcast_object_async,
-    connect,
-    gather,
-    gather_async,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    reduce,
-    reduce_async,
-    reduce_scatter,
-    reduce_scatter_async,
-    reform,
-    scatter,
-    scatter_async,
-    shutdown,
-    size,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from omnireduce.version import __version__
+
+if TYPE_CHECKING:
+    from omnireduce.config import Config, load_config
+    from omnireduce.descriptor import Op, RowOp
+    from omnireduce.elastic import ElasticState, NewcomersError, run_elastic
+    from omnireduce.errors import (
+        AbortedError,
+        ClosedError,
+        CollectiveTimeoutError,
+        ConfigError,
+        OmniReduceError,
+        RefusedError,
+        TransportError,
+        UsageError,
+    )
+    from omnireduce.runtime.member.calls import Rows
+    from omnireduce.runtime.member.communicator import Communicator, Statistics
+    from omnireduce.runtime.member.groups import Table
+    from omnireduce.runtime.member.handle import Handle
+    from omnireduce.runtime.member.world import (
+        allgather,
+        allgather_async,
+        allgather_object,
+        allgather_object_async,
+        allgather_ragged,
+        allgather_ragged_async,
+        allreduce,
+        allreduce_async,
+        allreduce_rows,
+        allreduce_rows_async,
+        allreduce_tables,
+        allreduce_tables_async,
+        alltoall,
+        alltoall_async,
+        barrier,
+        barrier_async,
+        broadcast,
+        broadcast_async,
+        broadcast_object,
+        broadcast_object_async,
+        connect,
+        gather,
+        gather_async,
+        init,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        reduce,
+        reduce_async,
+        reduce_scatter,
+        reduce_scatter_async,
+        reform,
+        scatter,
+        scatter_async,
+        shutdown,
+        size,
+    )
+else:
+    _PLACES = {
+        "omnireduce.config": ("Config", "load_config"),
+        "omnireduce.descriptor": ("Op", "RowOp"),
+        "omnireduce.errors": (
+            "AbortedError",
+            "ClosedError",
+            "CollectiveTimeoutError",
+            "ConfigError",
+            "OmniReduceError",
+            "RefusedError",
+            "TransportError",
+            "UsageError",
+        ),
+        "omnireduce.runtime.member.calls": ("Rows",),
+        "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
+        "omnireduce.elastic": ("ElasticState", "NewcomersError", "run_elastic"),
+        "omnireduce.runtime.member.groups": ("Table",),
+        "omnireduce.runtime.member.handle": ("Handle",),
+    }
+    _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+    _OTHERS = "omnireduce.runtime.member.world"
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'omnireduce' has no attribute {name!r}")
+        found = getattr(import_module(_PLACE_OF.get(name, _OTHERS)), name)
+        globals()[name] = found  # from now on this function is not asked for it
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AbortedError",
@@ -81,7 +124,10 @@ __all__ = [
     "OmniReduceError",
     "Op",
     "RefusedError",
+    "RowOp",
+    "Rows",
     "Statistics",
+    "Table",
     "TransportError",
     "UsageError",
     "__version__",

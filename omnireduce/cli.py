@@ -75,6 +75,9 @@ def config_options(command: _F) -> _F:
     return config_file(overrides(command))
 
 
+json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")
+
+
 @contextmanager
 def reporting_errors() -> Iterator[None]:
     """End the program as the table above says: one line on stderr and an exit status, no traceback."""

@@ -25,6 +25,9 @@ Kind = Literal[
     "allgather_ragged", "broadcast_object", "allgather_object",
 ]  # fmt: skip
 Op = Literal["sum", "mean", "min", "max", "prod", "any", "all"]
+"""How the elements of all ranks are combined; `any` and `all` are for bool, the others for numbers."""
+RowOp = Literal["sum", "mean"]
+"""How rows are combined. A row that a rank lacks counts as zeros."""
 REDUCING = ("allreduce", "allreduce_rows", "reduce_scatter", "reduce")  # the others move bytes
 PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")  # parts of any size, in packets
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")

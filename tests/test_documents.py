@@ -55,7 +55,7 @@ PROGRAMS = {
     "vagrant",
 }
 CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all others run
-    "CONTRIBUTING.md: make test": "these are the tests themselves, and what takes minutes to hours",
+    "CONTRIBUTING.md: make install": "these are the tests themselves, and what takes minutes to hours",
     "docs/performance.md: make bench-quick": "benchmarks of 6 and 20 minutes, in part as root",
     "docs/performance.md: python -m benchmarks run": "benchmarks of minutes, in part as root; an older checkout",
     "docs/rdma.md: make rdma": "installs pyverbs, and starts guests for ten minutes; .ci/rdma does both",
@@ -180,6 +180,12 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
     assert (done.returncode, said) == (0, [])
 
 
+def make_targets() -> set[str]:
+    """The targets that `make help` lists."""
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in done.stdout.splitlines()}
+
+
 def test_what_cannot_run_is_there_and_says_why() -> None:
     found = [each for block in blocks("sh") for each in reasons(block)]
     assert sorted(found) == sorted(CANNOT_RUN)  # each is the beginning of one block
@@ -250,6 +256,7 @@ def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
     """But for what installs, which has happened, and for the port, which another program may have."""
+    assert quickstart().text.startswith("make install")
     assert "omnireduce aggregator &" in quickstart().text
     lines = [line for line in quickstart().text.splitlines() if not line.startswith(("make", "source"))]
     address = free_address()
@@ -279,10 +286,10 @@ def test_commands_and_options_exist(where: str, command: str) -> None:
         words = [word.removeprefix(".venv/bin/") for word in words[words.index("-n") + 2 :]]
     program, *arguments = words or ["export"]
     if program == "make":
-        assert (
-            subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=False).returncode
-            == 0
-        )
+        run = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=False)
+        assert run.returncode == 0
+        targets = [word for word in arguments if "=" not in word and not word.startswith("-")]
+        assert set(targets) <= make_targets(), "a target that `make help` does not list"
     elif program == "omnireduce":
         assert_options(("-m", "omnireduce"), arguments)
     elif program == "python" and arguments[0] == "-m":

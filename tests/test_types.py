@@ -7,7 +7,7 @@ from pathlib import Path
 from mypy import api
 
 GOOD = """
-from typing import assert_type
+from typing import Any, assert_type
 import numpy as np
 from numpy.typing import NDArray
 import omnireduce as omni
@@ -30,6 +30,16 @@ assert_type(omni.scatter(x), NDArray[np.float32])
 assert_type(omni.alltoall(x), NDArray[np.float32])
 assert_type(omni.allgather_ragged_async(x).wait(), list[NDArray[np.float32]])
 assert_type(omni.allreduce(x > 0, op="any"), NDArray[np.bool_])
+assert_type(omni.allreduce_rows(np.arange(3), table, 3), omni.Rows[np.float32])
+assert_type(omni.allreduce_rows_async(np.arange(3), table, 3, op="mean").wait(), omni.Rows[np.float32])
+tables: list[omni.Table] = [(np.arange(3), table, 3), (np.arange(2), np.ones((2, 5)), 7)]
+assert_type(omni.allreduce_tables(tables, op="mean"), list[omni.Rows[Any]])
+assert_type(omni.allreduce_tables_async(tables).wait(), list[omni.Rows[Any]])
+assert_type(omni.broadcast_object({"step": 3}), Any)
+assert_type(omni.allgather_object("x"), list[Any])
+assert_type(omni.allgather_object_async("x").wait(), list[Any])
+row_op: omni.RowOp = "mean"
+op: omni.Op = row_op
 omni.barrier_async().wait()
 
 async def later() -> NDArray[np.float32]:
@@ -42,6 +52,11 @@ import omnireduce as omni
 omni.allreduce(np.ones(3), op="sun")
 omni.broadcast(3)
 omni.allreduce_rows(np.arange(3), [1.0], 3)
+omni.allreduce_rows(np.arange(3), np.ones((3, 2)), 3, op="max")
+omni.allreduce_rows_async(np.arange(3), np.ones((3, 2)), 3, op="prod")
+omni.allreduce_tables([(np.arange(3), np.ones((3, 2)), 3)], op="min")
+omni.allreduce_tables([(np.arange(3), np.ones((3, 2)))])
+omni.connect().allreduce_rows(np.arange(3), np.ones((3, 2)), 3, op="any")
 """
 
 
@@ -59,4 +74,4 @@ def test_results_keep_their_dtype(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_an_error(tmp_path: Path) -> None:
     found = errors(tmp_path, WRONG)
-    assert [line.split(":")[1] for line in found] == ["5", "6", "7"], found
+    assert [line.split(":")[1] for line in found] == ["5", "6", "7", "8", "9", "10", "11", "12"], found

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import click
 
-from omnireduce.cli import Group, config_options
-from omnireduce.config import Config, dump_config, load_config, reference_toml
+from omnireduce.cli import Group, config_options, json_option
+from omnireduce.config import Config, load_config
+from omnireduce.console.program import density, show_config, trace
 from omnireduce.errors import OmniReduceError
 from omnireduce.logs import start_logs
 
 # The commands import what they run when they run: --help need not wait for it.
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_LARGEST_BLOCK = 65536
 
 
 def launch_options(command: _F) -> _F:
@@ -26,12 +26,9 @@ def launch_options(command: _F) -> _F:
     return rank(size(command))
 
 
-json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")
-
-
 @click.group(cls=Group, name="worker")
 def main() -> None:
-    """Workers of the sparse all-reduce service: benchmark, training, density report.
+    """Workers of the sparse all-reduce service: benchmark and training.
 
     Start N of them with: mpirun -n N omnireduce COMMAND
     """
@@ -130,72 +127,11 @@ def train(
     sys.exit(status)
 
 
-@main.command(short_help="Say whether arrays are sparse enough.")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--block-sizes", default="32,64,128,256,512,1024", show_default=True, help="Elements, comma-separated.")
-@click.option("--world-size", type=click.IntRange(min=2), default=2, show_default=True, help="Workers.")
-@click.option(
-    "--link-gbps",
-    type=click.FloatRange(0, 1e6, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="Bandwidth of a worker's link in each direction, Gbit/s.",
-)
-@json_option
-def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps: float, json_path: str | None) -> None:
-    """Say how sparse the arrays in files are, and whether the service would help.
-
-    Files are .npy, .npz or .safetensors, best a saved gradient. The density of blocks is what counts: the
-    service moves a block unless all of it is zero.
-
-    The prediction compares with a dense ring all-reduce and assumes that every worker has such an array, its
-    non-zero blocks at independent places.
-    """
-    from omnireduce.console.density.command import report_files
-
-    complete = report_files(
-        files,
-        block_sizes=_parse_block_sizes(block_sizes),
-        world_size=world_size,
-        link_gbps=link_gbps,
-        json_path=json_path,
-    )
-    sys.exit(0 if complete else 1)
-
-
-@main.command(short_help="Show where the time of a traced job went.")
-@click.argument("folder", metavar="FOLDER")
-@click.option("--job", help="Which job, if there are traces of several.")
-@click.option("--output", metavar="FILE", help="Also write a timeline to FILE, as JSON that ui.perfetto.dev shows.")
-def trace(folder: str, job: str | None, output: str | None) -> None:
-    """Show where the time of a traced job went, from the files in FOLDER that its ranks and shards left.
-
-    They leave them when daemon and workers run with the same trace.folder, on one host or on a shared file system, and
-    the job is over. The table is about tensors of one size: the one of which most bytes were reduced.
-    """
-    from omnireduce.console.traces.command import report_trace
-
-    report_trace(folder, job, output)
-
-
-@main.command("config", short_help="Print the effective configuration.")
-@config_options
-@click.option("--reference", is_flag=True, help="Print every key with its meaning, default and range instead.")
-def show_config(config_file: str | None, overrides: tuple[str, ...], reference: bool) -> None:
-    """Print the effective configuration as TOML."""
-    config = load_config(config_file, overrides=overrides)
-    click.echo(reference_toml() if reference else dump_config(config), nl=False)
-
-
 def _load(config_file: str | None, overrides: tuple[str, ...]) -> Config:
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     return config
 
 
-def _parse_block_sizes(text: str) -> list[int]:
-    sizes = [int(part) if part.strip().isascii() and part.strip().isdigit() else 0 for part in text.split(",")]
-    if not all(8 <= size <= _LARGEST_BLOCK and size % 8 == 0 for size in sizes):
-        expected = f"multiples of 8 from 8 to {_LARGEST_BLOCK}, comma-separated"
-        raise click.BadParameter(f"got {text!r}, expected {expected}", param_hint="--block-sizes")
-    return sorted(set(sizes))
+for _command in (density, trace, show_config):  # of the console; `python -m worker` has them, too
+    main.add_command(_command)

@@ -111,7 +111,10 @@ def synthetic_cases(config: Config) -> list[SyntheticCase]:
     bench = config.bench
     ops: tuple[Op, ...] = _listed(bench.op)
     return [
-        SyntheticCase(elements, dtype, op, block_size, overlap, density, bench.seed, distribution)
+        SyntheticCase(
+            elements=elements, dtype=dtype, op=op, block_size=block_size, overlap=overlap, density=density,
+            seed=bench.seed, distribution=distribution,
+        )
         for elements in _listed(bench.elements)
         for dtype in _listed(bench.dtype)
         for op in ops
@@ -119,7 +122,7 @@ def synthetic_cases(config: Config) -> list[SyntheticCase]:
         for distribution in _listed(bench.distribution)
         for overlap in _listed(bench.overlap)
         for density in _listed(bench.density)
-    ]
+    ]  # fmt: skip
 
 
 def recorded_cases(config: Config, pattern: str, world_size: int) -> list[RecordedCase]:

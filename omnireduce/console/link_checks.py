@@ -12,7 +12,7 @@ from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
-from omnireduce.runtime.member.observe import AT_ONCE, question, reach
+from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
 from omnireduce.secret import load_secret
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm

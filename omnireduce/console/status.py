@@ -12,7 +12,7 @@ from rich.live import Live
 
 from omnireduce.config import Config, override_config
 from omnireduce.console.status_table import View
-from omnireduce.runtime.member.observe import ask_all
+from omnireduce.runtime.asking.observe import ask_all
 from omnireduce.secret import load_secret
 from omnireduce.status import Status
 

@@ -94,7 +94,7 @@ class HostError(Exception):
 
 NO_SHAPE = Shape(1, 0, 0)
 _EMPTY = np.zeros((0, 1), np.uint64)
-NOTHING = TensorBlocks(_EMPTY, _EMPTY, _EMPTY, _EMPTY, True, True, np.uint64(0))
+NOTHING = TensorBlocks(_EMPTY, _EMPTY, _EMPTY, _EMPTY, in_place=True, silent=True, mask=np.uint64(0))
 
 
 def region_bytes(slots: int, slot_bytes: int) -> int:
@@ -206,8 +206,10 @@ class HostExchange:
 
     def _run(self, blocks: TensorBlocks) -> int:
         did: int = run(
-            self._state, self._ints, self._words, blocks.source, blocks.source_tail, blocks.target, blocks.target_tail,
-            self._places, self._plan, self._marked, self._scratch, self._bits, self._called, self._steps, self._looks,
+            self._state, self._ints, self._words,
+            source=blocks.source, source_tail=blocks.source_tail, target=blocks.target, target_tail=blocks.target_tail,
+            places=self._places, plan=self._plan, marked=self._marked, scratch=self._scratch, bits=self._bits,
+            called=self._called, steps=self._steps, looks=self._looks,
         )  # fmt: skip
         return did
 

@@ -16,64 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import msgspec
 
 from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
+from omnireduce.protocol.admissions import Admit, Announce, Answer, MembershipEffect, Replace
 from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.announced import NEWS_S, Announced
+from omnireduce.protocol.doomed import Doomed, dooms
 from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
-from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, kin, malformed, of_another_team, taken
+from omnireduce.protocol.hello_checks import difference, kin, malformed, of_another_team, taken
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.running import Running
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
-from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
+from omnireduce.wire.control import Cause, Hello, Refused, other_version
 from omnireduce.wire.words import listed
 
 NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
-
-
-class Answer(NamedTuple):
-    """Send `message` to connection `key`; after a Refused the connection ends."""
-
-    key: Hashable
-    message: Refused | Pending
-
-
-class Admit(NamedTuple):
-    """All ranks of a job are here: start generation `generation` with these connections, in rank order."""
-
-    generation: int
-    job: str
-    keys: list[Hashable]
-    hellos: list[Hello]
-
-
-class Announce(NamedTuple):
-    """Tell the ranks of running `generation` that `workers` others wait to join their job."""
-
-    generation: int
-    workers: int
-
-
-class Replace(NamedTuple):
-    """End running `generation` because of `cause`: survivors have waited long enough for those who are still in it."""
-
-    generation: int
-    cause: Cause
-
-
-MembershipEffect = Answer | Admit | Announce | Replace
-
-
-class _Running(NamedTuple):
-    meeting: Meeting
-    spec: Hello  # of the first who said hello
-    formation: int  # its number, which no other generation has
-    ranks: dict[int, Hello]  # those that have not left, with the ranks that they have
-    asked: frozenset[int]  # the ranks that all its workers gave in their hellos, also those that have left
 
 
 class Membership:
@@ -86,10 +47,11 @@ class Membership:
         self._gathering: dict[Meeting, Gathering] = {}
         self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # the same by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Running] = {}
         self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
         self._next_generation = 1
         self._announced = Announced()
+        self._doomed = Doomed(limits.join_timeout_s)
         self._has_freed_room = False
         self.draining = False
 
@@ -111,13 +73,12 @@ class Membership:
         if not wrong:
             standing = self._standing(hello, meeting)
             going = self._in_the_way(hello, meeting, standing)
+            wrong, temporary = self._doomed.why(hello, now), False
+        if not wrong:
             wrong, temporary = self._objection(hello, meeting, standing, terms, going)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
-            waiting = self._gathering.get(meeting)
-            if waiting is not None and not malformed(hello) and not of_another_team(waiting.spec, hello):
-                waiting.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
-                waiting.is_news = True
+            yield from self._tell_of_refusal(meeting, hello, wrong, now)
             return
         yield from self._make_way(hello, meeting, standing, going, now)
         if meeting not in self._gathering:
@@ -169,11 +130,7 @@ class Membership:
             if self._may_start(gathering, now):
                 yield self._admit(meeting)
             elif not gathering.held and now - gathering.since >= limit_s:
-                self._close(meeting)
-                reason = gathering.too_late(limit_s)
-                for key, *_ in gathering.attendees.values():
-                    del self._waiting[key]
-                    yield Answer(key, Refused(reason, temporary=True))
+                yield from self._disband(meeting, gathering.too_late(limit_s), temporary=True)
             elif gathering.held and gathering.has_settled(now):
                 yield from self._replace(meeting, gathering, now)
             elif gathering.untold or (gathering.is_news and now - gathering.told_at >= NEWS_S):
@@ -202,12 +159,34 @@ class Membership:
         if generation is not None:
             self._announced.somebody_waits(generation)
             last = self._running[generation].asked
-        gathering = Gathering(hello, terms, now, now, now, generation is not None, last, self._replaced_by(hello))
+        gathering = Gathering(
+            hello, terms, since=now, told_at=now, changed_at=now,
+            held=generation is not None, expected=last, replaces=self._replaced_by(hello),
+        )  # fmt: skip
         gathering.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])
         for other in gathering.namesakes[:1]:
             other.is_news = True
         gathering.namesakes.append(gathering)
         self._gathering[meeting] = gathering
+
+    def _tell_of_refusal(self, meeting: Meeting, hello: Hello, wrong: str, now: float) -> Iterator[MembershipEffect]:
+        """Those who wait for a rank that was refused learn it. They are refused, too, if it can never join."""
+        gathering = self._gathering.get(meeting)
+        if gathering is None or malformed(hello) or of_another_team(gathering.spec, hello):
+            return
+        if dooms(gathering, hello, wrong, self._limits.over(hello)):
+            yield from self._disband(meeting, self._doomed.add(gathering, hello, wrong, now))
+        else:
+            gathering.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
+            gathering.is_news = True
+
+    def _disband(self, meeting: Meeting, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
+        """Refuse all who gather."""
+        gathering = self._gathering[meeting]
+        self._close(meeting)
+        for key, *_ in gathering.attendees.values():
+            del self._waiting[key]
+            yield Answer(key, Refused(reason, temporary))
 
     def _close(self, meeting: Meeting) -> None:
         gathering = self._gathering.pop(meeting)
@@ -248,7 +227,7 @@ class Membership:
             hellos = [msgspec.structs.replace(each, formation=formation, ticket=entry) for each in hellos]
         asked = before - gathering.attendees.keys()
         ranks = {each.rank: each for each in hellos}
-        self._running[generation] = _Running(meeting, gathering.spec, formation, ranks, asked)
+        self._running[generation] = Running(meeting, gathering.spec, formation, ranks, asked)
         self._held[generation] = msgspec.structs.replace(hellos[0], formation=meeting.formation)
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
         gathering.replaces = generation
@@ -371,7 +350,7 @@ class Membership:
     def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str]) -> tuple[str, bool]:
         for running in self._running.values():
             if running.meeting == meeting:
-                wrong = of_another_team(running.spec, hello) or _wrong_beside(running, hello, standing)
+                wrong = of_another_team(running.spec, hello) or running.objection(hello, standing)
                 if wrong:
                     return wrong, False
         gathering = self._gathering.get(meeting)
@@ -387,12 +366,3 @@ class Membership:
             wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"
             return wrong, hello.survived > 0  # those who wait have no more right to a place
         return difference(spec, hello), False
-
-
-def _wrong_beside(running: _Running, hello: Hello, standing: Standing) -> str:
-    """What is wrong with a hello to a job that runs."""
-    if not hello.smallest:
-        if running.spec.smallest:
-            return f"job '{hello.job}' runs, and is elastic: {ADVICE['smallest']}"
-        return taken(running.ranks[hello.rank]) if hello.rank in running.ranks else ""
-    return "" if standing else difference(running.spec, hello, SHAPE)

@@ -133,7 +133,7 @@ class DenseTensor:
     @property
     def blocks(self) -> TensorBlocks:
         source, target = self._source.as_writable, self._target.as_writable
-        return TensorBlocks(*source, *target, self._in_place, self._silent, self._mask)
+        return TensorBlocks(*source, *target, in_place=self._in_place, silent=self._silent, mask=self._mask)
 
     def start(self, shard: int) -> int:
         if not self._silent:

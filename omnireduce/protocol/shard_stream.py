@@ -91,7 +91,10 @@ class ShardStream:
         indices = self._scratch(header.block_count)[: header.block_count]
         unchanged = self._unchanged[: header.block_count]
         low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
-        fitting = admit_marked(message_indices(memory, header), self._rank, low, high, *stripes, indices, unchanged)
+        fitting = admit_marked(
+            message_indices(memory, header), self._rank, low, high, shard=stripes.shard, shards=stripes.shards,
+            stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
+        )  # fmt: skip
         if fitting < indices.size:
             raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")
         if header.left_out and header.left_out != np.count_nonzero(unchanged):

@@ -89,7 +89,7 @@ class Union:
         They leave room for those that follow: no collective completes before all indices have been seen.
         """
         row, header = self._open[rank]
-        _, stripes, block_size, block_bytes = self.shape
+        _, (shard, shards, stripe_blocks), block_size, block_bytes = self.shape
         ahead = self._ahead.pop(rank)
         first, count = header.block_count - ahead, min(ahead, self._window)
         later = ahead - count
@@ -97,9 +97,12 @@ class Union:
             self._ahead[rank] = later
         own, at = self._indices[rank, :count], header.indices_start // 8 + first
         high = header.frontier - later
-        fitting = admit_indices(self._words[row, at : at + count], low, high, *stripes, own)
+        fitting = admit_indices(
+            self._words[row, at : at + count], low, high,
+            shard=shard, shards=shards, stripe_blocks=stripe_blocks, own=own,
+        )  # fmt: skip
         if fitting < count:
-            raise ProtocolError(stripes.misfit(own[fitting], low, high))
+            raise ProtocolError(self.shape.stripes.misfit(own[fitting], low, high))
         start = (row * self._slot_bytes + HEADER_BYTES) * block_size // block_bytes
         self._start[rank] = start + first * block_size
         self._position[rank], self._count[rank] = 0, count

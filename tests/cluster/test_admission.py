@@ -43,6 +43,17 @@ def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
         assert "after cluster.join_timeout_s = 0.3; were all workers started, with the same world size" in text
 
 
+@pytest.mark.parametrize("transport", KINDS)
+def test_a_launch_ends_at_once_when_one_of_its_ranks_is_refused(daemon: Daemon, transport: str) -> None:
+    """The time to join is 60 s, which no test has."""
+    job = unique_job()
+    changes = f"transport.kind={transport}", f"cluster.launch={job}", "cluster.join_timeout_s=60"
+    config, other = (configured(daemon.addresses[:1], *changes, *more) for more in ((), ("protocol.slots=5",)))
+    texts = Ranks(3, lambda rank: join(other if rank == 1 else config, rank, 3, job)).results(WAIT_S)
+    assert all("slots 5 differs from" in text or "differs from 5" in text for text in texts)
+    assert sum(f"job '{job}' cannot start: " in text for text in texts) == 2
+
+
 def test_a_worker_says_once_for_whom_it_waits(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from local_cluster import Daemon, Process, Ranks, configured, eventually, unique_job
 
 from omnireduce import Communicator
-from omnireduce.runtime.member.observe import ask
+from omnireduce.runtime.asking.observe import ask
 
 PROGRAM = """
 import os, sys

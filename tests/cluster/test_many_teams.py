@@ -22,7 +22,7 @@ from aggregator.daemon import Daemon as Supervisor
 from aggregator.family import Deaths, Family
 from aggregator.reload import reload_on_hangup
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
-from omnireduce.runtime.member.observe import ask
+from omnireduce.runtime.asking.observe import ask
 from omnireduce.secret import Secret, load_secret
 
 VISION, SPEECH, GENERAL = "what vision knows ....", "what speech knows ....", "what the operator knows"

@@ -36,7 +36,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aggregator.monitor import CONNECTIONS
 from omnireduce.config import parse_address
 from omnireduce.protocol.effects import ABORT_KINDS
-from omnireduce.runtime.member.observe import ask
+from omnireduce.runtime.asking.observe import ask
 
 LISTEN = "metrics.listen=127.0.0.1:0"
 Samples = dict[str, dict[tuple[str, ...], float]]

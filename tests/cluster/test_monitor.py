@@ -19,7 +19,7 @@ from aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open
 from aggregator.watchdog import Pulse
 from omnireduce.config import parse_address
 from omnireduce.logs import A_SECOND, LimitedHandler, tagged
-from omnireduce.runtime.member.observe import MONITOR
+from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.transport.shm import listen_shm
 from omnireduce.transport.tcp import listen_tcp
 

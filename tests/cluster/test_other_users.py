@@ -14,7 +14,7 @@ from local_cluster import WAIT_S, Daemon, Ranks, Worker, configured, unique_job
 from users import set_user
 
 from omnireduce import Communicator, RefusedError, TransportError
-from omnireduce.runtime.member.observe import ask
+from omnireduce.runtime.asking.observe import ask
 from omnireduce.transport.shm import listen_shm
 
 NOBODY = 65534

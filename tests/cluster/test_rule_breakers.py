@@ -15,7 +15,7 @@ from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
 from omnireduce import AbortedError, Communicator, RefusedError, TransportError
 from omnireduce.descriptor import Descriptor
-from omnireduce.runtime.member.observe import ask
+from omnireduce.runtime.asking.observe import ask
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
 from omnireduce.wire.blocks import seal
 from omnireduce.wire.control import Aborted, Goodbye, Refused, Welcome
@@ -187,7 +187,7 @@ FALSE_RESULTS: dict[str, tuple[bytes, str]] = {
     "noise": (b"\xee" * 100, "not a frame of this protocol"),
     "too long": (FRAME.pack(DATA, 0, 2**31), "message of 2147483648 bytes"),
     "an empty message": (FRAME.pack(DATA, 0, 0), "a block message of 0 bytes"),
-    "an index beyond the tensor": (b"", "expected ascending ones from 0 to"),
+    "an index beyond the tensor": (b"", "a result with block 40, expected ascending ones from 0 to 39 of shard 0 of 1"),
     "a credit for nothing": (FRAME.pack(CREDIT, 0, 0), "credit for slot 0, which is not under way"),
     "a refusal": (
         framed(Refused("x")),

@@ -21,7 +21,7 @@ from transports import KINDS
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.effects import ABORT_KINDS
-from omnireduce.runtime.member.observe import ask, ask_all
+from omnireduce.runtime.asking.observe import ask, ask_all
 from omnireduce.secret import load_secret
 from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
 from omnireduce.wire.control import PROTOCOL_VERSION, Refused

@@ -12,9 +12,10 @@ from messages import AGGREGATOR_NONCE, HELLO, SLOT_BYTES, SLOTS, TEAM_SECRET, WO
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.protocol.deeds import Failed, Joined, JoiningEffect
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.handshake import Gate
-from omnireduce.protocol.joining import Failed, Joined, Joining, JoiningEffect
+from omnireduce.protocol.joining import Joining
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.rendezvous import feed

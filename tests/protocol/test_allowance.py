@@ -8,7 +8,8 @@ import pytest
 from test_membership import LIMITS, hello, refusal
 
 from omnireduce.config.security import Terms
-from omnireduce.protocol.membership import Admit, Answer, Membership
+from omnireduce.protocol.admissions import Admit, Answer
+from omnireduce.protocol.membership import Membership
 from omnireduce.wire.control import Pending, Refused
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omnireduce.config.security import Terms
+from omnireduce.protocol.admissions import Admit, Announce, Answer, MembershipEffect, Replace
 from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Admit, Announce, Answer, Membership, MembershipEffect, Replace
+from omnireduce.protocol.membership import Membership
 from omnireduce.protocol.tickets import ticket
 from omnireduce.teams import FREE
 from omnireduce.wire.control import PROTOCOL_VERSION, Cause, Hello, Pending, Refused

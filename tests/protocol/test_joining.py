@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
+from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, Notice
 from omnireduce.protocol.effects import Tell
-from omnireduce.protocol.joining import Connect, Failed, HangUp, Joined, Joining, Notice
+from omnireduce.protocol.joining import Joining
 from omnireduce.secret import Secret
 from omnireduce.wire.control import (
     PROTOCOL_VERSION,

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from omnireduce.config.security import Terms
+from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Admit, Answer, Membership, MembershipEffect
+from omnireduce.protocol.membership import Membership
 from omnireduce.teams import FREE
 from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Pending, Refused
 

@@ -76,7 +76,10 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
         "the result of an allgather of (1, 1, 1,",
     ),
     "out is x": (lambda c: c.allreduce(X, out=X), "out overlaps x"),
-    "out overlaps": (lambda c: c.allreduce(X[:32], out=X[31:63]), "leave out away to work in place"),
+    "out overlaps": (
+        lambda c: c.allreduce(X[:32], out=X[31:63]),
+        "overlaps x; to work in place, call without out=",
+    ),
     "out is a list": (lambda c: c.allreduce(X, out=[0.0] * 64), "out is a list; expected a numpy.ndarray"),
     "out of another dtype": (lambda c: c.allreduce(X, out=np.ones(64)), "out is float64[64], x is float32[64]"),
     "out of another shape": (
@@ -105,6 +108,14 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "indices of float": (lambda c: c.allreduce_rows(INDICES * 1.0, ROWS, 9), "expected integer indices, got float64"),
     "an index too high": (lambda c: c.allreduce_rows(INDICES, ROWS, 3), "indices from 1 to 3: expected 0 to 2"),
     "a negative index": (lambda c: c.allreduce_rows(-INDICES, ROWS, 9), "indices from -3 to -1: expected 0 to 8"),
+    "an index where there are no rows": (
+        lambda c: c.allreduce_rows(INDICES, ROWS, 0),
+        "2 indices, but n_rows is 0; expected none",
+    ),
+    "rows of no elements": (
+        lambda c: c.allreduce_rows(INDICES, ROWS[:, :0], 9),
+        "values (n, row length) with a row length of at least 1, got (2,) and (2, 0)",
+    ),
     "a negative n_rows": (lambda c: c.allreduce_rows(INDICES[:0], ROWS[:0], -1), "n_rows -1: expected 0 to "),
     "more rows than there are block numbers": (
         lambda c: c.allreduce_rows(INDICES, ROWS[:, :1].copy(), 1 << 48),

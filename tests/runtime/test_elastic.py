@@ -12,10 +12,10 @@ from transports import KINDS
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.config import Config
+from omnireduce.elastic import NewcomersError
+from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.calls import Call, Place
-from omnireduce.runtime.member.elastic import NewcomersError
-from omnireduce.runtime.member.observe import ask
 
 ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
 

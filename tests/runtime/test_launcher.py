@@ -88,6 +88,11 @@ def test_a_launcher_that_does_not_say_how_many_are_on_this_host() -> None:
         assert detect_launch({key: value for key, value in environ.items() if key != name}).local_size is None
 
 
+def test_a_launcher_that_does_not_say_the_local_rank() -> None:
+    for environ, name in ((OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), (TORCHRUN, "LOCAL_RANK")):
+        assert detect_launch({key: value for key, value in environ.items() if key != name}).local_rank is None
+
+
 def test_srun_with_pmi2_takes_the_local_rank_from_slurm() -> None:
     pmi2 = {"PMI_RANK": "2", "PMI_SIZE": "9", "PMI_JOBID": "77.0"}
     assert detect_launch(SLURM | pmi2) == Launch(2, 9, 1, "77.0", "MPICH", 2)
@@ -98,7 +103,7 @@ def test_torchrun_without_an_id_has_no_job() -> None:
 
 
 def test_arguments_win() -> None:
-    assert detect_launch(OPEN_MPI, rank=1, size=2) == Launch(1, 2, 0, None, "arguments")
+    assert detect_launch(OPEN_MPI, rank=1, size=2) == Launch(1, 2, None, None, "arguments")
 
 
 @pytest.mark.parametrize(("rank", "size"), [(None, 1), (0, None), (2, 2), (-1, 2), (0, 0)])
@@ -115,7 +120,7 @@ def test_arguments_that_are_no_integers(rank: Any, size: Any) -> None:
 
 def test_arguments_may_be_integers_of_numpy() -> None:
     launch = detect_launch({}, rank=np.int64(1), size=np.int32(2))  # type: ignore[arg-type]
-    assert launch == Launch(1, 2, 0, None, "arguments")
+    assert launch == Launch(1, 2, None, None, "arguments")
     assert type(launch.rank) is type(launch.size) is int
 
 

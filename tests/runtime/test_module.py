@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +68,7 @@ def test_one_aggregator_needs_no_list(daemon: Daemon) -> None:
 
 def test_everything_on_the_global_communicator(daemon: Daemon) -> None:
     comm = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
-    assert (omni.rank(), omni.size(), omni.local_rank(), comm.shards) == (0, 1, 0, 3)
+    assert (omni.rank(), omni.size(), comm.shards) == (0, 1, 3)
     assert omni.allreduce(np.ones(2)).tolist() == [1.0, 1.0]
     assert omni.allreduce(np.ones(2), out=np.zeros(2), op="mean", name="x", block_size=8).tolist() == [1.0, 1.0]
     assert omni.allreduce_async(np.ones(2), name="y").wait(30).tolist() == [1.0, 1.0]
@@ -145,6 +148,33 @@ def test_init_twice(daemon: Daemon) -> None:
     omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
 
 
+def test_the_hook_for_exceptions_is_that_of_before_when_the_last_communicator_is_closed(daemon: Daemon) -> None:
+    before = sys.excepthook
+    with omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+        during = sys.excepthook
+        assert during is not before
+        with omni.connect(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+            assert sys.excepthook is during
+        assert sys.excepthook is during
+    assert sys.excepthook is before
+
+
+def test_a_hook_for_exceptions_that_came_later_stays(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may call ours, which then shows the exception as before. The next communicator does not go on top of it."""
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *about: shown.append(about[1]))
+    with omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+        ours = sys.excepthook
+        monkeypatch.setattr(sys, "excepthook", lambda *about: ours(*about))
+        theirs = sys.excepthook
+    assert sys.excepthook is theirs
+    with omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
+        assert sys.excepthook is theirs
+    error = ValueError("x")
+    theirs(ValueError, error, None)
+    assert shown == [error]
+
+
 def test_a_failed_init_leaves_nothing_behind(daemon: Daemon) -> None:
     with pytest.raises(omni.UsageError, match="got rank 0 and size None, expected both or neither"):
         omni.init(aggregators=daemon.addresses, rank=0)
@@ -177,6 +207,13 @@ def test_rank_and_size_from_a_launcher(daemon: Daemon, monkeypatch: pytest.Monke
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     omni.init(aggregators=daemon.addresses)
     assert (omni.local_rank(), omni.local_size()) == (0, 1)
+
+
+def test_a_local_rank_that_nobody_said_is_an_error(daemon: Daemon) -> None:
+    comm = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
+    assert (comm.local_rank, comm.local_size) == (None, None)
+    with pytest.raises(omni.UsageError, match="this worker's number on its host is not known: no launcher"):
+        omni.local_rank()
 
 
 def test_connect_uses_no_global_state(daemon: Daemon) -> None:
@@ -252,3 +289,33 @@ def test_a_program_that_ends_leaves_its_job(daemon: Daemon, end: str) -> None:
         assert done.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(end, 0), done.stderr
         assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
         assert not done.stdout
+
+
+def test_every_name_is_the_one_that_type_checkers_read() -> None:
+    """The package's names are loaded from a table, and its imports are for type checkers: the two agree."""
+    source = Path(omni.__file__).read_text("utf-8")
+    declared = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("omnireduce.")
+        for alias in node.names
+    }
+    assert sorted(declared) == sorted(omni.__all__) == sorted(set(omni.__all__) & set(dir(omni)))
+    for name, module in declared.items():
+        assert getattr(omni, name) is getattr(import_module(str(module)), name)
+
+
+def test_a_star_import_has_all_names() -> None:
+    code = "from omnireduce import *\nimport omnireduce\nassert set(omnireduce.__all__) <= set(globals())"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'omnireduce' has no attribute 'all_reduce'"):
+        omni.all_reduce  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(omni, "_global")
+
+
+def test_what_it_makes_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(omni.Config())) == omni.Config()
+    assert pickle.loads(pickle.dumps(omni.Statistics)) is omni.Statistics

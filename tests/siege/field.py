@@ -21,7 +21,7 @@ from faults.site import held
 from faults.worker import FINISH
 from local_cluster import WAIT_S, Daemon, configured, eventually
 
-from omnireduce.runtime.member.observe import ask
+from omnireduce.runtime.asking.observe import ask
 from omnireduce.secret import load_secret
 
 from . import attacker, honest

@@ -10,8 +10,9 @@ from functools import partial
 
 import numpy as np
 
+from omnireduce.protocol.deeds import Meet
 from omnireduce.protocol.exchange import region_bytes
-from omnireduce.protocol.joining import Joining, Meet
+from omnireduce.protocol.joining import Joining
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.shard.access import Access
 from omnireduce.secret import Secret

@@ -183,6 +183,17 @@ def test_a_rank_with_another_world_size_is_refused_at_once() -> None:
     assert error(run, 0) is error(run, 1, 1) is None
 
 
+def test_nobody_waits_for_a_rank_of_the_same_launch_that_was_refused_for_good() -> None:
+    """The third rank comes later, and is told as well."""
+    faults = Fault("world size", rank=1, number=1), Fault("late", rank=1, number=0.5), Fault("late", rank=2, number=1.0)
+    run = cluster(*faults, ranks=3, launch="mpirun-7")
+    assert run.run() == []
+    for rank, by in ((0, 0.6), (1, 0.6), (2, 1.1)):
+        assert isinstance(error(run, rank), RefusedError)
+        assert "world_size 4 differs from 3" in str(error(run, rank))
+        assert (workers(run, rank)[0].ended_at or 99) < by
+
+
 @pytest.mark.parametrize(("seed", "both"), [(11, ("'x11' of float32 (", "(1, ")), (12, ("'x12'", "'x14'"))])
 def test_different_collectives_in_one_place_name_both_sides(seed: int, both: tuple[str, str]) -> None:
     """They may differ in nothing but the shape."""

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
+from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffect, Meet, perform
 from omnireduce.protocol.effects import End, Tell, error_of
 from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.joining import Connect, Deed, HangUp, Joined, Joining, JoiningEffect, Meet, perform
+from omnireduce.protocol.joining import Joining
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver

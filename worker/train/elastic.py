@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 
 from omnireduce.config import Config
+from omnireduce.elastic import ElasticState, run_elastic
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.printing import make_console
 from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.elastic import ElasticState, run_elastic
 from worker.train.corpus import Corpus
 from worker.train.results import Verification, say_verdict
 from worker.train.run import configuration_digest, exchange_over, verify

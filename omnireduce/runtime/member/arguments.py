@@ -12,7 +12,7 @@ from omnireduce.dtypes import Array, ElementType
 from omnireduce.errors import UsageError
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
-from omnireduce.runtime.member.launcher import whole
+from omnireduce.runtime.member.numbers import whole
 from omnireduce.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
 
 
@@ -77,13 +77,16 @@ def check_rows(indices: Array, values: Array, n_rows: object) -> int:
     """`n_rows` of `allreduce_rows`. Raises UsageError unless the three fit together."""
     check_array(indices, "indices")
     if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
-        raise UsageError(f"expected indices (n,) and values (n, row length), got {indices.shape} and {values.shape}")
+        expected = "indices (n,) and values (n, row length) with a row length of at least 1"
+        raise UsageError(f"expected {expected}, got {indices.shape} and {values.shape}")
     if not np.issubdtype(indices.dtype, np.integer):
         raise UsageError(f"expected integer indices, got {indices.dtype}")
     rows, length = whole(n_rows, "n_rows"), values.shape[1]
     most = min(MAX_BLOCKS, -(-MAX_ELEMENTS // length)) - 1
     if not 0 <= rows <= most:
         raise UsageError(f"n_rows {rows}: expected 0 to {most} for rows of {length} elements")
+    if indices.size and not rows:
+        raise UsageError(f"{indices.size} indices, but n_rows is 0; expected none")
     if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < rows:
         raise UsageError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {rows - 1}")
     return rows

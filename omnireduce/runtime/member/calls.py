@@ -27,12 +27,13 @@ from omnireduce.runtime.member.arguments import (
     combine_duplicates,
     flat_view,
 )
-from omnireduce.runtime.member.launcher import whole
+from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.pool import Pool
 
 T = TypeVar("T")
 S = TypeVar("S", bound=np.generic)
-Rows = tuple[NDArray[np.int64], NDArray[S]]  # the numbers of rows, and the rows
+Rows = tuple[NDArray[np.int64], NDArray[S]]
+"""The numbers of rows, ascending, and the rows: what `allreduce_rows` returns."""
 
 
 class Call(NamedTuple, Generic[T]):
@@ -111,7 +112,7 @@ def reduction(
             raise UsageError(f"out is {out.dtype}{list(out.shape)}, x is {x.dtype}{list(x.shape)}: expected the same")
         target = flat_view(out, "out", writable=True)
         if np.may_share_memory(source, target):
-            raise UsageError("out overlaps x; leave out away to work in place")
+            raise UsageError("out overlaps x; to work in place, call without out=")
     operand = DenseTensor(source, target, place.layout(called), element.zero_mask)
     reads, result = () if target is source else (source,), x if out is None else out
     return Call(called, operand, lambda: result, reads, (target,))

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.descriptor import Op
+from omnireduce.descriptor import Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member import calls, groups, packed_calls
@@ -237,7 +237,7 @@ class Collectives:
         return self._start_async(calls.barrier, name)
 
     def allreduce_rows(
-        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
     ) -> Rows[S]:
         """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
 
@@ -251,12 +251,12 @@ class Collectives:
         return self._start(calls.rows, indices, values, n_rows, op=op, name=name).wait()
 
     def allreduce_rows_async(
-        self, indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
     ) -> Handle[Rows[S]]:
         """Start an `allreduce_rows`; see `allreduce_async`."""
         return self._start_async(calls.rows, indices, values, n_rows, op=op, name=name)
 
-    def allreduce_tables(self, tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> list[Rows[Any]]:
+    def allreduce_tables(self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
         """`allreduce_rows` of several tables at once: those of one dtype and row length travel in one exchange.
 
         `tables`: a list of (indices, values, n_rows). Returns (indices, values) of each. Raises what
@@ -265,7 +265,7 @@ class Collectives:
         return self._start_tables(tables, op, name).wait()
 
     def allreduce_tables_async(
-        self, tables: Sequence[Table], *, op: Op = "sum", name: str = ""
+        self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = ""
     ) -> Handle[list[Rows[Any]]]:
         """Start an `allreduce_tables`; see `allreduce_async`."""
         return self._in_background(lambda: self._start_tables(tables, op, name))
@@ -286,7 +286,7 @@ class Collectives:
         place, engine = self._member
         return Together(engine.submit(*groups.arrays(place, x, op, name)), lambda _: x)
 
-    def _start_tables(self, tables: Sequence[Table], op: Op, name: str) -> Handle[list[Rows[Any]]]:
+    def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
         place, engine = self._member
         batch = groups.tables(place, tables, op, name)
         return Together(engine.submit(*batch.calls), batch.result)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import re
-import sys
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,15 +14,17 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.errors import ClosedError, ConfigError, UsageError, left_because
+from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
 from omnireduce.runtime.member.collectives import Collectives, Member
 from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.launcher import job_name, launch_id, whole
+from omnireduce.runtime.member.launcher import job_name, launch_id
+from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
@@ -62,9 +60,9 @@ class Communicator(Collectives):
 
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
-    Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (None where the launcher did not say
-    it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", or several joined by "+"), `shards`, the number of
-    aggregators, and `generation`, the number that the first one gave this membership.
+    Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
+    say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", or several joined by "+"), `shards`, the
+    number of aggregators, and `generation`, the number that the first one gave this membership.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
@@ -80,24 +78,20 @@ class Communicator(Collectives):
         *,
         rank: int,
         size: int,
-        local_rank: int = 0,
+        local_rank: int | None = None,
         local_size: int | None = None,
         job: str | None = None,
     ) -> None:
         check_config(config)
-        rank, size, local_rank = whole(rank, "rank"), whole(size, "size"), whole(local_rank, "local_rank")
+        rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size <= MOST_RANKS:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MOST_RANKS}")
-        self.local_rank, self.config = local_rank, config
+        self.config = config
+        self.local_rank = None if local_rank is None else whole(local_rank, "local_rank")
         self.local_size = None if local_size is None else whole(local_size, "local_size")
         name = job or job_name(config, None)
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
-        if config.elastic.enabled and config.elastic.settle_s >= config.cluster.join_timeout_s:
-            raise ConfigError(
-                f"elastic.settle_s is {config.elastic.settle_s:g}, expected less than cluster.join_timeout_s, "
-                f"{config.cluster.join_timeout_s:g}"
-            )
         if config.elastic.enabled and config.elastic.smallest > size:
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
@@ -172,8 +166,7 @@ class Communicator(Collectives):
         self._seat = joined.seat
         self.transport = "+".join(sorted({link.kind for link in self._links}))
         self.shards = len(self._links)
-        _open_communicators.add(self)
-        _process.watch()
+        ending.opened(self)
 
     def _made_of(self, arrival: Arrival) -> tuple[list[Link], WorkerMachine, Member]:
         links, machine, engine = assemble(self.config, self._job, arrival)
@@ -222,7 +215,10 @@ class Communicator(Collectives):
 
     def _hang_up(self) -> None:
         if self._engine.shutdown():
-            _open_communicators.discard(self)
+            ending.closed(self)
+
+    def _abandon(self) -> None:
+        self._engine.abandon()
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""
@@ -242,45 +238,3 @@ def _lending(engine: Engine, pool: Pool) -> WithPool:
         return engine.exclusively(lambda: make(pool))
 
     return with_pool
-
-
-_open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    """A forked child must neither speak for its parent nor keep the parent's connections open after its death."""
-    for communicator in list(_open_communicators):
-        communicator._engine.abandon()
-    _open_communicators.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
-
-
-class _Process:
-    """Remembers the exception that ends this process: Python shows it by `sys.excepthook`, then the process exits."""
-
-    def __init__(self) -> None:
-        self.ended_by: BaseException | None = None
-        self._show: Callable[..., object] | None = None
-
-    def watch(self) -> None:
-        if self._show is None:
-            self._show, sys.excepthook = sys.excepthook, self._remember
-
-    def _remember(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not hasattr(sys, "ps1"):  # an interactive session goes on
-            self.ended_by = error
-        assert self._show is not None
-        self._show(kind, error, trace)
-
-
-_process = _Process()
-
-
-@atexit.register
-def _shut_down_all() -> None:
-    """At the end of the process leave all jobs. If an exception ended it, the other ranks read which one."""
-    error = _process.ended_by
-    for communicator in list(_open_communicators):
-        communicator.__exit__(None if error is None else type(error), error, None)

@@ -22,7 +22,8 @@ from omnireduce.runtime.member.calls import Call, Place, Rows, reduction, rows
 from omnireduce.wire.blocks import MAX_BLOCKS
 
 T = TypeVar("T")
-Table = tuple[Array, NDArray[Any], int]  # what `allreduce_rows` takes
+Table = tuple[Array, NDArray[Any], int]
+"""(indices, values, n_rows), as `allreduce_rows` takes them."""
 FUSED_BYTES = 1 << 19  # largest array that is copied to travel with others; copying more takes longer than an exchange
 DEEPEST = 50
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import operator
 import os
 import re
 import socket
@@ -23,9 +22,9 @@ from pathlib import Path
 
 from omnireduce.config import Config
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.numbers import whole
 
 LONGEST = 128  # characters of a job's name and of a launch's id
-LONGEST_BITS = 1024  # of an integer that an error may still show
 PROC = Path("/proc")
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two on each of three nodes, one on the next
@@ -37,12 +36,12 @@ class Launch:
 
     `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so:
     "arguments", "Open MPI", "MPICH", "torchrun", "Slurm", or "none" for a process on its own. `local_size` is how many
-    processes of the launch this host has, None where nobody said it.
+    processes of the launch this host has. Both local numbers are None where nobody said them.
     """
 
     rank: int
     size: int
-    local_rank: int
+    local_rank: int | None
     job: str | None
     launcher: str
     local_size: int | None = None
@@ -116,24 +115,11 @@ def detect_launch(
         rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
-        return Launch(rank, size, 0, None, "arguments")
+        return Launch(rank, size, None, None, "arguments")
     for variables in _LAUNCHERS:
         if _is_inside(variables, environ):
             return _launch(variables, environ)
     return Launch(0, 1, 0, None, "none", 1)
-
-
-def whole(value: object, what: str) -> int:
-    """An integer of any type as an int. Raises UsageError, also for a bool: it is most likely a mix-up."""
-    try:
-        if not isinstance(value, bool):
-            number = operator.index(value)  # type: ignore[arg-type]  # that is the question
-            if number.bit_length() > LONGEST_BITS:
-                raise UsageError(f"{what} is an integer of {number.bit_length()} bits, which is out of any range")
-            return number
-    except TypeError:
-        pass
-    raise UsageError(f"{what} is {value!r}, a {type(value).__name__}; expected an int")
 
 
 def job_name(config: Config, launcher_job: str | None) -> str:
@@ -234,11 +220,10 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
         raise UsageError(
             f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
         )
-    local_rank = _local(variables.local_rank, environ) or 0
-    local_size = _local(variables.local_size, environ)
-    if local_size is not None and not local_rank < local_size <= size:
+    local_rank, local_size = _local(variables.local_rank, environ), _local(variables.local_size, environ)
+    if local_size is not None and not (local_rank or 0) < local_size <= size:
         raise UsageError(
-            f"{variables.launcher}: got local rank {local_rank} of {local_size} on this host and {size} in all, "
+            f"{variables.launcher}: got local rank {local_rank or 0} of {local_size} on this host and {size} in all, "
             "expected local rank < local size <= size"
         )
     job = _job(variables, environ)

@@ -16,21 +16,12 @@ from msgspec.structs import replace
 from omnireduce.config import Config, whole_bytes
 from omnireduce.errors import ClosedError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
+from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffect, Meet, Notice, perform
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.exchange import region_bytes
 from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.joining import (
-    Connect,
-    Deed,
-    HangUp,
-    Joined,
-    Joining,
-    JoiningEffect,
-    Meet,
-    Notice,
-    perform,
-)
-from omnireduce.runtime.member.connecting import connect_once, why_lost
+from omnireduce.protocol.joining import Joining
+from omnireduce.runtime.asking.connecting import connect_once, why_lost
 from omnireduce.runtime.member.sharing import memory_key
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import NONCE_BYTES, load_secret

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 from numpy.typing import NDArray
 
 from omnireduce.config import Config, load_config, override_config, split_list
-from omnireduce.descriptor import Op
+from omnireduce.descriptor import Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.calls import Rows
@@ -123,16 +122,14 @@ def allreduce_async(
     return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size)
 
 
-def allreduce_rows(
-    indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
-) -> tuple[NDArray[np.int64], NDArray[S]]:
+def allreduce_rows(indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = "") -> Rows[S]:
     """See `Communicator.allreduce_rows`."""
     return _communicator().allreduce_rows(indices, values, n_rows, op=op, name=name)
 
 
 def allreduce_rows_async(
-    indices: Array, values: NDArray[S], n_rows: int, *, op: Op = "sum", name: str = ""
-) -> Handle[tuple[NDArray[np.int64], NDArray[S]]]:
+    indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
+) -> Handle[Rows[S]]:
     """See `Communicator.allreduce_rows_async`."""
     return _communicator().allreduce_rows_async(indices, values, n_rows, op=op, name=name)
 
@@ -147,12 +144,12 @@ def reduce_async(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = ""
     return _communicator().reduce_async(x, root, op=op, name=name)
 
 
-def allreduce_tables(tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> list[Rows[Any]]:
+def allreduce_tables(tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
     """See `Communicator.allreduce_tables`."""
     return _communicator().allreduce_tables(tables, op=op, name=name)
 
 
-def allreduce_tables_async(tables: Sequence[Table], *, op: Op = "sum", name: str = "") -> Handle[list[Rows[Any]]]:
+def allreduce_tables_async(tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> Handle[list[Rows[Any]]]:
     """See `Communicator.allreduce_tables_async`."""
     return _communicator().allreduce_tables_async(tables, op=op, name=name)
 
@@ -275,15 +272,16 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This worker's number among those on its host, as the launcher gave it."""
-    return _communicator().local_rank
+    """This worker's number among those on its host, as the launcher gave it. Raises UsageError when nobody said it."""
+    return _said_by_launcher(_communicator().local_rank, "this worker's number on its host")
 
 
 def local_size() -> int:
     """How many workers of the launch this host has, as the launcher gave it. Raises UsageError when nobody said it."""
-    found = _communicator().local_size
+    return _said_by_launcher(_communicator().local_size, "how many workers this host has")
+
+
+def _said_by_launcher(found: int | None, what: str) -> int:
     if found is None:
-        raise UsageError(
-            "how many workers this host has is not known: no launcher said it, expected mpirun, srun or torchrun"
-        )
+        raise UsageError(f"{what} is not known: no launcher said it, expected mpirun, srun or torchrun")
     return found

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
@@ -64,6 +64,12 @@ def why_broken_off(error: Exception, job: Job | None) -> str:
         return f"out of memory: {error}".rstrip(": ")
     about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
     return "internal error; its log has the details"
+
+
+class JobFactory(Protocol):
+    """How a server makes a job of what differs between its jobs. Raises OSError and MemoryError."""
+
+    def __call__(self, generation: int, name: str, links: Sequence[Link], hellos: Sequence[Hello], /) -> Job: ...
 
 
 class Job:

@@ -7,7 +7,8 @@ import resource
 from collections.abc import Callable, Iterable, Sequence
 
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.membership import Admit, Announce, Membership, MembershipEffect, Replace
+from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
+from omnireduce.protocol.membership import Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.connection import Connection

@@ -15,10 +15,11 @@ from functools import partial
 
 from omnireduce.config import Verbs
 from omnireduce.logs import tagged
+from omnireduce.protocol.admissions import Admit, Announce, Replace
 from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Admit, Announce, Membership, Replace
+from omnireduce.protocol.membership import Membership
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
@@ -26,7 +27,7 @@ from omnireduce.runtime.shard.aside import Aside
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.departures import Departures
-from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, why_broken_off, why_not_started
+from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, JobFactory, why_broken_off, why_not_started
 from omnireduce.runtime.shard.listening import Door, Listening
 from omnireduce.runtime.shard.questions import Questions
 from omnireduce.runtime.shard.reception import Reception
@@ -63,7 +64,7 @@ class ShardServer:
     ) -> None:
         self.name = name
         self._clock, self._drain_s, self._wake_at = clock, drain_s, clock()
-        self._make_job = partial(
+        self._make_job: JobFactory = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces, budget=budget
         )
         self._membership = Membership(limits, secrets.randbits(62), access.ticket_key)

@@ -7,15 +7,16 @@ from .base import Mutation
 _MEMBERSHIP = "omnireduce.protocol.membership"
 _CHECKS = "omnireduce.protocol.hello_checks"
 _GATHERING = "omnireduce.protocol.gathering"
+_DOOMED = "omnireduce.protocol.doomed"
 _LIMITS = "omnireduce.protocol.limits"
 
 MUTATIONS = (
     Mutation(
         "a rank joins a running job twice",
-        _MEMBERSHIP,
+        "omnireduce.protocol.running",
         "a second process takes part as a rank that is there",
-        '        return taken(running.ranks[hello.rank]) if hello.rank in running.ranks else ""\n',
-        '        return ""\n',
+        '            return taken(self.ranks[hello.rank]) if hello.rank in self.ranks else ""\n',
+        '            return ""\n',
     ),
     Mutation(
         "a rank joins a gathering job twice",
@@ -68,6 +69,23 @@ MUTATIONS = (
         "those whose peers never come are kept",
         "not gathering.held and now - gathering.since >= limit_s:\n",
         "not gathering.held and now - gathering.since >= limit_s + 1e9:\n",
+    ),
+    Mutation(
+        "a launch that cannot start is waited for",
+        _MEMBERSHIP,
+        "ranks wait their whole time for one that was refused for good",
+        "        if dooms(gathering, hello, wrong, self._limits.over(hello)):\n",
+        "        if False:\n",
+        test="tests/simulator/test_scenarios.py::"
+        "test_nobody_waits_for_a_rank_of_the_same_launch_that_was_refused_for_good",
+    ),
+    Mutation(
+        "anybody ends a gathering",
+        _DOOMED,
+        "a rank of another job of this name, or one that is started again by hand, ends the job",
+        "    if is_elastic or not hello.launch or not is_missing:\n",
+        "    if is_elastic or not is_missing:\n",
+        test="tests/protocol/test_doomed.py::test_without_a_launch_a_rank_may_come_again_with_other_settings",
     ),
     Mutation(
         "a rank that went still counts",

@@ -9,7 +9,7 @@ import time
 
 from omnireduce.errors import ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.handshake import Candidate
-from omnireduce.runtime.member.connecting import why_lost
+from omnireduce.runtime.asking.connecting import why_lost
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.stream import StreamLink

@@ -14,8 +14,8 @@ from omnireduce.config import Config, parse_address
 from omnireduce.errors import OmniReduceError, TransportError
 from omnireduce.logs import tagged
 from omnireduce.protocol.joining import unreachable
-from omnireduce.runtime.member.connecting import connect_once
-from omnireduce.runtime.member.prove import prove, read_message
+from omnireduce.runtime.asking.connecting import connect_once
+from omnireduce.runtime.asking.prove import prove, read_message
 from omnireduce.secret import Secret
 from omnireduce.status import FIRST_KEY, JobStatus, Status, StatusRequest
 from omnireduce.transport.shm import connect_shm

@@ -1,0 +1,80 @@
+"""What a worker that joins a job asks to be done: connect, tell, hang up, meet the ranks of its host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from omnireduce.errors import OmniReduceError
+from omnireduce.protocol.effects import Tell
+from omnireduce.wire.control import Seat, Welcome
+
+
+class Connect(NamedTuple):
+    """Connect to aggregator `shard`, at the latest at time `by`. Then call `connected` or `unreachable`."""
+
+    shard: int
+    by: float
+
+
+class HangUp(NamedTuple):
+    """Close the connections to aggregator `first` and those that were made after it."""
+
+    first: int = 0
+
+
+class Notice(NamedTuple):
+    """Tell the user about something that takes long. `event` names it; `shard` is the aggregator, or -1 for none."""
+
+    event: str
+    text: str
+    shard: int = -1
+
+
+class Joined(NamedTuple):
+    """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
+
+    `generation` is that of the first aggregator. `seat` proves later that this worker was in this generation. Tensors
+    of up to `whole_bytes` go to the first aggregator as a whole.
+    """
+
+    welcomes: list[Welcome]
+    rank: int
+    size: int
+    generation: int
+    whole_bytes: int
+    seat: Seat | None
+
+
+class Meet(NamedTuple):
+    """Meet the other ranks, which can share memory: this is rank `rank` of `size`, and `token` is where."""
+
+    token: bytes
+    rank: int
+    size: int
+
+
+class Failed(NamedTuple):
+    """This worker cannot join; all connections are closed."""
+
+    error: OmniReduceError
+
+
+Deed = Connect | Tell | HangUp | Notice | Meet | Joined
+JoiningEffect = Deed | Failed
+
+
+def perform(effects: Iterator[JoiningEffect], do: Callable[[Deed], Iterator[JoiningEffect] | None]) -> None:
+    """Carry out effects in order by `do`, then the effects that each call of `do` has returned.
+
+    Raises the error of Failed.
+    """
+    queue = deque([effects])
+    while queue:
+        for effect in queue.popleft():
+            if isinstance(effect, Failed):
+                raise effect.error
+            outcome = do(effect)
+            if outcome is not None:
+                queue.append(outcome)

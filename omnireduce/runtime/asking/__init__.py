@@ -1,0 +1,1 @@
+"""How a worker, the console and the daemon's monitor reach an aggregator and ask it something."""

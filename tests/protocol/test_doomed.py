@@ -1,0 +1,130 @@
+"""A launch of which one rank was refused for good: nobody waits for it, and no stranger can bring that about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_membership import LIMITS, TIGHT, hello, join, refusal
+
+from omnireduce.protocol.admissions import Admit, Answer
+from omnireduce.protocol.doomed import MAX_DOOMED
+from omnireduce.protocol.membership import Membership
+from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused
+
+LAUNCH = "mpirun-7"
+WHY = "job 'job' cannot start: rank 1 (host h, pid 101) was refused: "
+
+
+def gathered(*ranks: int, world_size: int = 4, **changes: Any) -> Membership:
+    membership = Membership(LIMITS)
+    join(membership, *ranks, world_size=world_size, launch=LAUNCH, **changes)
+    return membership
+
+
+def refusals(effects: list[Any]) -> dict[Any, Refused]:
+    found = {each.key: each.message for each in effects if isinstance(each, Answer)}
+    return {key: message for key, message in found.items() if isinstance(message, Refused)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"slots": 5}, {"stripe_blocks": 32}, {"shards": 2}, {"smallest": 1}, {"version": PROTOCOL_VERSION + 1}],
+)
+def test_all_who_wait_are_refused_at_once_with_the_reason(changes: dict[str, Any]) -> None:
+    membership = gathered(0, 2)
+    told = refusals(join(membership, 1, world_size=4, launch=LAUNCH, **changes))
+    assert list(told) == [("job", 1), ("job", 0), ("job", 2)]
+    reason = told["job", 1].reason
+    assert not reason.startswith(WHY)
+    assert told["job", 0] == told["job", 2] == Refused(WHY + reason)
+    assert membership.deadline is None
+    assert membership.gathering(1.0) == []
+
+
+def test_a_rank_with_another_world_size_or_beyond_the_limits_dooms_them_too() -> None:
+    assert len(refusals(join(gathered(0, 2), 1, world_size=3, launch=LAUNCH))) == 3
+    assert len(refusals(join(gathered(0, 2), 1, world_size=41, launch=LAUNCH))) == 3
+
+
+def test_who_comes_later_is_told_at_once() -> None:
+    membership = gathered(0)
+    join(membership, 1, world_size=4, launch=LAUNCH, slots=5)
+    for rank in (2, 3):
+        assert refusal(join(membership, rank, world_size=4, launch=LAUNCH, now=29.0)).startswith(WHY)
+    assert membership.deadline is None
+
+
+def test_a_launch_that_starts_again_is_not_held_to_it() -> None:
+    membership = gathered(0)
+    join(membership, 1, world_size=4, launch=LAUNCH, slots=5)
+    assert join(membership, 0, world_size=4, launch=LAUNCH) == [Answer(("job", 0), Pending([1, 2, 3], 3))]
+    assert isinstance(join(membership, 1, 2, 3, world_size=4, launch=LAUNCH)[0], Admit)
+
+
+def test_it_is_forgotten_after_the_time_to_join() -> None:
+    membership = gathered(0)
+    join(membership, 1, world_size=4, launch=LAUNCH, slots=5)
+    assert refusals(join(membership, 2, world_size=4, launch=LAUNCH, now=30.0)) == {}
+
+
+def test_a_shard_remembers_few_of_them() -> None:
+    membership = Membership(LIMITS)
+    for number in range(10 * MAX_DOOMED):
+        join(membership, 0, world_size=4, launch=f"l{number}")
+        join(membership, 1, world_size=4, launch=f"l{number}", slots=5)
+    assert len(membership._doomed._dooms) == MAX_DOOMED
+    assert refusals(join(membership, 2, world_size=4, launch="l0")) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"rank": 0, "slots": 5}, id="the rank is here"),
+        pytest.param({"rank": 3, "world_size": 5, "slots": 5}, id="no rank of this job"),
+        pytest.param({"launch": "another", "slots": 5}, id="another launch"),
+        pytest.param({"launch": "", "slots": 5}, id="no launch"),
+        pytest.param({"team": "another", "slots": 5}, id="another team"),
+        pytest.param({"slots": 1}, id="malformed"),
+        pytest.param({"host": "\n", "slots": 5}, id="malformed, and different"),
+        pytest.param({"rank": -1, "slots": 5}, id="a rank that cannot be"),
+        pytest.param({"job": "other", "slots": 5}, id="another job"),
+    ],
+)
+def test_a_stranger_ends_no_gathering(changes: dict[str, Any]) -> None:
+    membership = gathered(0, 2, world_size=3)
+    fields = {"rank": 1, "world_size": 3, "launch": LAUNCH} | changes
+    assert set(refusals(list(membership.hello("stranger", hello(**fields), 0.0)))) <= {"stranger"}
+    assert isinstance(join(membership, 1, world_size=3, launch=LAUNCH)[0], Admit)
+
+
+def test_without_a_launch_a_rank_may_come_again_with_other_settings() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0)
+    assert list(refusals(join(membership, 1, slots=5))) == [("job", 1)]
+    assert isinstance(join(membership, 1)[0], Admit)
+
+
+def test_a_duplicate_of_a_rank_that_still_leaves_ends_no_gathering() -> None:
+    membership = gathered(0, 1, world_size=2)
+    membership.departed(1, 0)
+    join(membership, 0, launch=LAUNCH)
+    twin = list(membership.hello("twin", hello(1, launch=LAUNCH, slots=5), 0.0))
+    assert list(refusals(twin)) == ["twin"]
+    membership.departed(1, 1)
+    assert isinstance(join(membership, 1, launch=LAUNCH)[0], Admit)
+
+
+def test_a_refusal_that_passes_ends_no_gathering() -> None:
+    membership = Membership(TIGHT)
+    join(membership, 0, world_size=5, job="large", launch=LAUNCH)
+    join(membership, 0, launch=LAUNCH)
+    assert list(refusals(join(membership, 1, world_size=5, job="third", launch=LAUNCH))) == [("third", 1)]
+    assert len(membership.gathering(0.0)) == 1
+
+
+@pytest.mark.parametrize("changes", [{"smallest": 1}, {"shard": 1, "shards": 2, "formation": 7}])
+def test_an_elastic_job_waits_for_others(changes: dict[str, Any]) -> None:
+    membership = gathered(0, **changes)
+    assert list(refusals(join(membership, 1, world_size=4, launch=LAUNCH, slots=5, **changes))) == [("job", 1)]
+    assert len(membership.gathering(0.0)) == 1
