@@ -15,4 +15,11 @@ def _has_rdma() -> bool:
 
 
 RDMA = _has_rdma()
+MEMORY = "memory"  # dense tensors in memory that the ranks share, everything else over whatever `auto` takes
 KINDS = ["shm", "tcp", *(["verbs"] if RDMA else [])]
+WAYS = [*KINDS, MEMORY]
+
+
+def over(way: str) -> str:
+    """The setting that lets a job's tensors go that way."""
+    return "transport.host_exchange=auto" if way == MEMORY else f"transport.kind={way}"

@@ -150,6 +150,8 @@ class AggregatorMachine:
             yield from self._left(rank)
 
     def _reported(self, rank: int, report: Report, now: float) -> Iterator[Effect]:
+        if self.ended is not None:
+            return
         try:
             self.account.report(rank, report, now)
         except ProtocolError as error:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round
 from local_cluster import WAIT_S, Daemon, configured, eventually, gone_within, run_job, start_job, workers
-from transports import KINDS
+from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
 
@@ -33,11 +33,11 @@ def names_of(daemon: Daemon) -> list[str]:
     return [f"aggregator {address}" for address in daemon.addresses]
 
 
-@pytest.mark.parametrize("transport", KINDS)
+@pytest.mark.parametrize("transport", WAYS)
 def test_kill_of_a_shard_in_mid_collective(mortal: Daemon, transport: str) -> None:
     before = mortal.shard_pids
     culprit = f"aggregator {mortal.addresses[1]}"
-    with workers(mortal, 3, "--hold", "2", "1", overrides=[f"transport.kind={transport}"]) as (first, second, late):
+    with workers(mortal, 3, "--hold", "2", "1", overrides=[over(transport)]) as (first, second, late):
         late.expect("held")
         for worker in (first, second):
             expect_round(worker, "started", 1)
@@ -46,7 +46,7 @@ def test_kill_of_a_shard_in_mid_collective(mortal: Daemon, transport: str) -> No
         asked = time.monotonic()
         late.go_on()
         assert_aborted([late], asked, FAILURE_S, culprit)
-    assert_serves(mortal, f"transport.kind={transport}")
+    assert_serves(mortal, over(transport))
     assert mortal.shard_pids[0] == before[0]
     assert mortal.shard_pids[1] != before[1]
     assert f"shard {mortal.addresses[1]} died with status -9" in mortal.log

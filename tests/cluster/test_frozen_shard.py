@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round
 from local_cluster import Daemon, workers
-from transports import KINDS
+from transports import KINDS, MEMORY, over
 
 
 @contextmanager
@@ -37,3 +37,13 @@ def test_a_stopped_shard_is_named_and_serves_again_when_it_goes_on(transport: st
                 errors = assert_aborted(ranks, since, 0.5 + FAILURE_S, culprit, kind="CollectiveTimeoutError")
         assert all("not complete after 0.5 s; nothing came from there for" in error["text"] for error in errors)
         assert_serves(daemon, f"transport.kind={transport}")
+
+
+def test_ranks_that_share_memory_go_on_beside_stopped_shards() -> None:
+    with Daemon(1) as daemon, workers(daemon, 3, overrides=[over(MEMORY), "cluster.timeout_s=60"]) as ranks:
+        for worker in ranks:
+            expect_round(worker, "round", 1)
+        with stopped(daemon.shard_pids[0]):
+            last = [worker.expect("round")["round"] for worker in ranks]
+            for worker, number in zip(ranks, last, strict=True):
+                expect_round(worker, "round", number + 100)

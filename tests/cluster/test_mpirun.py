@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, Process, Ranks
-from transports import KINDS
+from transports import MEMORY, WAYS, over
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "looping_worker.py")
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
@@ -28,14 +28,15 @@ def events(daemon: Daemon, size: int, *arguments: str) -> tuple[int, list[dict[s
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.parametrize("transport", KINDS)
+@pytest.mark.parametrize("transport", WAYS)
 def test_rank_size_and_job_come_from_the_launcher(daemon: Daemon, transport: str) -> None:
     """Twice, so that the second launch is a job of its own."""
     for size in (2, 3):
-        status, found, log = events(daemon, size, "--rounds", "3", "--set", f"transport.kind={transport}")
+        status, found, log = events(daemon, size, "--rounds", "3", "--set", over(transport))
         assert status == 0, log
         joined = sorted((each["rank"], each["size"], each["transport"]) for each in found if each["event"] == "joined")
-        assert joined == [(rank, size, transport) for rank in range(size)]
+        name = "memory+shm" if transport == MEMORY else transport
+        assert joined == [(rank, size, name) for rank in range(size)]
         assert sum(each["event"] == "round" for each in found) == 3 * size
 
 

@@ -10,13 +10,13 @@ import time
 import pytest
 from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round, name_of
 from local_cluster import Daemon, Process, eventually, unique_job, workers
-from transports import KINDS
+from transports import WAYS, over
 
 LARGE = ("--elements", "8000000")  # 32 MB: always in the middle of something
 
 
 SHM, TCP = "transport.kind=shm", "transport.kind=tcp"
-either = pytest.mark.parametrize("transport", [f"transport.kind={kind}" for kind in KINDS], ids=KINDS)
+either = pytest.mark.parametrize("transport", [over(way) for way in WAYS], ids=WAYS)
 
 
 @either

@@ -112,7 +112,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 7
+        hello.version == 8
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255
@@ -134,6 +134,7 @@ def hello_is_proper(hello: Hello) -> bool:
         and 0 <= hello.whole_bytes <= 2**30
         and hello.timeout_s >= 0.1
         and hello.tcp_message_bytes >= 1
+        and (hello.memory == "" or (len(hello.memory) == 32 and set(hello.memory) <= set("0123456789abcdef")))
         and (hello.verbs is None or hello.verbs.address + hello.slots * hello.slot_bytes <= 2**64)
     )
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from local_cluster import Daemon, configured
-from transports import KINDS
+from transports import WAYS, over
 
 from omnireduce.config import Config
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=WAYS)
 def config(daemon: Daemon, request: pytest.FixtureRequest) -> Config:
     """Three shards, over each transport."""
-    return configured(daemon.addresses, f"transport.kind={request.param}")
+    return configured(daemon.addresses, over(request.param))
 
 
 @pytest.fixture

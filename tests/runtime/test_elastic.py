@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from local_cluster import Daemon, Ranks, configured, eventually, unique_job
-from transports import KINDS
+from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.config import Config
@@ -20,9 +20,9 @@ from omnireduce.runtime.member.calls import Call, Place
 ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=WAYS)
 def elastic(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
-    return configured(daemon.addresses, *ELASTIC, f"transport.kind={request.param}")
+    return configured(daemon.addresses, *ELASTIC, over(request.param))
 
 
 def total(comm: Communicator) -> float:

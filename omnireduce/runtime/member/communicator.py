@@ -61,8 +61,9 @@ class Communicator(Collectives):
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
     Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
-    say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", or several joined by "+"), `shards`, the
-    number of aggregators, and `generation`, the number that the first one gave this membership.
+    say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
+    several joined by "+"), `shards`, the number of aggregators, and `generation`, the number that the first one gave
+    this membership.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
@@ -164,7 +165,8 @@ class Communicator(Collectives):
         joined = arrival.joined
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self._seat = joined.seat
-        self.transport = "+".join(sorted({link.kind for link in self._links}))
+        kinds = {link.kind for link in self._links} | ({"memory"} if self._machine.host is not None else set())
+        self.transport = "+".join(sorted(kinds))
         self.shards = len(self._links)
         ending.opened(self)
 
