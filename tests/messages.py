@@ -60,7 +60,7 @@ MESSAGES: dict[str, ControlMessage] = {
     "waiting": Waiting("collective 3", "rank 1", 2.5),
     "report": Report(
         collectives=3, blocks=40, own_blocks=9, union_blocks=12, sent_bytes=9216, received_bytes=4096, late=[1],
-        late_s=[0.5], what="collective 3", who="rank 1", behind=[1], total=1, waited_s=1.5,
+        late_s=[0.5], what="collective 3", behind=[1], total=1, waited_s=1.5,
     ),
     "aborted": Aborted(CAUSE),
     "aborted-in-time": Aborted(Cause("rank 1", "died")),

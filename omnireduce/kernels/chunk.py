@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import kernel, prefetch, prefetch_to_write
+from omnireduce.kernels.jit import counter, kernel, prefetch, prefetch_to_write
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
 from omnireduce.kernels.reduce import OWN, SUM, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import (
@@ -72,7 +72,7 @@ def _open(state: Array, ints: Array, chunk: int, places: Array) -> int:
     first, start, stop = part_of(state, chunk, s["me"])
     for rank in range(s["ranks"]):
         slot = slot_of(state, rank, chunk)
-        staged = 0 if rank == s["me"] else ints[slot + s["me"]]
+        staged = 0 if rank == s["me"] else counter(ints, slot + s["me"])  # once: it may change
         if staged < 0 or staged > stop - start:
             return rank
         places[0, rank] = slot + s["indices"] + start - first
@@ -202,12 +202,12 @@ def collect_part(state: Array, ints: Array, words: Array, target: Array, origin:
     first, start, stop = part_of(state, chunk, rank)
     at = slot_of(state, rank, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
-    count: int = ints[at + rank]
+    count = counter(ints, at + rank)  # once: it may change, as may what follows
     if count < 0 or count > stop - start:
         return -1
     previous, ahead = start - 1, max(1, NEAR // width)
     for k in range(count):
-        marked = ints[indices_at + k]
+        marked = counter(ints, indices_at + k)
         block = marked & low
         if block <= previous or block >= stop:
             return -1

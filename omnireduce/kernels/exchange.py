@@ -234,10 +234,11 @@ def run(
             if fruitless % YIELD_EVERY == 0:
                 give_way()
             continue
-        if _anybody_sleeps(state, ints, called):
-            return CALLED
         if did >= DONE:
             return did
+        state[0]["taken"] += 1
+        if _anybody_sleeps(state, ints, called):
+            return CALLED
         fruitless, steps = 0, steps - 1
     return did
 
@@ -251,6 +252,12 @@ def _anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
         if sleep % 2 == 1 and sleep != called[rank] and rank != s["me"]:
             return True
     return False
+
+
+@kernel
+def get_counter(ints: Array, at: int) -> int:
+    """`counter`, for callers that are not compiled."""
+    return counter(ints, at)
 
 
 @kernel

@@ -20,7 +20,8 @@ BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT = (line * LINE for line in rang
 BEGUN_AT = BEGUN + 1  # two words: when the rank began this collective and the one before, in nanoseconds
 DESCRIPTORS = 8 * LINE  # two, each its length in bytes and then its bytes: the next collective has the other place
 SLOTS = DESCRIPTORS + 2 * (1 + EXTRA_WORDS) + 6  # the first slot, at a cache line
-FLOAT32, FLOAT64, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16 = range(8)
+STORAGES = ("float32", "float64", "int8", "int16", "int32", "int64", "float16", "bfloat16")  # how elements are added
+FLOAT32, FLOAT64, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16 = range(len(STORAGES))
 
 STATE = np.dtype(
     [
@@ -33,6 +34,7 @@ STATE = np.dtype(
             "width", "size",  # of a block, in words and in elements
             "in_place", "silent", "storage", "op", "is_dense",
             "staged_blocks", "own_blocks", "result_blocks", "collected_blocks",  # so far
+            "taken",  # steps
             "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
         )
     ]

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.exchange import await_step, next_step, run, set_counter
+from omnireduce.kernels.exchange import await_step, get_counter, next_step, run, set_counter
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
@@ -96,6 +96,7 @@ def _of_host() -> Iterator[Callable[[], object]]:
     yield partial(await_step, state, ints, 1)
     yield partial(next_step, state, ints)
     yield partial(set_counter, ints, 0, 0)
+    yield partial(get_counter, ints, 0)
 
 
 def _as_callers_have_it(array: Array) -> tuple[Array, Array]:

@@ -80,7 +80,7 @@ class Account:
     def waiting(self, now: float) -> Wait | None:
         """The longest wait for ranks that a rank has reported."""
         waits = [
-            Wait(each.what, each.behind, each.total, each.who, each.waited_s + now - self._reported_at[rank])
+            Wait(each.what, each.behind, each.total, "", each.waited_s + now - self._reported_at[rank])
             for rank, each in self._reports.items()
             if each.total
         ]

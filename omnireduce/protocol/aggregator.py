@@ -20,6 +20,8 @@ from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Lea
 from omnireduce.wire.words import listed, shown
 
 BUDGET = Budget()
+WHAT_CHARACTERS = 500  # of what a rank says about the collective under way
+LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
 
@@ -83,7 +85,7 @@ class AggregatorMachine:
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
         self._warn_after_s = warn_after_s
         self._quiet_since = 0.0
-        self._warned_at = self._reported_s = 0.0
+        self._warned_at = self._warn_again_at = 0.0
         self.account = Account(len(members))
         self.ended: End | None = None
 
@@ -104,7 +106,9 @@ class AggregatorMachine:
         if self.ended is not None:
             return None
         if self._current is None:
-            return self.account.waiting(now)
+            wait = self.account.waiting(now)
+            names = [] if wait is None else [self._ranks[rank].name for rank in wait.ranks]
+            return wait and wait._replace(what=shown(wait.what[:WHAT_CHARACTERS]), who=listed(names))
         ranks = [] if self.more else self._waited_for(self._current)
         who = listed([self._ranks[rank].name for rank in ranks]) or "the aggregator, which is busy"
         return Wait(f"collective {self._number} ({self._descriptor})", ranks, len(ranks), who, now - self._quiet_since)
@@ -157,10 +161,10 @@ class AggregatorMachine:
         except ProtocolError as error:
             yield from self._violation(rank, error)
             return
-        wait = self.account.waiting(now)
-        if wait is not None and wait.seconds >= 1.5 * self._reported_s:  # one warning for all ranks that wait
-            yield Warn(f"{shown(wait.what)} waits for {shown(wait.who)} since {wait.seconds:.0f} s")
-        self._reported_s = 0.0 if wait is None else max(wait.seconds, self._reported_s)
+        wait = self.waiting(now)
+        if wait is not None and now >= self._warn_again_at:  # one warning for all ranks that wait
+            self._warn_again_at = now + max(self._warn_after_s, min(wait.seconds, LONGEST_PAUSE_S))
+            yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
 
     def heard(self, rank: int, now: float) -> None:
         """A part of a message came from `rank`. The machine cannot use it yet."""

@@ -23,6 +23,7 @@ from omnireduce.kernels.exchange import (
     DONE,
     WAITS,
     await_step,
+    get_counter,
     next_step,
     run,
     set_counter,
@@ -32,40 +33,30 @@ from omnireduce.kernels.regions import (
     ASLEEP,
     BEGUN,
     BEGUN_AT,
-    BFLOAT16,
     COLLECTED,
     COMBINED,
     DESCRIPTORS,
     EXTRA_WORDS,
-    FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
     LEFT,
     LINE,
     SLOTS,
     STAGED,
     STATE,
+    STORAGES,
 )
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.operands import TensorBlocks
 from omnireduce.status import LISTED
 from omnireduce.wire.control import Report
-from omnireduce.wire.words import listed
 
 PAGE = 4096
+EXTRA_BYTES = 4096  # of a slot, for counts and what fills cache lines: a block that fits the slots of links fits here
+MOST_LATE_S = 3600.0  # in one collective
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
 SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
 CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor is cut, so that ranks work at the same time
 STEPS, LOOKS = 16, 128  # in one call of the kernel: signals and other threads wait for it
-STORAGES = {
-    "float32": FLOAT32, "float64": FLOAT64, "int8": INT8, "int16": INT16, "int32": INT32, "int64": INT64,
-    "float16": FLOAT16, "bfloat16": BFLOAT16,
-}  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -99,7 +90,7 @@ NOTHING = TensorBlocks(_EMPTY, _EMPTY, _EMPTY, _EMPTY, in_place=True, silent=Tru
 
 def region_bytes(slots: int, slot_bytes: int) -> int:
     """The size of one rank's region, in whole pages."""
-    return (SLOTS * 8 + slots * slot_bytes + PAGE - 1) // PAGE * PAGE
+    return (SLOTS * 8 + slots * (slot_bytes + EXTRA_BYTES) + PAGE - 1) // PAGE * PAGE
 
 
 class HostExchange:
@@ -125,7 +116,7 @@ class HostExchange:
         self._steps, self._looks = steps, looks
         self.names, self._me, self._ranks = names, me, ranks
         self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
-        self._region_words, self._slot_words = regions.shape[1] // 8, slot_bytes // 8
+        self._region_words, self._slot_words = regions.shape[1] // 8, (slot_bytes + EXTRA_BYTES) // 8
         self._counts = (ranks + LINE - 1) // LINE * LINE
         self._state = np.zeros(1, STATE)
         self._of_group = me, ranks, slots, self._region_words, self._slot_words
@@ -136,6 +127,7 @@ class HostExchange:
         self._sleep = 0  # odd while this rank sleeps
         self._queue: deque[tuple[Collective, TensorBlocks]] = deque()
         self._begun, self._chunks = 0, 0  # collectives, and chunks of those before the current one
+        self._taken = 0  # steps in the current collective
         self._is_prepared = False  # the state is that of the first collective of the queue
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
         self._totals = {"collectives": 0, "blocks": 0, "own_blocks": 0, "union_blocks": 0}
@@ -174,8 +166,8 @@ class HostExchange:
         return Report(
             **self._totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
             late=late, late_s=[self._late_s[rank] for rank in late],
-            what=what, who=listed([self.names[rank] for rank in behind]) if behind else "",
-            behind=behind[:LISTED], total=len(behind), waited_s=max(0.0, now - self.moved_at) if behind else 0.0,
+            what=what, behind=behind[:LISTED], total=len(behind),
+            waited_s=max(0.0, now - self.moved_at) if behind else 0.0,
         )  # fmt: skip
 
     def advance(self, now: float) -> Iterator[Collective | Wake]:
@@ -190,13 +182,15 @@ class HostExchange:
                 self._ints[self._me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
                 self._prepare(collective.descriptor, blocks)
             did = self._run(blocks)
+            if self._state[0]["taken"] != self._taken:
+                self._taken, self.moved_at = int(self._state[0]["taken"]), now
             if did == WAITS:
                 return
-            self.moved_at = now
             yield from self._sleepers()
             if did == DONE:
-                self._finish(collective.descriptor)
+                self._finish(collective.descriptor, blocks)
                 yield collective
+                return  # one in a turn: other threads may wait for theirs
             elif did == DIFFERS:
                 raise self._difference(collective)
             elif did == BROKEN:
@@ -222,12 +216,13 @@ class HostExchange:
         if element.is_half and self._scratch.shape[1] != layout.block_size:
             self._scratch = np.zeros((2, layout.block_size), np.float32)
             self._bits = self._scratch.view(np.uint32)
-        storage = STORAGES[element.name if element.is_half else element.storage.name]
+        storage = STORAGES.index(element.name if element.is_half else element.storage.name)
         self._state[0] = (
             *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, *shape,
             descriptor.block_bytes // 8, layout.block_size, blocks.in_place, blocks.silent,
-            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, blocks.mask,
+            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, 0, blocks.mask,
         )  # fmt: skip
+        self._taken = 0
         self._write(descriptor.encoded)
         self._is_prepared = True
 
@@ -248,11 +243,12 @@ class HostExchange:
         at: int = rank * self._region_words + DESCRIPTORS + self._begun % 2 * (1 + EXTRA_WORDS)
         return at
 
-    def _finish(self, descriptor: Descriptor) -> None:
+    def _finish(self, descriptor: Descriptor, blocks: TensorBlocks) -> None:
         s, block_bytes = self._state[0], descriptor.block_bytes
         self.sent_bytes += int(s["staged_blocks"] + s["result_blocks"]) * block_bytes
         self.received_bytes += int(s["collected_blocks"]) * block_bytes
-        self._count(descriptor)
+        if blocks is not NOTHING:  # the shards count the others
+            self._count(descriptor)
         self._chunks += int(s["chunks"])
         self._begun += 1
         self._queue.popleft()
@@ -260,12 +256,11 @@ class HostExchange:
 
     def _count(self, descriptor: Descriptor) -> None:
         s, totals = self._state[0], self._totals
-        if s["late_ns"] > 0 and self._me == 0:  # one rank says it for all
+        if s["late_ns"] > 0 and self._me == 0:  # one rank says it for all; a rank can write any time into its region
             last = int(s["last"])
-            self._late_s[last] = self._late_s.get(last, 0.0) + int(s["late_ns"]) / 1e9
-        if s["chunks"] or not descriptor.layout.blocks:
-            totals["collectives"] += 1
-        if s["chunks"] and descriptor.reduces:  # in other collectives ranks send all or nothing by design
+            self._late_s[last] = min(self._late_s.get(last, 0.0) + min(int(s["late_ns"]) / 1e9, MOST_LATE_S), 1e9)
+        totals["collectives"] += 1
+        if descriptor.reduces:  # in other collectives ranks send all or nothing by design
             totals["blocks"] += descriptor.layout.blocks
             totals["own_blocks"] += int(s["staged_blocks"] + s["own_blocks"])
             totals["union_blocks"] += int(s["result_blocks"])
@@ -281,14 +276,14 @@ class HostExchange:
 
     def await_step(self) -> bool:
         """Look for a moment whether a step can be taken; return whether it can. Others may use the processor meanwhile.
-        Only one thread may be here, or in any other method but `submit`."""
+        Another thread may submit and advance at the same time: what is found then is only old."""
         if not self._queue:
             return False
         return not self._is_prepared or bool(await_step(self._state, self._ints, self._looks))
 
     def fall_asleep(self) -> bool:
         """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
-        self._sleep += 1
+        self._sleep += 1 + self._sleep % 2
         self._publish(ASLEEP, self._sleep)
         if self.can_go_on or self.departed():
             self.wake_up()
@@ -309,8 +304,12 @@ class HostExchange:
 
     def departed(self) -> list[int]:
         """The ranks whose next step this rank waits for, though they have left."""
-        late = self.waited_for()
-        return [rank for rank in late if self._ints[rank * self._region_words + LEFT]]
+        left = [rank for rank in range(self._ranks) if self._is_prepared and self._read(rank, LEFT)]
+        late = self.waited_for() if left else []  # afterwards: who left had taken its last step
+        return [rank for rank in left if rank in late]
+
+    def _read(self, rank: int, line: int) -> int:
+        return int(get_counter(self._ints, rank * self._region_words + line))
 
     def _publish(self, line: int, value: int) -> None:
         set_counter(self._ints, self._me * self._region_words + line, value)
@@ -318,7 +317,7 @@ class HostExchange:
     def _sleepers(self) -> Iterator[Wake]:
         """Wake the ranks that sleep, once each time."""
         for rank in range(self._ranks):
-            sleep = int(self._ints[rank * self._region_words + ASLEEP])
+            sleep = self._read(rank, ASLEEP)
             if sleep % 2 and rank != self._me and sleep != self._called[rank]:
                 self._called[rank] = sleep
                 yield Wake(rank)
@@ -339,7 +338,7 @@ class HostExchange:
 
     def _below(self, line: int, least: int) -> list[int]:
         others = [rank for rank in range(self._ranks) if rank != self._me]
-        return [rank for rank in others if self._ints[rank * self._region_words + line] < least]
+        return [rank for rank in others if self._read(rank, line) < least]
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, JoiningEffect, Meet, Notice
 from omnireduce.protocol.effects import Tell, error_of
+from omnireduce.protocol.gathering import MOST_IN_MEMORY
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import Secret
 from omnireduce.wire.control import Aborted, ControlMessage, Hello, Newcomers, Pending, Refused, Seat, Waiting, Welcome
@@ -267,7 +268,7 @@ class Joining:
         seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
         place = Joined(welcomes, rank, size, first.generation, first.whole_bytes, first.seat)
-        if first.meeting is not None and self._hello.memory:
+        if first.meeting is not None and self._hello.memory and 1 < size <= MOST_IN_MEMORY:
             self._place = place
             yield Meet(first.meeting, rank, size)
         else:

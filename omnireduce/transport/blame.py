@@ -4,7 +4,8 @@ else."""
 from __future__ import annotations
 
 HERE = __name__.rpartition(".")[0]
-OURS = {"socket", "ssl", *(f"{HERE}.{name}" for name in ("stream", "shm", "tcp", "tls"))}  # between us and the system
+FILES = ("stream", "shm", "tcp", "tls", "host_meeting", "regions")
+OURS = {"socket", "ssl", "selectors", *(f"{HERE}.{name}" for name in FILES)}  # between us and the system
 
 
 def from_a_handler(error: OSError) -> bool:

@@ -12,6 +12,7 @@ import os
 import selectors
 import socket
 import struct
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from omnireduce.dtypes import Array
@@ -19,12 +20,14 @@ from omnireduce.errors import TransportError
 from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.regions import Regions
 from omnireduce.transport.shm import peer_of
+from omnireduce.transport.stream import BACKLOG
 
 _CARD = struct.Struct("<II")  # what a rank sends with its descriptors: its number among those of the host, its process
 _BATCH = struct.Struct("<II")  # what comes with a batch of descriptors: the first rank, how many ranks
 BATCH_RANKS = 64  # a message holds no more than 253 descriptors
 PIDS = struct.Struct(f"<{BATCH_RANKS}I")
 DONE = b"1"  # what a rank says once it has everything
+ACCEPTED = 64  # connections in one turn
 RETRY_S = 0.002  # between two attempts to connect: the first rank may not listen yet
 
 
@@ -51,20 +54,22 @@ class HostMeeting:
     def __init__(self, token: bytes, ranks: int, me: int, region_bytes: int) -> None:
         self._name, self._ranks, self._me = f"\0omnireduce-host/{token.hex()}", ranks, me
         self.group: HostGroup | None = None
-        self._regions = Regions(ranks, me, region_bytes)
         self._bells: list[int] = [-1] * ranks
         self._memories: list[int] = [-1] * ranks
         self._pids = [0] * ranks
-        self._selector = selectors.EpollSelector()
+        self._open = ExitStack()
         self._sockets: list[socket.socket] = []
         self._members: dict[int, socket.socket] = {}
         self._unserved: list[socket.socket] = []
         try:
+            self._regions = Regions(ranks, me, region_bytes)
+            self._open.callback(self._regions.close)
+            self._selector = self._open.enter_context(selectors.EpollSelector())
             self._bells[me] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._memories[me], self._pids[me] = os.dup(self._regions.fd), os.getpid()
             if me == 0:
                 self._watch(self._new_socket()).bind(self._name)
-                self._sockets[0].listen(ranks)
+                self._sockets[0].listen(BACKLOG)
                 self._gather()
         except BaseException:
             self.close()
@@ -101,7 +106,16 @@ class HostMeeting:
     # the first rank
 
     def _accept(self) -> None:
-        member, _ = self._sockets[0].accept()
+        for _ in range(ACCEPTED):
+            try:
+                member, _ = self._sockets[0].accept()
+            except BlockingIOError as error:
+                if from_a_handler(error):
+                    raise
+                return
+            self._admit(member)
+
+    def _admit(self, member: socket.socket) -> None:
         if len(self._sockets) > 2 * self._ranks or _is_foreign(member):
             member.close()  # whoever it is, it is none of the ranks
             return
@@ -116,6 +130,8 @@ class HostMeeting:
         if len(descriptors) != 2 or not 0 < rank < self._ranks or rank in self._members:
             for fd in descriptors:
                 os.close(fd)
+            self._sockets.remove(member)
+            member.close()
             return
         self._members[rank] = member
         self._memories[rank], self._bells[rank], self._pids[rank] = *descriptors, pid
@@ -191,6 +207,9 @@ class HostMeeting:
     # both
 
     def _complete(self) -> None:
+        for rank, bell in enumerate(self._bells):
+            if os.readlink(f"/proc/self/fd/{bell}") != "anon_inode:[eventfd]" or os.get_blocking(bell):
+                raise TransportError(f"local rank {rank} sent something else than an eventfd that never blocks")
         self._regions.add(self._memories)
         self.group = HostGroup(self._regions.array, self._bells, self._pids)
         self._bells = []
@@ -214,8 +233,7 @@ class HostMeeting:
         self._bells, self._memories = [], []
         for sock in self._sockets:
             sock.close()
-        self._selector.close()
-        self._regions.close()
+        self._open.close()
 
 
 def _is_foreign(sock: socket.socket) -> bool:

@@ -40,7 +40,9 @@ class Regions:
             os.ftruncate(self.fd, nbytes)
             self._address = _mapped(None, ranks * nbytes, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
             memory = (ctypes.c_uint8 * (ranks * nbytes)).from_address(self._address)
-            weakref.finalize(memory, _libc.munmap, self._address, ranks * nbytes)
+            weakref.finalize(
+                memory, _libc.munmap, self._address, ranks * nbytes
+            ).atexit = False  # others may still leave
             self.array: Array = np.ctypeslib.as_array(memory).reshape(ranks, nbytes)
             self._map(me, self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)

@@ -164,7 +164,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Numbers as in `Traffic`: of the collectives of the job, but `own_blocks` and the bytes of this rank, and
     `union_blocks` of its part. `late_s`: for how long the others waited in all for each rank of `late`. The collective
-    under way, `what`, has waited for `waited_s` for `total` ranks: `who` names them, `behind` lists some.
+    under way, `what`, has waited for `waited_s` for `total` ranks, some of them in `behind`.
     """
 
     collectives: _Total = 0
@@ -176,7 +176,6 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     late: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
     late_s: Annotated[list[_Seconds], msgspec.Meta(max_length=LISTED)] = []
     what: _Text = ""
-    who: _Text = ""
     behind: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
     total: _U32 = 0
     waited_s: _Seconds = 0.0

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import InprocCluster, slot_bytes_for
+from harness import Guarded, InprocCluster, slot_bytes_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
 from samples import CASES, Array, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.protocol.exchange import HostExchange
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])
@@ -121,3 +122,60 @@ def test_a_rank_that_lags_is_named() -> None:
     cluster.now = 10.1
     cluster.settle()
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
+
+
+def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does both while another rank looks whether it lags."""
+    cluster = host(2, 32, 4, 1)
+    for rank in range(2):
+        cluster.move_bytes(rank, "barrier", None, np.zeros(0, np.uint8))
+    first, second = cluster.hosts
+    assert first is not None
+    assert second is not None
+    waited_for = HostExchange.waited_for
+
+    def late_look(self: HostExchange) -> list[int]:
+        found = waited_for(self)
+        if self is first and second.is_busy:
+            monkeypatch.undo()
+            cluster.settle(paused=[cluster.worker_drivers[0]])
+            cluster.worker_drivers[1].perform(cluster.workers[1].leave())
+        return found
+
+    cluster.worker_drivers[0].advance()
+    monkeypatch.setattr(HostExchange, "waited_for", late_look)
+    assert first.departed() == []
+    cluster.settle()
+    assert cluster.worker_ends[0] is None
+    assert cluster.finished == [[0], [0]]
+
+
+def test_steps_count_as_movement_even_if_the_last_look_was_in_vain() -> None:
+    cluster = host(2, 32, 4, 1)
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    cluster.now = 5.0
+    cluster.worker_drivers[0].advance()
+    assert cluster.hosts[0] is not None
+    assert cluster.hosts[0].moved_at == 5.0
+
+
+@settings(max_examples=150)
+@given(seed=SEEDS, ranks=st.integers(2, 4), noise=st.floats(0.0, 1.0))
+def test_whatever_stands_in_the_memory_of_another_rank(seed: int, ranks: int, noise: float) -> None:
+    """A rank may spoil its own job, and ends it at the most; nothing outside of the tensors and regions is touched."""
+    cluster, rng = host(ranks, 32, 4, seed), np.random.default_rng(seed)
+    assert cluster.regions is not None
+    guarded = [Guarded((50,), np.float32) for _ in range(ranks)]
+    for rank, each in enumerate(guarded):
+        cluster.allreduce(rank, each.array)
+    liar = int(rng.integers(ranks))
+    for _ in range(20):
+        for rank in range(ranks):
+            if rank != liar:
+                cluster.worker_drivers[rank].advance()
+        words = cluster.regions[liar].view(np.int64)
+        some = rng.random(words.size) < noise
+        words[some] = rng.choice([-1, 0, 1, 2, 3, 7, 1 << 48, 1 << 62, -(1 << 63)], int(some.sum()))
+    for each in (*guarded, *cluster.guards):
+        each.check()

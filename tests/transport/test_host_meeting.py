@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import multiprocessing
 import os
@@ -14,6 +15,8 @@ from multiprocessing.connection import Connection
 import pytest
 
 from omnireduce.errors import TransportError
+from omnireduce.transport import host_meeting
+from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting
 from omnireduce.transport.regions import Regions
 
@@ -118,3 +121,38 @@ def test_who_sends_nonsense_is_left_out() -> None:
     stranger.close()
     first.group.close()
     second.group.close()
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a bell that blocks"])
+def test_a_bell_that_could_keep_others_waiting_is_refused(what: str) -> None:
+    token = secrets.token_bytes(16)
+    first, second = HostMeeting(token, 2, 0, BYTES), HostMeeting(token, 2, 1, BYTES)
+    os.close(second._bells[1])
+    second._bells[1] = os.eventfd(0) if what == "a bell that blocks" else os.pipe2(os.O_NONBLOCK)[1]
+
+    def go_on() -> None:
+        for _ in range(8):
+            second.turn()
+            first.turn()
+
+    with pytest.raises(TransportError, match="local rank 1 sent something else than an eventfd"):
+        go_on()
+    first.close()
+    second.close()
+
+
+def test_what_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(host_meeting.selectors, "EpollSelector", no_more)
+    with pytest.raises(OSError, match="Too many open files"):
+        HostMeeting(secrets.token_bytes(16), 2, 0, BYTES)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_the_system_refuses_is_no_error_of_a_signal_handler() -> None:
+    with pytest.raises(OSError, match="Invalid argument") as caught:
+        HostMeeting(secrets.token_bytes(16), 2, 0, -BYTES)
+    assert not from_a_handler(caught.value)

@@ -38,20 +38,20 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
     Raises TransportError when there are no descriptors or no memory for it. The other ranks are then told, and
     everything is given back.
     """
-    joined, links = arrival.joined, arrival.links
+    joined = arrival.joined
     me = worker_name(joined.rank, socket.gethostname(), os.getpid())
     try:
         return _assemble(config, job, arrival, me)
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno is None:  # an error of a signal handler, not of the system
-            _give_up(links, Cause(me, left_because(error)))
+            _give_up(arrival, Cause(me, left_because(error)))
             raise
         wrong = shortage(error)
     except BaseException as error:
-        _give_up(links, Cause(me, left_because(error)))
+        _give_up(arrival, Cause(me, left_because(error)))
         raise
     # Not within `except`: the error would keep the memory that is to be given back.
-    _give_up(links, Cause(me, f"could not begin: {wrong}"))
+    _give_up(arrival, Cause(me, f"could not begin: {wrong}"))
     raise TransportError(f"rank {joined.rank} of job '{job}' could not begin: {wrong}")
 
 
@@ -84,8 +84,11 @@ def _host_exchange(config: Config, rank: int, group: HostGroup) -> HostExchange:
     return HostExchange(group.regions, rank, names, config.protocol.slots, config.protocol.slot_bytes)
 
 
-def _give_up(links: list[Link], cause: Cause) -> None:
-    """Tell all shards, then close the links and let go of their memory."""
+def _give_up(arrival: Arrival, cause: Cause) -> None:
+    """Tell all shards, then close the links and let go of all memory."""
+    links = arrival.links
+    if arrival.group is not None:
+        arrival.group.close()
     deadline = time.monotonic() + GOODBYE_S
     for link in links:
         link.send_control(encode_control(Leave(cause)))

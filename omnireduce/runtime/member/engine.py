@@ -6,6 +6,7 @@ Only while asynchronous collectives are under way and nobody waits, a background
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -181,6 +182,8 @@ class Engine(Interruptible):
         for link in self._links:
             link.abandon()
         self._lookout.close()
+        if self._machine.host is not None:
+            self._machine.host.close()
 
     @entering
     def drive_in_background(self) -> None:
@@ -229,16 +232,17 @@ class Engine(Interruptible):
 
     def _block(self, deadline: float | None) -> None:
         """Wait for input, first spinning, then on the descriptors; at most until the next deadline."""
-        if not self._lookout.has_something_to_wait_for:
-            return
+        now, waits = time.monotonic(), self._lookout.has_something_to_wait_for
         self._lookout.watch_all()
-        now = time.monotonic()
         ends = [at for at in (deadline, self._machine.deadline) if at is not None]
         patience_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
         mine = 1, threading.get_ident()
         try:
             self._lock.release()
-            self._lookout.look_out(now + self._spin_s, patience_ms, self._lock)
+            if waits:
+                self._lookout.look_out(now + self._spin_s, patience_ms, self._lock)
+            else:
+                os.sched_yield()  # another thread may want the lock
         finally:  # written in C, and no signal interrupts it
             self._lock._acquire_restore(mine)  # type: ignore[attr-defined]
 

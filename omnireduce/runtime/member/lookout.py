@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from omnireduce.protocol.exchange import HostExchange
 from omnireduce.transport.base import Link
+from omnireduce.transport.blame import from_a_handler
 
 UNKNOWN = -1  # what a link is watched for, while that changes
 PEEKED = [(-1, 0)]  # there is news that no descriptor told
@@ -36,7 +37,11 @@ class Lookout:
 
     def ring(self, rank: int) -> None:
         """Wake another rank of this host."""
-        os.eventfd_write(self._bells[rank], 1)
+        try:
+            os.eventfd_write(self._bells[rank], 1)
+        except BlockingIOError as error:  # somebody has filled it: then it wakes anyway
+            if from_a_handler(error):
+                raise
 
     @property
     def has_something_to_wait_for(self) -> bool:
@@ -77,7 +82,14 @@ class Lookout:
         ready = self._spin(spin_until, lock) or self._sleep(patience_ms)
         for descriptor, _ in ready:
             if descriptor in (self._wake, self._bell) and descriptor >= 0:
-                os.eventfd_read(descriptor)
+                self._drain(descriptor)
+
+    def _drain(self, descriptor: int) -> None:
+        try:
+            os.eventfd_read(descriptor)
+        except BlockingIOError as error:  # another rank has drained it
+            if from_a_handler(error):
+                raise
 
     def _spin(self, until: float, lock: threading.RLock) -> list[tuple[int, int]]:
         while time.monotonic() < until:

@@ -155,15 +155,13 @@ class _Visitor:
         if self._meeting is None or self._meeting.group is not None:
             return
         try:
-            if self._meeting.turn():
-                self._selector.unregister(self._meeting)
-                self._perform(self._machine.met(time.monotonic()))
-        except TransportError as error:
-            self._could_not_begin(str(error))
-        except OSError as error:
-            if from_a_handler(error):
-                raise
-            self._could_not_begin(shortage(error))
+            has_met = self._meeting.turn()
+        except (TransportError, OSError) as error:
+            self._could_not_share(error)
+            return
+        if has_met:
+            self._selector.unregister(self._meeting)
+            self._perform(self._machine.met(time.monotonic()))
 
     def _arrived(self) -> bool:
         """Once the worker has joined, give every link its slots; return whether that is done."""
@@ -188,18 +186,20 @@ class _Visitor:
             link.send_control(encode_control(Leave(cause)))
         self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
 
+    def _could_not_share(self, error: TransportError | OSError) -> None:
+        """End this attempt: no memory is shared. Raises the error if a signal handler has raised it."""
+        if isinstance(error, OSError) and from_a_handler(error):
+            raise error
+        self._could_not_begin(str(error) if isinstance(error, TransportError) else shortage(error))
+
     def _meet(self, meet: Meet) -> None:
         """Begin to meet the other ranks of this host."""
         self._rank, protocol = meet.rank, self._config.protocol
+        size = region_bytes(protocol.slots, protocol.slot_bytes)
         try:
-            size = region_bytes(protocol.slots, protocol.slot_bytes)
             self._meeting = HostMeeting(meet.token, meet.size, meet.rank, size)
-        except TransportError as error:
-            self._could_not_begin(str(error))
-        except OSError as error:
-            if from_a_handler(error):
-                raise
-            self._could_not_begin(shortage(error))
+        except (TransportError, OSError) as error:
+            self._could_not_share(error)
         else:
             self._selector.register(self._meeting, selectors.EVENT_READ)
 
