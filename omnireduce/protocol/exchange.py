@@ -52,6 +52,7 @@ from omnireduce.wire.control import Report
 
 PAGE = 4096
 EXTRA_BYTES = 4096  # of a slot, for counts and what fills cache lines: a block that fits the slots of links fits here
+BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
 MOST_LATE_S = 3600.0  # in one collective
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
 SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
@@ -91,6 +92,15 @@ NOTHING = TensorBlocks(_EMPTY, _EMPTY, _EMPTY, _EMPTY, in_place=True, silent=Tru
 def region_bytes(slots: int, slot_bytes: int) -> int:
     """The size of one rank's region, in whole pages."""
     return (SLOTS * 8 + slots * (slot_bytes + EXTRA_BYTES) + PAGE - 1) // PAGE * PAGE
+
+
+def _lowest_of_others(counters: Array) -> Array:
+    """For each rank, the lowest counter of the other ranks."""
+    if counters.size < 2:
+        return np.full(counters.size, np.iinfo(np.int64).max)
+    lowest, second = np.sort(counters)[:2]
+    found: Array = np.where(counters == lowest, second, lowest)
+    return found
 
 
 class HostExchange:
@@ -145,6 +155,11 @@ class HostExchange:
         """The size of the largest block that fits in one slot."""
         size: int = (self._slot_words - self._counts - 2 * LINE) * 8
         return size
+
+    @property
+    def has_agreed(self) -> bool:
+        """All ranks have begun the collective under way, and it is the same one."""
+        return self._is_prepared and bool(self._state[0]["has_agreed"])
 
     @property
     def is_busy(self) -> bool:
@@ -285,7 +300,7 @@ class HostExchange:
         """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
         self._sleep += 1 + self._sleep % 2
         self._publish(ASLEEP, self._sleep)
-        if self.can_go_on or self.departed():
+        if self.can_go_on or self.departed(BY_ITSELF) or self.departed(RETIRED):
             self.wake_up()
             return False
         return True
@@ -296,17 +311,22 @@ class HostExchange:
             self._sleep += 1
             self._publish(ASLEEP, self._sleep)
 
-    def leave(self) -> Iterator[Wake]:
+    def leave(self, why: int = BY_ITSELF) -> Iterator[Wake]:
         """Tell the others that this rank takes no further step."""
         if self._ints.size:
-            self._publish(LEFT, 1)
+            self._publish(LEFT, why)
             yield from self._sleepers()
 
-    def departed(self) -> list[int]:
+    def departed(self, why: int) -> list[int]:
         """The ranks whose next step this rank waits for, though they have left."""
-        left = [rank for rank in range(self._ranks) if self._is_prepared and self._read(rank, LEFT)]
+        left = [rank for rank in range(self._ranks) if self._is_prepared and self._read(rank, LEFT) == why]
         late = self.waited_for() if left else []  # afterwards: who left had taken its last step
         return [rank for rank in left if rank in late]
+
+    @property
+    def has_failed(self) -> bool:
+        """A rank has ended the job because of a fault, of which the aggregator is about to tell the others."""
+        return any(self._read(rank, LEFT) == FAILED for rank in range(self._ranks) if self._is_prepared)
 
     def _read(self, rank: int, line: int) -> int:
         return int(get_counter(self._ints, rank * self._region_words + line))
@@ -323,22 +343,23 @@ class HostExchange:
                 yield Wake(rank)
 
     def waited_for(self) -> list[int]:
-        """The ranks whose next step this rank waits for."""
+        """The other ranks that could take a step, but have not: those that wait for others themselves are not named."""
         if not self._is_prepared:
             return []
         s = self._state[0]
-        base, slots = int(s["base"]), int(s["slots"])
-        if not s["has_agreed"]:
-            return self._below(BEGUN, int(s["number"]) + 1)
-        if s["collected"] < s["combined"]:
-            return self._below(COMBINED, base + int(s["collected"]) + 1)
-        if s["combined"] < s["staged"]:
-            return self._below(STAGED, base + int(s["combined"]) + 1)
-        return self._below(COLLECTED, base + int(s["staged"]) - slots + 1)
+        begun, *chunks = (self._counters(line) for line in (BEGUN, STAGED, COMBINED, COLLECTED))
+        late = begun <= s["number"]
+        staged, combined, collected = (each - s["base"] for each in chunks)
+        could = (staged < s["chunks"]) & (_lowest_of_others(collected) > staged - s["slots"])
+        if not late.any():
+            could |= (combined < staged) & (_lowest_of_others(staged) > combined)
+            could |= (collected < combined) & (_lowest_of_others(combined) > collected)
+        return [rank for rank in np.flatnonzero(late | could).tolist() if rank != self._me]
 
-    def _below(self, line: int, least: int) -> list[int]:
-        others = [rank for rank in range(self._ranks) if rank != self._me]
-        return [rank for rank in others if self._read(rank, line) < least]
+    def _counters(self, line: int) -> Array:
+        """A counter of each rank."""
+        found: Array = self._ints.reshape(self._ranks, self._region_words)[:, line].copy()
+        return found
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""

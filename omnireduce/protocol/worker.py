@@ -10,7 +10,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
-from omnireduce.protocol.exchange import DifferenceError, HostError, HostExchange
+from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, DifferenceError, HostError, HostExchange
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.wire.blocks import largest_block
@@ -155,11 +155,19 @@ class WorkerMachine:
             yield from self._complete(now)
         if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
             yield from self._report(host, now)
-        gone = host.departed() if self.ended is None else []
+        if self.ended is None:
+            yield from self._end_if_deserted(host)
+
+    def _end_if_deserted(self, host: HostExchange) -> Iterator[Effect]:
+        """End when the collective under way waits for ranks that have left."""
+        gone = host.departed(BY_ITSELF)
         if gone:
             oldest = self._under_way[0]
             what = f"had shut down when collective {oldest.number} ({oldest.descriptor}) began"
             yield from self._end(Cause(self._named(gone), what))
+        elif self._retired and host.departed(RETIRED):
+            shard, cause = next(iter(self._retired.items()))
+            yield from self._end(cause, told_by=shard)
 
     def received(self, shard: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A result message arrived in receive slot `slot` of `shard`."""
@@ -250,10 +258,15 @@ class WorkerMachine:
         deadline = self._overdue_at
         if self.host is not None and now < deadline:
             yield from self._say_who(self.host, now)
-        elif not self._late_s and now - deadline >= LATE * self._timeout_s:
-            self._late_s = now - deadline
+        elif not self._late_s and (now - deadline >= LATE * self._timeout_s or self._is_old_news):
+            self._late_s = max(now - deadline, 1e-6)
         else:
             yield from self._end(self._overdue(now))
+
+    @property
+    def _is_old_news(self) -> bool:
+        """Another rank of this host has ended the job already: the aggregator tells why."""
+        return self.host is not None and self.host.has_failed
 
     def _say_who(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Warn the user of the ranks that this one waits for."""
@@ -310,9 +323,11 @@ class WorkerMachine:
         return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
 
     def _end_if_retired(self) -> Iterator[Effect]:
-        """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one."""
+        """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one. In memory
+        a collective goes on that all ranks have begun: nobody could tell of a rank that does not come any more."""
+        deserted = self.host is not None and not self.host.has_agreed
         for shard, cause in self._retired.items():
-            if not self._under_way or self._streams[shard].owes(self._under_way[0]):
+            if not self._under_way or deserted or self._streams[shard].owes(self._under_way[0]):
                 yield from self._end(cause, told_by=shard)
                 return
 
@@ -321,6 +336,8 @@ class WorkerMachine:
         if self.host is not None and cause is None:
             yield Tell(0, self.host.report(self.host.moved_at))
             yield from self.host.leave()
+        elif self.host is not None and cause is not None:
+            yield from self.host.leave(RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
             if stream.shard != told_by:
                 yield Tell(stream.shard, Leave(cause))

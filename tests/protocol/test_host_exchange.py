@@ -13,7 +13,7 @@ from oracle import assert_results, bits, reduce_in_rank_order
 from samples import CASES, Array, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.protocol.exchange import HostExchange
+from omnireduce.protocol.exchange import BY_ITSELF, HostExchange
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])
@@ -144,7 +144,7 @@ def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monke
 
     cluster.worker_drivers[0].advance()
     monkeypatch.setattr(HostExchange, "waited_for", late_look)
-    assert first.departed() == []
+    assert first.departed(BY_ITSELF) == []
     cluster.settle()
     assert cluster.worker_ends[0] is None
     assert cluster.finished == [[0], [0]]
