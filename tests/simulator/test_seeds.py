@@ -14,7 +14,7 @@ import pytest
 
 from .campaign import Task, report, run_all
 from .cluster import Cluster
-from .draw import draw_plan, fault_at
+from .draw import FIRST_OF_HOSTS, draw_plan, fault_at
 from .faults import FROM_THE_START
 from .plan import KINDS
 
@@ -47,6 +47,9 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     98257193: "a shard told two ranks the same lie in one memory, which made it true",
     98276950: "the same in another job",
     98296115: "a slow network brought a rank the end of a connection before the reason",
+    FIRST_OF_HOSTS + 1008: "an aggregator stopped, and ranks waited in memory for one that had not begun",
+    FIRST_OF_HOSTS + 5834: "the same, where it had not come to where the ranks meet",
+    FIRST_OF_HOSTS + 9216: "a rank blamed one that waited itself, and had ended the job already",
     97060384: "many short spans of four ranks took longer than the limit, behind as many of the collective before",
 }
 SAME = 12  # seeds that are run in two processes
@@ -68,6 +71,11 @@ def assert_good(seeds: Iterable[int]) -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_never_wrong_and_never_stuck(chunk: int) -> None:
     assert_good(range(chunk, SEEDS, CHUNKS))
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_ranks_that_share_hosts(chunk: int) -> None:
+    assert_good(range(FIRST_OF_HOSTS + chunk, FIRST_OF_HOSTS + SEEDS, CHUNKS))
 
 
 def test_seeds_that_failed_once() -> None:
