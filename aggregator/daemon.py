@@ -90,10 +90,10 @@ class Daemon:
     def _watch_signals(self) -> None:
         self._signals_in.setblocking(False)
         self._ends_with_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)
         # To warn of a full buffer, Python takes a lock in its signal handler. In a flood of signals that would hang.
         signal.set_wakeup_fd(self._signals_in.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # from here on each is written there
+            signal.signal(number, lambda *_: None)
 
     def _told_to_stop(self) -> bool:
         """Deal with the signals that have come; return whether one of them ends the daemon."""

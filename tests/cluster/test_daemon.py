@@ -227,6 +227,26 @@ def test_sigterm_before_ready() -> None:
         assert process.wait(READY_S) == 0
 
 
+WITH_A_SIGNAL_AT_ONCE = """
+import os, signal
+watch = signal.signal
+
+def watch_and_send(number, handler):
+    watch(number, handler)
+    if number == signal.SIGTERM and callable(handler):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal = watch_and_send
+from aggregator.cli import main
+main(["--listen", "127.0.0.1:0"])
+"""
+
+
+def test_sigterm_at_the_moment_in_which_it_begins_to_be_caught() -> None:
+    with Process(sys.executable, "-c", WITH_A_SIGNAL_AT_ONCE, from_scratch=True) as process:
+        assert process.wait(READY_S) == 0
+
+
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for this signal."""
     mask = int(Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0], 16)
