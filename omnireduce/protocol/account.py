@@ -44,8 +44,7 @@ class Account:
         self._late_s = [0.0] * ranks
         self._begun_at = 0.0
         self._to_join = 0
-        self._reports: dict[int, Report] = {}  # the last of each rank
-        self._reported_at: dict[int, float] = {}
+        self._reports: dict[int, tuple[Report, float]] = {}  # the last of each rank, and when it came
 
     def begin(self, now: float) -> None:
         """The first message of a collective is here."""
@@ -70,18 +69,18 @@ class Account:
 
     def report(self, rank: int, report: Report, now: float) -> None:
         """What this rank has exchanged in memory. Raises ProtocolError for numbers that cannot be."""
-        before, ranks = self._reports.get(rank, NOTHING), len(self._late_s)
+        before, ranks = self._reports.get(rank, (NOTHING, now))[0], len(self._late_s)
         if any(getattr(report, name) < getattr(before, name) for name in TOTALS):
             raise ProtocolError(f"a report that takes something back: {report} after {before}")
         if max([*report.late, *report.behind], default=0) >= ranks or len(report.late) != len(report.late_s):
             raise ProtocolError(f"a report about ranks that do not exist: {report}")
-        self._reports[rank], self._reported_at[rank] = report, now
+        self._reports[rank] = report, now
 
     def waiting(self, now: float) -> Wait | None:
         """The longest wait for ranks that a rank has reported."""
         waits = [
-            Wait(each.what, each.behind, each.total, "", each.waited_s + now - self._reported_at[rank])
-            for rank, each in self._reports.items()
+            Wait(each.what, each.behind, each.total, "", each.waited_s + now - came_at)
+            for each, came_at in self._reports.values()
             if each.total
         ]
         return max(waits, key=lambda each: each.seconds, default=None)
@@ -90,7 +89,7 @@ class Account:
         """Everything, with the bytes that were exchanged in memory."""
         found = copy(self.traffic)
         ranks = len(self._late_s)
-        for rank, each in self._reports.items():
+        for rank, (each, _) in self._reports.items():
             first = rank == 0
             found.add(
                 Traffic(
@@ -109,7 +108,7 @@ class Account:
     def late(self) -> list[Late]:
         """The ranks that others have waited for, longest first."""
         late_s = list(self._late_s)
-        for report in self._reports.values():
+        for report, _ in self._reports.values():
             for rank, seconds in zip(report.late, report.late_s, strict=True):
                 late_s[rank] += seconds
         found = [Late(rank, seconds) for rank, seconds in enumerate(late_s) if seconds > 0]

@@ -146,10 +146,6 @@ class HostExchange:
 
     # collectives
 
-    def fits(self, block_bytes: int) -> bool:
-        """Whether at least one block of this size fits in a slot."""
-        return block_bytes <= self.largest_block_bytes
-
     @property
     def largest_block_bytes(self) -> int:
         """The size of the largest block that fits in one slot."""

@@ -153,10 +153,11 @@ class WorkerMachine:
             yield from self._end(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"))
         if is_done and self.ended is None:
             yield from self._complete(now)
+        if self.ended is not None:
+            return
         if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
             yield from self._report(host, now)
-        if self.ended is None:
-            yield from self._end_if_deserted(host)
+        yield from self._end_if_deserted(host)
 
     def _end_if_deserted(self, host: HostExchange) -> Iterator[Effect]:
         """End when the collective under way waits for ranks that have left."""

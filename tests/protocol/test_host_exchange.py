@@ -13,7 +13,9 @@ from oracle import assert_results, bits, reduce_in_rank_order
 from samples import CASES, Array, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.protocol.effects import Effect, End, Finish
 from omnireduce.protocol.exchange import BY_ITSELF, HostExchange
+from omnireduce.wire.control import Cause
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])
@@ -148,6 +150,19 @@ def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monke
     cluster.settle()
     assert cluster.worker_ends[0] is None
     assert cluster.finished == [[0], [0]]
+
+
+def test_nothing_follows_the_end_of_a_job_whose_aggregator_stopped() -> None:
+    cluster = host(2, 32, 4, 1)
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    first, effects = cluster.workers[0], list[Effect]()
+    first._retired[0] = Cause("aggregator 127.0.0.1:7400", "is shutting down", orderly=True)
+    for _ in range(30):
+        cluster.worker_drivers[1].advance()
+        effects += first.advance(cluster.now)
+    assert isinstance(effects[-1], End)
+    assert any(isinstance(each, Finish) for each in effects)
 
 
 def test_steps_count_as_movement_even_if_the_last_look_was_in_vain() -> None:
