@@ -74,7 +74,7 @@ class Entrant:
 
 @dataclass
 class Result:
-    """What one entrant took in one case: milliseconds of the slowest rank in each round, and the rest per round.
+    """What one entrant took in one case: milliseconds of the slowest rank in each exchange, and the rest per exchange.
 
     `up` and `down` are bytes per rank, `shard_bytes` those of all ranks with each shard.
     """
@@ -154,13 +154,15 @@ class Contest:
         """One round of one entrant. The service's every result is checked, of the others those of the warm-up."""
         checked = entrant.method.own or (number < WARM_UP and entrant.label not in (SCAN, BOUND))
         servers_s = entrant.servers_s()
+        repeats = {"repeats": case.repeats} if case.repeats > 1 else {}
         answers = entrant.group.tell(
-            do="round", kind=case.kind, method=entrant.method.name, number=number, check=checked
+            do="round", kind=case.kind, method=entrant.method.name, number=number, check=checked, **repeats
         )
         result.wrong += sum(each["wrong"] for each in answers)
         if number < WARM_UP:
             return
-        result.ms.append(1e3 * max(each["seconds"] for each in answers))
+        seconds = np.array([np.atleast_1d(each["seconds"]) for each in answers])  # an older checkout says one number
+        result.ms += (1e3 * seconds.max(axis=0)).tolist()
         result.cpu_s.append(sum(each["cpu"] for each in answers) + entrant.servers_s() - servers_s)
         wire_bytes = np.array([each["wire_bytes"] for each in answers])
         result.up, result.down = (round(float(each)) for each in wire_bytes[:, :2].mean(axis=0))
@@ -178,8 +180,7 @@ def contest(setup: Setup, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
         shards = stack.enter_context(daemon(setup.shards))
         echoes = stack.enter_context(echo_servers(setup.shards if setup.transport == "tcp" else 0))
-        kind = f"transport.kind={setup.transport}"
-        service = service_group(setup.ranks, folder, shards.addresses, kind, echoes=echoes.addresses)
+        service = service_group(setup.ranks, folder, shards.addresses, *setup.settings, echoes=echoes.addresses)
         entrants = _own_entrants(stack.enter_context(service), shards, echoes)
         for name in peers:
             try:

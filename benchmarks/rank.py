@@ -3,7 +3,7 @@
     python -m benchmarks.rank PEER SOCKET OPTIONS
 
 The controller says `case` (which data) or `round` (fill, barrier, exchange, check). The answer to a round is what it
-took on this rank: seconds, processor seconds, bytes, wrong elements.
+took on this rank: seconds of each exchange, processor seconds and bytes of one, wrong elements.
 """
 
 from __future__ import annotations
@@ -46,22 +46,28 @@ class Rank:
             "others_density": data.others_density,
         }
 
-    def round(self, kind: str, method: str, number: int, check: bool) -> dict[str, Any]:
-        """Exchange the tensor of round `number`."""
+    def round(self, kind: str, method: str, number: int, check: bool, repeats: int = 1) -> dict[str, Any]:
+        """Exchange the tensor of round `number`, `repeats` times; `seconds` has one entry for each."""
         peer = self._peer
         self._data.fill(peer.rank, number, self._tensor)
+        again = self._tensor.copy() if repeats > 1 else self._tensor
         run = self._rows(method) if kind == "rows" else lambda: peer.dense[method](self._tensor)
         forget_peak()
         before_mib = memory_mib("VmRSS")
         peer.barrier()
-        before, processor, start = peer.wire_bytes(), time.process_time(), time.perf_counter()
-        result = run()
-        seconds, processor_s = time.perf_counter() - start, time.process_time() - processor
+        before, processor, seconds = peer.wire_bytes(), time.process_time(), list[float]()
+        for _ in range(repeats):
+            if repeats > 1:
+                self._tensor[:] = again
+            start = time.perf_counter()
+            result = run()
+            seconds.append(time.perf_counter() - start)
+        processor_s = time.process_time() - processor
         wire_bytes, peak_mib = peer.wire_bytes() - before, memory_mib("VmHWM")
         return {
             "seconds": seconds,
-            "cpu": processor_s,
-            "wire_bytes": wire_bytes.tolist(),
+            "cpu": processor_s / repeats,
+            "wire_bytes": (wire_bytes // repeats).tolist(),
             "peak_mib": peak_mib - before_mib,
             "wrong": self._data.wrong(number, self._placed(result)) if check else 0,
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import counter, kernel, prefetch, prefetch_to_write
+from omnireduce.kernels.jit import counter, kernel, prefetch, prefetch_to_write, row_of, span_of
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
 from omnireduce.kernels.reduce import OWN, SUM, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import (
@@ -47,9 +47,7 @@ def stage_part(
     rows_at, indices_at = at + s["rows"] + skip * width, at + s["indices"] + skip
     ahead = 0 if s["is_dense"] else max(1, AHEAD // width)
     for block in range(start, stop):
-        row = source[block - origin]
-        out_at, bits = rows_at + count * width, np.uint64(0)
-        out = words[out_at : out_at + width]
+        row, out, bits = row_of(source, block - origin), span_of(words, rows_at + count * width, width), np.uint64(0)
         if ahead:
             for i in range(0, width, LINE):
                 prefetch(row, ahead * width + i)
@@ -60,7 +58,7 @@ def stage_part(
             ints[indices_at + count] = block
             count += 1
         elif bits != 0 and in_place:  # -0 becomes +0
-            target[block - origin, :] = 0
+            row_of(target, block - origin)[:] = 0
     return count
 
 
@@ -114,22 +112,21 @@ def _plan(
     width, mask, in_place, scans, count = s["width"], s["mask"], s["in_place"] != 0, s["silent"] == 0, 0
     ahead = 0 if s["is_dense"] else max(1, AHEAD // width)
     for block in range(start, stop):
-        row = source[block - origin]
-        bits = np.uint64(0)
+        row, bits = row_of(source, block - origin), np.uint64(0)
         if ahead:
             for i in range(0, width, LINE):
                 prefetch(row, ahead * width + i)
         if scans:
             for i in range(width):
                 bits |= row[i]
-        present, last = _find(state, ints, block, bits & mask != 0, places, plan[count, 1:])
+        present, last = _find(state, ints, block, bits & mask != 0, places, span_of(row_of(plan, count), 1, s["ranks"]))
         s["own_blocks"] += bits & mask != 0
         if present:
             plan[count, 0] = block - origin
             marked[count] = block | (last if present == 1 else 0) << SOLE_SHIFT
             count += 1
         elif not in_place or bits != 0:
-            target[block - origin, :] = 0
+            row_of(target, block - origin)[:] = 0
     return count
 
 
@@ -181,8 +178,7 @@ def combine_part(
             sole = marked[k] >> SOLE_SHIFT if is_sole else 0
             ints[indices_at + count + k] = (marked[k] & ((1 << SOLE_SHIFT) - 1)) | sole << SOLE_SHIFT
             if not (s["in_place"] and sole == me + 1):
-                result = out[k]
-                goal = target[plan[k, 0]]
+                result, goal = row_of(out, k), row_of(target, plan[k, 0])
                 for i in range(width):
                     goal[i] = result[i]
         count += found
@@ -215,12 +211,11 @@ def collect_part(state: Array, ints: Array, words: Array, target: Array, origin:
             target[previous + 1 - origin : block - origin] = 0
         previous = block
         if k + ahead < count:
-            later = target[min(max(ints[indices_at + k + ahead] & low, start), stop - 1) - origin]
+            later = row_of(target, min(max(ints[indices_at + k + ahead] & low, start), stop - 1) - origin)
             for i in range(0, width, LINE):
                 prefetch_to_write(later, i)
         if not (in_place and marked >> SOLE_SHIFT == me + 1):
-            row = words[rows_at + k * width : rows_at + (k + 1) * width]
-            goal = target[block - origin]
+            row, goal = span_of(words, rows_at + k * width, width), row_of(target, block - origin)
             for i in range(width):
                 goal[i] = row[i]
     if not in_place:

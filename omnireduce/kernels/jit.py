@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, event
 from numba.extending import intrinsic, overload
 from numba.np import arrayobj
 
@@ -25,6 +25,8 @@ from omnireduce.dtypes import Array
 
 _array_of: Any = arrayobj.make_array
 _insert_function: Any = cgutils.get_or_insert_function
+_fill_array: Any = arrayobj.populate_array
+_lengths_of: Any = cgutils.unpack_tuple
 LINE_BYTES = 64  # of a cache line
 WORD_BYTES = 8
 F = TypeVar("F", bound=Callable[..., object])
@@ -65,6 +67,76 @@ def _locked(access: Callable[..., Any], how: int) -> Callable[..., Any]:
             os.close(folder)
 
     return access_locked
+
+
+@contextlib.contextmanager
+def watching_the_compiler() -> Iterator[Callable[[], bool]]:
+    """Yields what tells whether a kernel has been compiled since, rather than loaded from the cache."""
+    with event.install_recorder("numba:compile") as recorder:
+        yield lambda: bool(recorder.buffer)
+
+
+def row_of(rows: Array, k: int) -> Array:
+    """`rows[k]` of a C-contiguous array of two dimensions.
+
+    An ordinary slice counts a reference to the memory below it, and drops it again. Both are atomic, and together they
+    take longer than to read a short row. This one counts nothing: use it while its array lives.
+    """
+    found: Array = rows[k]
+    return found
+
+
+def span_of(array: Array, start: int, size: int) -> Array:
+    """`array[start : start + size]` of an array of one dimension, which must have these elements; see `row_of`."""
+    return array[start : start + size]
+
+
+def _borrow(builder: Any, context: Any, array: Any, kind: Any, data: Any, size: Any) -> Any:
+    """An array of `size` elements at `data`, of the type of element of `array`, that owns nothing."""
+    found = _array_of(kind)(context, builder)
+    itemsize = array.itemsize
+    _fill_array(found, data=data, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None)
+    return found._getvalue()
+
+
+def _line_of(array: Any) -> Any:
+    return numba.types.Array(array.dtype, 1, "C", readonly=not array.mutable, aligned=array.aligned)
+
+
+@intrinsic
+def _row(typing_context: Any, rows: Any, k: Any) -> Any:
+    kind = _line_of(rows)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = _array_of(signature.args[0])(context, builder, args[0])
+        size = _lengths_of(builder, array.shape, 2)[1]
+        data = builder.gep(array.data, [builder.mul(args[1], size)])
+        return _borrow(builder, context, array, kind, data, size)
+
+    return kind(rows, numba.intp), generate
+
+
+@intrinsic
+def _span(typing_context: Any, array: Any, start: Any, size: Any) -> Any:
+    kind = _line_of(array)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = _array_of(signature.args[0])(context, builder, args[0])
+        return _borrow(builder, context, array, kind, builder.gep(array.data, [args[1]]), args[2])
+
+    return kind(array, numba.intp, numba.intp), generate
+
+
+@overload(row_of, strict=False)
+def _compile_row_of(rows: Any, k: Any) -> Any:
+    emit: Any = _row
+    return lambda rows, k: emit(rows, k)
+
+
+@overload(span_of, strict=False)
+def _compile_span_of(array: Any, start: Any, size: Any) -> Any:
+    emit: Any = _span
+    return lambda array, start, size: emit(array, start, size)
 
 
 def prefetch(words: Array, index: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array, ElementType
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.jit import kernel, row_of, span_of
 from omnireduce.kernels.merge import ABSENT
 
 OWN = -2  # in the part of a block: the block that the caller has in an array of its own
@@ -115,13 +115,13 @@ def _copy(block: Array, total: Array) -> None:
 @kernel
 def _combine_two(op: int, total: Array, arena: Array, left: int, right: int, own: Array) -> None:
     """Combine the blocks of two ranks, each in its place of `part`; see `reduce_block`."""
-    size = total.size  # no variable stands for either array: that would count references, for each block
+    size = total.size  # no variable stands for one of two arrays: to that numba counts references
     if left == OWN:
-        _combine(op, total, own, arena[right : right + size])
+        _combine(op, total, own, span_of(arena, right, size))
     elif right == OWN:
-        _combine(op, total, arena[left : left + size], own)
+        _combine(op, total, span_of(arena, left, size), own)
     else:
-        _combine(op, total, arena[left : left + size], arena[right : right + size])
+        _combine(op, total, span_of(arena, left, size), span_of(arena, right, size))
 
 
 @kernel
@@ -143,12 +143,12 @@ def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array) -
         elif at == OWN:
             _accumulate(op, total, own)
         else:
-            _accumulate(op, total, arena[at : at + size])
+            _accumulate(op, total, span_of(arena, at, size))
         present += 1
     if present == 1 and first == OWN:
         _copy(own, total)
     elif present == 1:
-        _copy(arena[first : first + size], total)
+        _copy(span_of(arena, first, size), total)
     if op == PROD and present < ranks:
         _product(total, arena, part, own)
     elif op != SUM:
@@ -162,15 +162,16 @@ def reduce_blocks(op: int, arena: Array, parts: Array, out: Array) -> None:
     `arena`: (elements,) of the reduced type; `out`: (entries, block size).
     """
     for k in range(parts.shape[0]):
-        reduce_block(op, arena, parts[k], arena, out[k])
+        reduce_block(op, arena, row_of(parts, k), arena, row_of(out, k))
 
 
 @kernel
 def reduce_planned(op: int, arena: Array, plan: Array, own: Array, out: Array) -> None:
     """Reduce one block for each row of `plan`, int64 (entries, 1 + ranks): the row of `own` that OWN stands for, and
     the `part`. `own`: (blocks, block size); `out`: (entries, block size)."""
+    ranks = plan.shape[1] - 1
     for k in range(plan.shape[0]):
-        reduce_block(op, arena, plan[k, 1:], own[plan[k, 0]], out[k])
+        reduce_block(op, arena, span_of(row_of(plan, k), 1, ranks), row_of(own, plan[k, 0]), row_of(out, k))
 
 
 @kernel
@@ -227,18 +228,18 @@ def reduce_half_block(
     for r in range(part.size):
         at, row = part[r], min(present, 1)
         if at >= 0:
-            _decode_half(brain, arena[at : at + size], scratch[row], bits[row])
+            _decode_half(brain, span_of(arena, at, size), row_of(scratch, row), row_of(bits, row))
         elif at == OWN:
-            _decode_half(brain, own, scratch[row], bits[row])
+            _decode_half(brain, own, row_of(scratch, row), row_of(bits, row))
         elif op == PROD:
             scratch[row, :] = 0
         else:
             continue
         if present > 0:
-            _accumulate(op, scratch[0], scratch[1])
+            _accumulate(op, row_of(scratch, 0), row_of(scratch, 1))
         present += 1
-    _finish(op, scratch[0], present, part.size)
-    _encode_half(brain, scratch[0], bits[0], total)
+    _finish(op, row_of(scratch, 0), present, part.size)
+    _encode_half(brain, row_of(scratch, 0), row_of(bits, 0), total)
 
 
 @kernel
@@ -247,7 +248,7 @@ def reduce_half_blocks(
 ) -> None:
     """`reduce_blocks` for float16 (or bfloat16 when `brain`); see `reduce_half_block`."""
     for k in range(parts.shape[0]):
-        reduce_half_block(op, brain, arena, parts[k], arena, out[k], scratch, bits)
+        reduce_half_block(op, brain, arena, row_of(parts, k), arena, row_of(out, k), scratch, bits)
 
 
 @kernel
@@ -255,5 +256,7 @@ def reduce_half_planned(
     op: int, brain: bool, arena: Array, plan: Array, own: Array, out: Array, scratch: Array, bits: Array
 ) -> None:
     """`reduce_planned` for float16 (or bfloat16 when `brain`); see `reduce_half_block`."""
+    ranks = plan.shape[1] - 1
     for k in range(plan.shape[0]):
-        reduce_half_block(op, brain, arena, plan[k, 1:], own[plan[k, 0]], out[k], scratch, bits)
+        part, mine = span_of(row_of(plan, k), 1, ranks), row_of(own, plan[k, 0])
+        reduce_half_block(op, brain, arena, part, mine, row_of(out, k), scratch, bits)

@@ -10,6 +10,7 @@ import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.kernels.exchange import await_step, get_counter, next_step, run, set_counter
+from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
@@ -21,7 +22,7 @@ STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element
 
 Progress = Callable[[int, int], None]  # how many kernels are ready, of how many
 COMPILING = "compiling kernels (at the first start only): %d of %d are ready"
-MOMENT_S = 1.0  # longer than it takes to load compiled kernels
+MOMENT_S = 1.0
 
 
 def _silent(ready: int, total: int) -> None:
@@ -29,23 +30,25 @@ def _silent(ready: int, total: int) -> None:
 
 
 def warm_up_aggregator(progress: Progress = _silent) -> None:
-    """Make the aggregator's kernels ready; call `progress` about once a second if that takes longer."""
+    """Make the aggregator's kernels ready; call `progress` about once a second while they are compiled."""
     make_ready(list(_of_aggregator()), progress)
 
 
 def warm_up_worker(progress: Progress = _silent) -> None:
-    """Make the worker's kernels ready; call `progress` about once a second if that takes longer."""
+    """Make the worker's kernels ready; call `progress` about once a second while they are compiled."""
     make_ready(list(_of_worker()), progress)
 
 
 def make_ready(kernels: Sequence[Callable[[], object]], progress: Progress) -> None:
-    """Call each of `kernels`, and `progress` between them."""
+    """Call each of `kernels`, and `progress` between them once one was compiled: to load them is no news, however busy
+    the machine is."""
     said_at = time.monotonic()
-    for ready, kernel in enumerate(kernels, 1):
-        kernel()
-        if time.monotonic() - said_at >= MOMENT_S:
-            progress(ready, len(kernels))
-            said_at = time.monotonic()
+    with watching_the_compiler() as has_compiled:
+        for ready, kernel in enumerate(kernels, 1):
+            kernel()
+            if time.monotonic() - said_at >= MOMENT_S and has_compiled():
+                progress(ready, len(kernels))
+                said_at = time.monotonic()
 
 
 def _of_aggregator() -> Iterator[Callable[[], object]]:

@@ -93,7 +93,6 @@ def pod_command(
         *("set -eu", "umask 022", "mount --make-rprivate /", f"cd {folder}", "mount -t tmpfs none .", f"cd {folder}"),
         *("mkdir upper work root", "mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root"),
         *("mount --rbind /proc root/proc", "mount --rbind /dev root/dev"),
-        f"mkdir -p root{ROOT} && mount --bind {ROOT} root{ROOT}",
         f"printf %s {shlex.quote(hosts)} >> root/etc/hosts",
         f"echo omnireduce:x:{user}:{group}::{HOME}:/bin/sh >> root/etc/passwd",
         f"mkdir -p root/opt && ln -s {sys.prefix} root/opt/omnireduce",
@@ -103,6 +102,7 @@ def pod_command(
     steps += [f"install -D -m {file.stat().st_mode & 0o755:o} {file} root{target}" for target, file in image.items()]
     for mount in container["volumeMounts"]:
         steps += _volume(mount, volumes[mount["name"]], shared, files.get(mount["name"], {}))
+    steps.append(f"mkdir -p root{ROOT} && mount --bind {ROOT} root{ROOT}")  # it may lie below a volume, such as /tmp
     steps += [f"mount -o remount,ro,bind root{ROOT}", "mount -o remount,ro root"]
     variables = {"HOME": HOME, "NUMBA_CACHE_DIR": "/var/cache/omnireduce", "PYTHONPATH": str(ROOT)}
     variables |= {each["name"]: each["value"] for each in container.get("env", [])}

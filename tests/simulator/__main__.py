@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shlex
@@ -14,18 +15,30 @@ import click
 from . import mutate  # before anything of the product, which it may change
 
 
-def _seeds(context: click.Context, parameter: click.Parameter, text: str) -> range:
-    first, colon, stop = text.partition(":")
-    if not (colon and first.isdecimal() and stop.isdecimal()):
-        raise click.BadParameter(f"{text!r}: expected FIRST:STOP, as 0:1000")
-    return range(int(first), int(stop))
+def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[range]:
+    found = []
+    for text in texts:
+        first, colon, stop = text.partition(":")
+        if not (colon and first.isdecimal() and stop.isdecimal()):
+            raise click.BadParameter(f"{text!r}: expected FIRST:STOP, as 0:1000")
+        found.append(range(int(first), int(stop)))
+    return found
 
 
 @click.command(name="python -m tests.simulator")
 @click.option(
-    "--seeds", default="0:500", show_default=True, metavar="FIRST:STOP", callback=_seeds, help="Which to run."
+    "--seeds",
+    default=["0:500"],
+    show_default=True,
+    metavar="FIRST:STOP",
+    callback=_seeds,
+    multiple=True,
+    help="Which to run; may be given again.",
 )
-@click.option("--new", default=0, metavar="COUNT", help="Also run so many seeds from a random one on.")
+@click.option("--hosts", default=0, metavar="COUNT", help="Also run so many in which ranks share a host.")
+@click.option(
+    "--new", default=0, metavar="COUNT", help="Also run so many seeds that nobody ran, half of them of hosts."
+)
 @click.option("--jobs", default=os.cpu_count() or 1, show_default="cores", metavar="COUNT", help="Processes.")
 @click.option("--replay", type=int, metavar="SEED", help="Run one seed and show its plan and its last events.")
 @click.option("--fault", default="", metavar="KIND", help="No faults but this one, at every event of each seed's run.")
@@ -35,8 +48,8 @@ def _seeds(context: click.Context, parameter: click.Parameter, text: str) -> ran
 @click.option("--mutation", default="", metavar="NAME", help="Put this bug into the product first.")
 @click.option("--mutations", is_flag=True, help="Show that the simulator catches every deliberate bug.")
 def main(
-    seeds: range, new: int, jobs: int, replay: int | None, fault: str, event: int, failures: int, verbose: bool,
-    mutation: str, mutations: bool,
+    seeds: list[range], hosts: int, new: int, jobs: int, replay: int | None, fault: str, event: int, failures: int,
+    verbose: bool, mutation: str, mutations: bool,
 ) -> None:  # fmt: skip
     """Run simulated clusters in virtual time; exit status 1 when one goes wrong."""
     if mutations:
@@ -44,6 +57,7 @@ def main(
     if mutation:
         mutate.install(_known(mutation))
     from . import campaign
+    from .draw import FIRST_OF_HOSTS
     from .faults import FROM_THE_START
     from .plan import KINDS
 
@@ -52,7 +66,8 @@ def main(
         raise click.BadParameter(f"--fault {fault!r}: expected one of {events}")
     if replay is not None:
         sys.exit(0 if campaign.replay(campaign.Task(replay, fault, event), click.echo) else 1)
-    numbers = [*seeds, *_new_seeds(new)]
+    of_hosts = range(FIRST_OF_HOSTS, FIRST_OF_HOSTS + hosts)
+    numbers = [*itertools.chain(*seeds), *of_hosts, *_new_seeds(new - new // 2), *_new_seeds(new // 2, FIRST_OF_HOSTS)]
     total, more = campaign.Campaign(), f" --mutation {shlex.quote(mutation)}" if mutation else ""
     stopped = _stopped_by_ctrl_c()
     for outcome in campaign.run_all((campaign.Task(seed, fault, event) for seed in numbers), jobs):
@@ -87,10 +102,10 @@ def _known(name: str) -> mutate.Mutation:
     return mutate.BY_NAME[name]
 
 
-def _new_seeds(count: int) -> range:
+def _new_seeds(count: int, beyond: int = 0) -> range:
     if not count:
         return range(0)
-    first = random.SystemRandom().randrange(1_000_000, 1_000_000_000)
+    first = beyond + random.SystemRandom().randrange(1_000_000, 1_000_000_000)
     click.echo(f"new seeds: {first}:{first + count}")
     return range(first, first + count)
 
