@@ -7,6 +7,7 @@ the image (this host's files stand under it), the network of a cluster, and the 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from local_cluster import ROOT
 Object = dict[str, Any]
 TOOLS = ("unshare", "nsenter", "mount", "setpriv", "chroot", "ip")
 HOME = "/run/omnireduce/home"
+KERNELS = "/var/cache/omnireduce"
 
 
 def need_pods() -> None:
@@ -56,6 +58,15 @@ def _volume(mount: Object, kind: Object, group: int, files: Mapping[str, str]) -
     return [*steps, f"mount -o remount,ro {target}"]
 
 
+def _compiled() -> list[str]:
+    """Steps that put the kernels that this checkout has compiled where the pod looks for its own. To compile them takes
+    longer than most tests. test_systemd.py has a daemon compile its own."""
+    folder = ROOT / "omnireduce" / "kernels"
+    name = f"{folder.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}"  # numba's name for it
+    target = f"root{KERNELS}/{name}"
+    return [f"mkdir -p {target}", f"cp {folder}/__pycache__/*.nb? {target} || true", f"chmod -R a+rwX {target}"]
+
+
 def pod_with(folder: Path, at: str, user: int, group: int, environ: Mapping[str, str]) -> Object:
     """A pod that reads a folder of this host and has a place for kernels, for what else confines a daemon so."""
     mounts = [{"name": "folder", "mountPath": at, "readOnly": True}]
@@ -64,7 +75,7 @@ def pod_with(folder: Path, at: str, user: int, group: int, environ: Mapping[str,
         "containers": [
             {
                 "securityContext": {"readOnlyRootFilesystem": True},
-                "volumeMounts": [*mounts, {"name": "kernels", "mountPath": "/var/cache/omnireduce"}],
+                "volumeMounts": [*mounts, {"name": "kernels", "mountPath": KERNELS}],
                 "env": [{"name": name, "value": value} for name, value in environ.items()],
             }
         ],
@@ -103,8 +114,10 @@ def pod_command(
     for mount in container["volumeMounts"]:
         steps += _volume(mount, volumes[mount["name"]], shared, files.get(mount["name"], {}))
     steps.append(f"mkdir -p root{ROOT} && mount --bind {ROOT} root{ROOT}")  # it may lie below a volume, such as /tmp
+    if any(mount["mountPath"] == KERNELS for mount in container["volumeMounts"]):
+        steps += _compiled()
     steps += [f"mount -o remount,ro,bind root{ROOT}", "mount -o remount,ro root"]
-    variables = {"HOME": HOME, "NUMBA_CACHE_DIR": "/var/cache/omnireduce", "PYTHONPATH": str(ROOT)}
+    variables = {"HOME": HOME, "NUMBA_CACHE_DIR": KERNELS, "PYTHONPATH": str(ROOT)}
     variables |= {each["name"]: each["value"] for each in container.get("env", [])}
     drop = (
         f"setpriv --reuid {user} --regid {group} --groups {shared} --bounding-set=-all --inh-caps=-all --no-new-privs"

@@ -86,7 +86,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *sources, target = text.split()
         for source in sources:
             if (ROOT / source).is_dir():
-                skip = shutil.ignore_patterns("__pycache__")
+                skip = shutil.ignore_patterns("*.pyc")  # but the kernels that were compiled here: that takes long
                 shutil.copytree(ROOT / source, folder / target, ignore=skip, dirs_exist_ok=True)
             else:
                 shutil.copy(ROOT / source, folder / target)

@@ -228,11 +228,19 @@ def unit_families() -> list[int]:
     return [int(getattr(socket, name)) for name in setting("RestrictAddressFamilies").split()]
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where nothing has been compiled."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_an_aggregator_needs_no_call_beyond_the_filter(tmp_path: Path, allowed: set[str], kind: str) -> None:
+def test_an_aggregator_needs_no_call_beyond_the_filter(
+    tmp_path: Path, kernels: Path, allowed: set[str], kind: str
+) -> None:
     """A call beyond it would end it. Kernels are compiled, jobs run, a shard dies, pages are served."""
     prefix = behind(tmp_path, allowed, unit_families())
-    environ = {"NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
+    environ = {"NUMBA_CACHE_DIR": str(kernels), "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
     large = np.arange(1_000_000, dtype=np.float32)
     with Daemon(2, prefix=prefix, environ=environ) as daemon:
         for pid in (daemon.pid, *daemon.shard_pids):
