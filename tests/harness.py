@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from oracle import indices_of_runs
 from samples import Array
 
 from omnireduce.descriptor import Descriptor, describe
@@ -27,7 +28,7 @@ from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
-from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_indices, read_header
+from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, read_header
 
 GUARD, GUARD_BYTE = 4096, 0xA5
 SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish
@@ -72,8 +73,11 @@ class CountedLink(InprocLink):
         assert len(self._under_way) <= len(self.send_slots)
         if self._cluster.record is not None:
             header = read_header(self.send_slots[slot], nbytes)
-            indices = (message_indices(self.send_slots[slot], header) & (MAX_BLOCKS - 1)).tolist()
-            self._cluster.record.append(Message(*self._ends, header, indices))
+            indices = message_list(self.send_slots[slot], header).tolist()
+            if header.runs:
+                indices = indices_of_runs(indices, self._cluster.shards, self._cluster.stripe_blocks)
+            blocks = [index % MAX_BLOCKS for index in indices]
+            self._cluster.record.append(Message(*self._ends, header, blocks))
         if self._cluster.tamper is not None:
             nbytes = self._cluster.tamper(*self._ends, self.send_slots[slot], nbytes)
         super()._send(slot, nbytes)

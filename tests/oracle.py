@@ -36,6 +36,18 @@ def reduce_in_rank_order(tensors: Sequence[Array], op: str) -> Array:
         return total.astype(dtype)
 
 
+def indices_of_runs(listed: Sequence[int], shards: int = 1, stripe_blocks: int = 64) -> list[int]:
+    """The indices that runs stand for: each run's first one and how many it has, one after the other."""
+    found: list[int] = []
+    for index, count in zip(listed[::2], listed[1::2], strict=True):
+        for _ in range(count):
+            found.append(index)
+            index += 1
+            if index % 2**48 % stripe_blocks == 0:  # the shard's next stripe
+                index += (shards - 1) * stripe_blocks
+    return found
+
+
 def is_number(array: Array) -> Array:
     """Per element: it is not NaN."""
     with np.errstate(invalid="ignore"):  # signalling NaN of bfloat16

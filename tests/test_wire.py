@@ -23,7 +23,7 @@ from omnireduce.wire.blocks import (
     block_rows,
     capacity,
     message_extra,
-    message_indices,
+    message_list,
     read_header,
     seal,
 )
@@ -69,15 +69,16 @@ def test_a_message_reads_back(
     slot = np.full(slot_bytes, 0xEE, np.uint8)
     indices = np.array(data.draw(st.lists(INT64, min_size=rows, max_size=rows)), np.int64)
     extra = data.draw(st.binary(max_size=EXTRA_BYTES))
+    runs = np.arange(2 * data.draw(st.integers(0, max(0, rows - 1) // 2))).reshape(-1, 2)
     blocks = block_rows(slot, block_bytes, BYTES)
     assert blocks.shape == (capacity(slot_bytes, block_bytes), block_bytes)
     blocks[:rows] = np.arange(rows * block_bytes).reshape(rows, block_bytes) % 251
-    nbytes = seal(slot, collective, frontier, indices, block_bytes, extra)
+    nbytes = seal(slot, collective, frontier, indices, block_bytes, extra, runs=runs)
     arrived = np.zeros_like(slot)
     arrived[:nbytes] = slot[:nbytes]
     header = read_header(arrived, nbytes)
-    assert header == Header(collective, frontier, rows, block_bytes, len(extra))
-    assert message_indices(arrived, header).tolist() == indices.tolist()
+    assert header == Header(collective, frontier, rows, block_bytes, len(extra), runs=len(runs))
+    assert message_list(arrived, header).tolist() == (runs.reshape(-1) if len(runs) else indices).tolist()
     assert message_extra(arrived, header) == extra
     assert (block_rows(arrived, block_bytes, BYTES)[:rows] == blocks[:rows]).all()
 
@@ -100,7 +101,7 @@ def test_frontiers_and_collectives_of_64_bits() -> None:
     nbytes = seal(slot, 2**40, 2**62, indices, 8)
     header = read_header(slot, nbytes)
     assert (header.collective, header.frontier) == (2**40, 2**62)
-    assert message_indices(slot, header).tolist() == indices.tolist()
+    assert message_list(slot, header).tolist() == indices.tolist()
 
 
 def test_the_header_is_little_endian() -> None:
@@ -109,6 +110,9 @@ def test_the_header_is_little_endian() -> None:
     assert nbytes == HEADER_BYTES + 8 + 8 + 2
     assert slot[:28].tobytes().hex() == "0100000000000000feffffffffffffff010000000800000002000000"
     assert slot[28:HEADER_BYTES].sum() == 0
+    nbytes = seal(slot, 1, 9, np.array([3, 4, 5]), 8, left_out=1, runs=np.array([[3, 3]]))
+    assert nbytes == HEADER_BYTES + 2 * 8 + 2 * 8
+    assert slot[16:HEADER_BYTES].tobytes().hex() == "0300000008000000000000000100000001000000" + "00" * 28
 
 
 @pytest.mark.parametrize("change", [-1, 1, 8])
@@ -117,6 +121,24 @@ def test_a_length_that_disagrees_with_the_header_is_refused(change: int) -> None
     nbytes = seal(slot, 1, 2, np.array([0, 1]), 8, b"extra")
     with pytest.raises(ProtocolError, match="whose header means"):
         read_header(slot, nbytes + change)
+
+
+@pytest.mark.parametrize(("count", "runs", "taken"), [(5, 2, True), (4, 2, False), (3, 1, True), (2, 1, False)])
+def test_runs_are_shorter_than_indices_or_are_refused(count: int, runs: int, taken: bool) -> None:
+    slot = np.zeros(2048, np.uint8)
+    nbytes = seal(slot, 0, 9, np.arange(count), 8, runs=np.ones((runs, 2), np.int64))
+    if taken:
+        assert read_header(slot, nbytes).runs == runs
+        return
+    with pytest.raises(ProtocolError, match="runs that take no less room than its indices"):
+        read_header(slot, nbytes)
+
+
+def test_a_message_without_blocks_has_no_runs() -> None:
+    slot = np.zeros(2048, np.uint8)
+    nbytes = seal(slot, 0, 9, np.arange(0), 8, runs=np.array([[0, 0]]))
+    with pytest.raises(ProtocolError, match="runs that take no less room than its indices"):
+        read_header(slot, nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [-1, 0, 63, 2049, 2**40])

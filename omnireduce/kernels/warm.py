@@ -15,6 +15,7 @@ from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, pla
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import SLOTS, STATE
+from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 
 STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # rows of halves: as float32
@@ -56,6 +57,7 @@ def _of_aggregator() -> Iterator[Callable[[], object]]:
     parts, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
     yield partial(admit_indices, indices[0], 0, 1, 0, 1, 1, one.copy())
     yield partial(plan_union, indices, zero, one, zero.copy(), 8, 1, one.copy(), parts.copy(), True)
+    yield from _of_runs(one)
     row = np.zeros((1, 8), np.uint8)
     yield partial(leave_out, one, 0, row, row.copy())
     for storage in STORAGES:
@@ -76,9 +78,15 @@ def _of_worker() -> Iterator[Callable[[], object]]:
         for source in _as_callers_have_it(values):
             yield partial(add_rows, source, index, np.array([0, 1]), values.copy())
     yield from _of_host()
+    yield from _of_runs(index)
     unchanged = np.zeros(1, np.bool_)
     yield partial(admit_marked, index, 0, 0, 1, 0, 1, 1, index.copy(), unchanged)
     yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
+
+
+def _of_runs(indices: Array) -> Iterator[Callable[[], object]]:
+    yield partial(list_runs, indices, 1, 1, np.zeros((1, 2), np.int64))
+    yield partial(expand_runs, np.zeros(2, np.int64), 0, 0, 1, 1, indices.copy())
 
 
 def _of_host() -> Iterator[Callable[[], object]]:

@@ -10,6 +10,7 @@ import numpy as np
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
+from omnireduce.kernels.runs import list_runs
 from omnireduce.layout import Stripes
 from omnireduce.protocol.combine import BLOCK_WORK, Combiner
 from omnireduce.protocol.union import Shape, Union
@@ -55,6 +56,7 @@ class Reduction:
     def __init__(self, ranks: int, arena: Array, results: Array, message_bytes: int, budget: Budget) -> None:
         self._ranks, self._results = ranks, results
         self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
+        self._runs = np.empty((self._numbers.size // 2, 2), np.int64)  # of these numbers
         self._parts = np.empty((max(1, PLANNED // ranks), ranks), np.int64)
         self.union = Union(ranks, arena, budget.window)
         self._combiner = Combiner(
@@ -65,7 +67,8 @@ class Reduction:
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        return self._numbers.nbytes + self._parts.nbytes + self.union.work_bytes + self._combiner.work_bytes
+        own = self._numbers.nbytes + self._runs.nbytes + self._parts.nbytes
+        return own + self.union.work_bytes + self._combiner.work_bytes
 
     def begin(self, descriptor: Descriptor, stripes: Stripes) -> None:
         """Start a collective whose blocks are all of `stripes`."""
@@ -134,7 +137,9 @@ class Reduction:
         frontier = int(numbers[-1]) % MAX_BLOCKS + 1 if cut_short else self.union.watermark
         self.sent_blocks += self.written
         self.written = 0
-        nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes)
+        _, shards, stripe_blocks = self.union.shape.stripes
+        runs = self._runs[: list_runs(numbers, shards, stripe_blocks, self._runs)]
+        nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, runs=runs)
         shorter: dict[int, Array] = {}
         if self._sole_is_result and memories:
             sole = np.bincount(numbers >> SOLE_SHIFT, minlength=self._ranks + 1)[1:]
@@ -142,7 +147,7 @@ class Reduction:
                 memory = memories.get(rank)
                 if memory is not None and self._leave_out(rank, self._results[slot], numbers, memory):
                     left_out = int(sole[rank])
-                    size = seal(memory, number, frontier, numbers, block_bytes, left_out=left_out)
+                    size = seal(memory, number, frontier, numbers, block_bytes, left_out=left_out, runs=runs)
                     shorter[rank] = memory[:size]
         return nbytes, shorter
 

@@ -9,9 +9,11 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
+from omnireduce.kernels.runs import expand_runs, list_runs
+from omnireduce.layout import Stripes
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
-from omnireduce.wire.blocks import block_rows, message_extra, message_indices, read_header, seal
+from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, read_header, seal
 from omnireduce.wire.control import Waiting
 
 
@@ -34,6 +36,7 @@ class ShardStream:
         self.heard_at = 0.0  # when anything came
         self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
+        self._runs = np.empty((0, 2), np.int64)
 
     def submit(self, collective: Collective) -> None:
         self._outgoing.append(collective)
@@ -69,9 +72,11 @@ class ShardStream:
         rows = rows[: max(1, self._message_bytes // operand.block_bytes)]
         indices = self._scratch(len(rows))
         count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
-        nbytes = seal(memory, collective.number, frontier, indices[:count], operand.block_bytes, extra)
+        indices, layout = indices[:count], operand.layout
+        runs = self._runs[: list_runs(indices, layout.shards, layout.stripe_blocks, self._runs)]
+        nbytes = seal(memory, collective.number, frontier, indices, operand.block_bytes, extra, runs=runs)
         self._sent_frontier = frontier
-        if frontier == operand.layout.blocks:
+        if frontier == layout.blocks:
             self._outgoing.popleft()
             self._cursor, self._sent_frontier = -1, 0
         return Send(self.shard, slot, nbytes)
@@ -91,8 +96,9 @@ class ShardStream:
         indices = self._scratch(header.block_count)[: header.block_count]
         unchanged = self._unchanged[: header.block_count]
         low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
+        listed = self._listed(memory, header, stripes, indices)
         fitting = admit_marked(
-            message_indices(memory, header), self._rank, low, high, shard=stripes.shard, shards=stripes.shards,
+            listed, self._rank, low, high, shard=stripes.shard, shards=stripes.shards,
             stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
         )  # fmt: skip
         if fitting < indices.size:
@@ -107,7 +113,21 @@ class ShardStream:
         self._result_frontier = 0
         return self._incoming.popleft()
 
+    @staticmethod
+    def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
+        """The indices of a result as they were listed; those of runs lie in `indices`. Raises ProtocolError."""
+        listed = message_list(memory, header)
+        if not header.runs:
+            return listed
+        expanded, run, _ = expand_runs(
+            listed, 0, 0, shards=stripes.shards, stripe_blocks=stripes.stripe_blocks, own=indices
+        )
+        if (expanded, run) != (header.block_count, header.runs):
+            raise ProtocolError(f"a result whose runs do not list its blocks: {header}")
+        return indices
+
     def _scratch(self, size: int) -> Array:
         if self._indices.size < size:
             self._indices, self._unchanged = np.empty(size, np.int64), np.empty(size, np.bool_)
+            self._runs = np.empty((size // 2, 2), np.int64)
         return self._indices

@@ -9,6 +9,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_indices, plan_union
+from omnireduce.kernels.runs import expand_runs
 from omnireduce.layout import Stripes
 from omnireduce.wire.blocks import HEADER_BYTES, Header
 
@@ -41,6 +42,7 @@ class Union:
         self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and head
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
         self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
+        self._next = [(0, 0)] * ranks  # of a message that lists runs: the run, and the index in it, behind its window
         self.hungry: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
 
@@ -70,7 +72,7 @@ class Union:
             )
         work = self._unused[rank] = self._position[rank] = self._count[rank] = 0
         if header.block_count:
-            self._open[rank] = row, header
+            self._open[rank], self._next[rank] = (row, header), (0, 0)
             self._unused[rank] = self._ahead[rank] = header.block_count
             work = self._admit(rank, max(0, before))
         self._frontier[rank] = header.frontier
@@ -95,10 +97,14 @@ class Union:
         later = ahead - count
         if later:
             self._ahead[rank] = later
-        own, at = self._indices[rank, :count], header.indices_start // 8 + first
+        own, at = self._indices[rank, :count], header.list_start // 8
+        if header.runs:
+            listed = self._expanded(rank, self._words[row, at : at + 2 * header.runs], own)
+        else:
+            listed = self._words[row, at + first : at + first + count]
         high = header.frontier - later
         fitting = admit_indices(
-            self._words[row, at : at + count], low, high,
+            listed, low, high,
             shard=shard, shards=shards, stripe_blocks=stripe_blocks, own=own,
         )  # fmt: skip
         if fitting < count:
@@ -107,6 +113,17 @@ class Union:
         self._start[rank] = start + first * block_size
         self._position[rank], self._count[rank] = 0, count
         return count * INDEX_WORK
+
+    def _expanded(self, rank: int, listed: Array, own: Array) -> Array:
+        """Fill `own` with the next indices of the runs of `rank`, and return it. Raises ProtocolError."""
+        _, shards, stripe_blocks = self.shape.stripes
+        expanded, run, used = expand_runs(
+            listed, *self._next[rank], shards=shards, stripe_blocks=stripe_blocks, own=own
+        )  # fmt: skip
+        if expanded < own.size or (rank not in self._ahead and 2 * run < listed.size):
+            raise ProtocolError(f"a message whose runs do not list its blocks: {self._open[rank][1]}")
+        self._next[rank] = run, used
+        return own
 
     def plan(self, numbers: Array, parts: Array, mark_sole: bool) -> int:
         """List the next blocks of the union, no more than `numbers`, int64 (blocks,), takes; return how many there are.

@@ -2,12 +2,14 @@
 
 A block message fills the start of a slot, so that every transport moves one contiguous run of bytes:
 
-    header (64 bytes) | blocks (count × block bytes) | padding to 8 | indices (count × int64) | extra
+    header (64 bytes) | blocks (count × block bytes) | padding to 8 | list (int64) | extra
 
-In a result an index may have a mark in its bits above MAX_BLOCKS: 1 + the number of the rank that alone contributed.
-That rank has the block already. The result that it is sent may leave such blocks out, but not their indices. Everything
-is little-endian. `extra` is the encoded Descriptor in the first message of a collective and empty in the others. The
-end of a collective is a frontier equal to its number of blocks.
+The list is the indices of the blocks. Where that is shorter it is their runs: the first index of each and how many
+blocks it has, which follow on each other in the stripes of one shard. In a result an index may have a mark in its bits
+above MAX_BLOCKS: 1 + the number of the rank that alone contributed. That rank has the block already. The result that it
+is sent may leave such blocks out, but not their indices. Everything is little-endian. `extra` is the encoded Descriptor
+in the first message of a collective and empty in the others. The end of a collective is a frontier equal to its number
+of blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 
-_HEADER = struct.Struct("<QqIIII32x")  # what is not used is 0
+_HEADER = struct.Struct("<QqIIIII28x")  # what is not used is 0
+_NO_RUNS = np.empty((0, 2), np.int64)
 
 
 class Header(NamedTuple):
@@ -37,15 +40,16 @@ class Header(NamedTuple):
     block_bytes: int
     extra_bytes: int
     left_out: int = 0  # of the blocks that `block_count` counts
+    runs: int = 0  # in the list; 0: it has indices
 
     @property
-    def indices_start(self) -> int:
-        """Where in the message its indices begin."""
-        return _padded(HEADER_BYTES + (self.block_count - self.left_out) * self.block_bytes)
+    def list_start(self) -> int:
+        """Where in the message its list begins."""
+        return (HEADER_BYTES + (self.block_count - self.left_out) * self.block_bytes + 7) // 8 * 8
 
-
-def _padded(nbytes: int) -> int:
-    return (nbytes + 7) // 8 * 8
+    @property
+    def list_stop(self) -> int:
+        return self.list_start + 8 * (2 * self.runs or self.block_count)
 
 
 def capacity(slot_bytes: int, block_bytes: int) -> int:
@@ -78,16 +82,21 @@ def seal(
     extra: bytes = b"",
     *,
     left_out: int = 0,
+    runs: Array = _NO_RUNS,
 ) -> int:
-    """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes."""
-    count = indices.size
+    """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes.
+
+    `runs`, int64 (runs, 2): if there are any, they say the same as `indices` and are listed instead.
+    """
+    count, run_count = indices.size, len(runs)
+    listed = runs.reshape(-1) if run_count else indices
     blocks_stop = HEADER_BYTES + (count - left_out) * block_bytes
-    start = _padded(blocks_stop)
-    stop = start + count * 8
+    start = (blocks_stop + 7) // 8 * 8
+    stop = start + listed.size * 8
     if start > blocks_stop:
         slot[blocks_stop:start] = 0
-    _HEADER.pack_into(slot.data, 0, collective, frontier, count, block_bytes, len(extra), left_out)
-    slot[start:stop].view(np.int64)[:] = indices
+    _HEADER.pack_into(slot.data, 0, collective, frontier, count, block_bytes, len(extra), left_out, run_count)
+    slot[start:stop].view(np.int64)[:] = listed
     if extra:
         slot.data[stop : stop + len(extra)] = extra
     return stop + len(extra)
@@ -102,20 +111,21 @@ def read_header(slot: Array, nbytes: int) -> Header:
         raise ProtocolError(f"a block message that leaves out more than it has: {header}")
     if header.extra_bytes > EXTRA_BYTES or header.block_count > capacity(slot.size, header.block_bytes):
         raise ProtocolError(f"a block message that claims more than its slot holds: {header}")
-    expected = header.indices_start + header.block_count * 8 + header.extra_bytes
+    if header.runs and 2 * header.runs >= header.block_count:
+        raise ProtocolError(f"a block message with runs that take no less room than its indices: {header}")
+    expected = header.list_stop + header.extra_bytes
     if nbytes != expected:
         raise ProtocolError(f"a block message of {nbytes} bytes whose header means {expected}: {header}")
     return header
 
 
-def message_indices(slot: Array, header: Header) -> Array:
-    """The message's indices, still in memory that the peer may be able to write."""
-    start = header.indices_start
-    return slot[start : start + header.block_count * 8].view(np.int64)
+def message_list(slot: Array, header: Header) -> Array:
+    """The message's list, int64 (indices,) or (2 × runs,), still in memory that the peer may be able to write."""
+    return slot[header.list_start : header.list_stop].view(np.int64)
 
 
 def message_extra(slot: Array, header: Header) -> bytes:
     if not header.extra_bytes:
         return b""
-    start = header.indices_start + header.block_count * 8
+    start = header.list_stop
     return slot[start : start + header.extra_bytes].tobytes()

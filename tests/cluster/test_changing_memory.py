@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 from cluster_checks import assert_serves
 from harness import Guarded
 from local_cluster import WAIT_S, Daemon, Ranks, configured, unique_job
@@ -26,8 +27,8 @@ from omnireduce.wire.control import Welcome, encode_control
 ROUNDS = 20
 ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say
 SLOTS, SLOT_BYTES = DEFAULTS.slots, DEFAULTS.slot_bytes
-PROPER = message([3, 5, 39])
-START = len(PROPER) - len(message([])) + 64 - 3 * 8  # of the indices, behind the header and three blocks
+PROPER, RUNS = message([3, 5, 39]), message([3, 4, 5], runs=[(3, 3)])
+START = len(PROPER) - len(message([])) + 64 - 3 * 8  # of the list, behind the header and three blocks
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def rewriting(slot: Array, proper: bytes) -> Iterator[None]:
     words = slot[: (whole.size // 8) * 8].view(np.uint64)
     true = words.copy()
     values = [0, 2**63, 2**62, 2**48 - 1, 41, 2**32 - 1]
-    places = [1, 2, 3, START // 8, START // 8 + 1, START // 8 + 2]
+    places = [1, 2, 3, 4, START // 8, START // 8 + 1, *([START // 8 + 2] if len(proper) != len(RUNS) else [])]
 
     def write() -> None:
         for place, value in itertools.cycle(itertools.product(places, values)):
@@ -64,7 +65,8 @@ def welcomed(peer: RawPeer) -> list[int]:
             return found
 
 
-def test_a_worker_that_rewrites_its_messages(daemon: Daemon) -> None:
+@pytest.mark.parametrize("proper", [PROPER, RUNS], ids=["indices", "runs"])
+def test_a_worker_that_rewrites_its_messages(daemon: Daemon, proper: bytes) -> None:
     """It is named, or its numbers are what they are; the shard goes on as before."""
     shards, config = daemon.shard_pids, configured(daemon.addresses[:1])
     kinds = set()
@@ -81,8 +83,8 @@ def test_a_worker_that_rewrites_its_messages(daemon: Daemon) -> None:
             peer.hello(job, 1, 2)
             up, down = welcomed(peer)
             slot = map_slots(up, SLOTS, SLOTS, SLOT_BYTES)[0]
-            with rewriting(slot, PROPER):
-                peer.frame(DATA, 0, len(PROPER))
+            with rewriting(slot, proper):
+                peer.frame(DATA, 0, len(proper))
                 [outcome] = ranks.outcomes()
             os.close(up)
             os.close(down)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from omnireduce.wire.blocks import seal
 from omnireduce.wire.control import Aborted, Goodbye, Refused, Welcome
 
 GRADIENT = Descriptor("allreduce", "", "float32", (10_000,), block_size=256)  # 40 blocks
+FIVE = [3, 4, 5, 6, 7]
 
 
 def message(
@@ -30,9 +31,12 @@ def message(
     number: int = 0,
     block_bytes: int = 1024,
     extra: bytes = GRADIENT.encoded,
+    runs: Sequence[tuple[int, int]] = (),
 ) -> bytes:
     memory = np.zeros(65536, np.uint8)
-    return memory[: seal(memory, number, frontier, np.array(indices, np.int64), block_bytes, extra)].tobytes()
+    listed = np.array(runs, np.int64).reshape(-1, 2)
+    own = np.array(indices, np.int64)
+    return memory[: seal(memory, number, frontier, own, block_bytes, extra, runs=listed)].tobytes()
 
 
 def header(count: int, block_bytes: int = 1024, extra: int = 0, nbytes: int = 64) -> bytes:
@@ -75,6 +79,15 @@ MEMBERS: dict[str, Callable[[RawPeer], None]] = {
     "indices that descend": data(message([7, 3])),
     "a negative index": data(message([-1])),
     "an index beyond the tensor": data(message([40])),
+    "a run of none": data(message(FIVE, runs=[(3, 5), (8, 0)])),
+    "a run of less than none": data(message(FIVE, runs=[(3, 6), (9, -1)])),
+    "runs of more blocks": data(message(FIVE, runs=[(3, 6)])),
+    "runs of fewer blocks": data(message(FIVE, runs=[(3, 4)])),
+    "runs that overlap": data(message(FIVE, runs=[(3, 3), (5, 2)])),
+    "runs that descend": data(message(FIVE, runs=[(6, 3), (3, 2)])),
+    "a run beyond the tensor": data(message(FIVE, runs=[(36, 5)])),
+    "a run from a negative index": data(message(FIVE, runs=[(-1, 5)])),
+    "runs that take more room": data(message(FIVE, runs=[(3, 1), (4, 2), (6, 2)])),
     "an index beyond its frontier": data(message([9], frontier=9)),
     "a frontier beyond the tensor": data(message([3], frontier=41)),
     "a negative frontier": data(message([], frontier=-1)),

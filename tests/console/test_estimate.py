@@ -85,11 +85,12 @@ def test_formulas(density: float, world_size: int) -> None:
     found = estimate([part(density=density)], 256, world_size=world_size, link_gbps=8)
     union = 1 - (1 - density) ** world_size
     nbytes = 1024 * 256 * 4
+    own, unions = (INDEX_BYTES / 1024 * (1 if each <= 0.5 else 2 * (1 - each)) for each in (density, union))
     assert (found.density, found.union_density) == (density, union)
-    with_indices = nbytes * (1 + INDEX_BYTES / 1024)
-    assert found.wire_up_bytes == round(density * with_indices + HEADER_BYTES)
-    assert found.wire_down_bytes == round(union * with_indices + HEADER_BYTES)
-    assert math.isclose(found.time_ms, 0.3 + (union * with_indices + HEADER_BYTES) / 1e6)
+    up, down = (share * nbytes * (1 + each) + HEADER_BYTES for share, each in ((density, own), (union, unions)))
+    assert found.wire_up_bytes == round(up)
+    assert found.wire_down_bytes == round(down)
+    assert math.isclose(found.time_ms, 0.3 + down / 1e6)
     assert math.isclose(found.dense_time_ms, 0.03 + 2 * (world_size - 1) / world_size * nbytes / 1e6)
     assert math.isclose(found.speedup, found.dense_time_ms / found.time_ms)
     assert found.helps == (density < 1)

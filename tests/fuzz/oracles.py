@@ -112,7 +112,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 8
+        hello.version == 9
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255
@@ -141,18 +141,25 @@ def hello_is_proper(hello: Hello) -> bool:
 
 def _parts(message: bytes) -> tuple[int, int, int, list[int], bytes, int] | None:
     """Collective, frontier, bytes per block, indices, extra, and how many blocks are left out, of a block message whose
-    parts fit together."""
+    parts fit together. The stripes of TENSOR are all of one shard: a run goes on without gaps."""
     if not 64 <= len(message) <= SLOT_BYTES:
         return None
     number, frontier, count, size, extra_bytes = struct.unpack_from("<QqIII", message)
-    left_out = int.from_bytes(message[28:32], "little")
-    if left_out > count:
+    left_out, runs = struct.unpack_from("<II", message, 28)
+    if left_out > count or 0 < count <= 2 * runs or count == 0 < runs:
         return None
     start = (64 + (count - left_out) * size + 7) // 8 * 8
-    stop = start + 8 * count
+    stop = start + 8 * (2 * runs if runs else count)
     if extra_bytes > 1024 or count * (size + 8) > SLOT_BYTES - 64 - 1024 - 8 or len(message) != stop + extra_bytes:
         return None
-    return number, frontier, size, list(struct.unpack_from(f"<{count}q", message, start)), message[stop:], left_out
+    indices = list(struct.unpack_from(f"<{(stop - start) // 8}q", message, start))
+    if runs:
+        firsts, counts = indices[::2], indices[1::2]
+        ends = [first % 2**48 + many for first, many in zip(firsts, counts, strict=True)]
+        if min(counts) < 1 or sum(counts) != count or max(ends) > 2**48:
+            return None
+        indices = [first + k for first, many in zip(firsts, counts, strict=True) for k in range(many)]
+    return number, frontier, size, indices, message[stop:], left_out
 
 
 def _fit(indices: list[int], low: int, high: int) -> bool:

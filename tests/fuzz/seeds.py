@@ -3,6 +3,7 @@ found beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -64,11 +65,18 @@ def control(*messages: ControlMessage) -> bytes:
 
 
 def block_message(
-    indices: list[int], frontier: int, *, number: int = 0, block_bytes: int = 32, extra: bytes = b"", fill: float = 1.0
+    indices: list[int],
+    frontier: int,
+    *,
+    number: int = 0,
+    block_bytes: int = 32,
+    extra: bytes = b"",
+    runs: Sequence[tuple[int, int]] = (),
 ) -> bytes:
     memory = np.zeros(SLOT_BYTES, np.uint8)
-    memory[64 : 64 + len(indices) * block_bytes].view(np.float32)[:] = fill
-    return memory[: seal(memory, number, frontier, np.array(indices, np.int64), block_bytes, extra)].tobytes()
+    memory[64 : 64 + len(indices) * block_bytes].view(np.float32)[:] = 1
+    own, listed = np.array(indices, np.int64), np.array(runs, np.int64).reshape(-1, 2)
+    return memory[: seal(memory, number, frontier, own, block_bytes, extra, runs=listed)].tobytes()
 
 
 def data(slot: int, message: bytes) -> bytes:
@@ -81,6 +89,8 @@ def credit(slot: int) -> bytes:
 
 FIRST = TENSOR.encoded
 WHOLE = block_message([0, 3, 37], 38, extra=FIRST)
+DENSE = block_message(list(range(38)), 38, extra=FIRST, runs=[(0, 38)])
+TWO_RUNS = [*range(3, 9), *range(20, 38)]
 IN_TWO = [block_message([0, 3], 9, extra=FIRST), block_message([9, 37], 38)]
 WHOLE_RESULT = block_message(list(range(38)), 38)
 RESULTS = {
@@ -88,6 +98,9 @@ RESULTS = {
     "valid-own": block_message([0, 3 | 1 << 48, 37], 38),
     "valid-part": block_message([0], 1),
     "valid-empty": block_message([], 38),
+    "valid-run": block_message(list(range(38)), 38, runs=[(0, 38)]),
+    "valid-own-run": block_message(TWO_RUNS, 38, runs=[(3 | 1 << 48, 6), (20, 18)]),
+    "run-too-long": block_message(TWO_RUNS, 38, runs=[(3, 6), (20, 19)]),
 }
 SMALL = block_message([1], 13, number=1, block_bytes=16, extra=HALVES.encoded)
 SESSION = control(HELLO) + data(1, IN_TWO[0]) + data(0, IN_TWO[1]) + credit(1) + data(1, SMALL) + credit(1)
@@ -139,7 +152,14 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "many-items": encode([[0, 0], [8, 2**61]]),
         "as-many-as-there-can-be": encode([[0, 0], [8, 2**61 - 1]]),
     },
-    "upward": {"valid-whole": WHOLE, "valid-part": IN_TWO[0], "valid-empty": block_message([], 38, extra=FIRST)},
+    "upward": {
+        "valid-whole": WHOLE,
+        "valid-part": IN_TWO[0],
+        "valid-empty": block_message([], 38, extra=FIRST),
+        "valid-run": DENSE,
+        "valid-runs": block_message(TWO_RUNS, 38, extra=FIRST, runs=[(3, 6), (20, 18)]),
+        "runs-that-overlap": block_message(TWO_RUNS, 38, extra=FIRST, runs=[(3, 6), (8, 18)]),
+    },
     "downward": RESULTS,
     "stranger": {
         "valid-session": SESSION + control(Leave()),
@@ -149,6 +169,8 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "valid-waits": control(msgspec.structs.replace(HELLO, world_size=2)),
         "valid-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))
         + data(0, block_message([4, 13], 38, extra=FIRST)),
+        "valid-runs-of-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))
+        + data(0, block_message([6, 7, 12, 13], 38, extra=FIRST, runs=[(6, 4)])),
         "another-version": control(msgspec.structs.replace(HELLO, version=99)),
         "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "data-first": data(0, WHOLE),

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from harness import InprocCluster, Message, slot_bytes_for
+from harness import Guarded, InprocCluster, Message, slot_bytes_for
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
@@ -16,6 +16,7 @@ from samples import Array, sparse_tensor
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.kernels.merge import admit_indices
+from omnireduce.kernels.runs import expand_runs
 from omnireduce.layout import ALL_STRIPES
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
@@ -250,10 +251,12 @@ def test_messages_keep_their_limit_both_ways(message_blocks: float, most: int) -
 # I7: what a peer wrote is copied out, then checked, then used
 
 
-def half_merged() -> tuple[InprocCluster, list[Array]]:
-    """Rank 0's only message is admitted, rank 1's has not come yet."""
+def half_merged(step: int = 1) -> tuple[InprocCluster, list[Array]]:
+    """Rank 0's only message, of each `step`th block, is admitted, rank 1's has not come yet."""
     cluster = InprocCluster(2, slot_bytes=slot_bytes_for(8, BLOCK * 4))
-    inputs = [np.arange(8 * BLOCK, dtype=np.float32) + 1 for _ in range(2)]
+    inputs = [np.zeros(8 * step * BLOCK, np.float32) for _ in range(2)]
+    for each in inputs:
+        each.reshape(8, -1)[:, :BLOCK] = np.arange(8 * BLOCK).reshape(8, -1) + 1
     cluster.allreduce(0, inputs[0])
     cluster.settle()
     cluster.allreduce(1, inputs[1])
@@ -261,13 +264,17 @@ def half_merged() -> tuple[InprocCluster, list[Array]]:
 
 
 @pytest.mark.parametrize("value", [-1, 7, 2**40, -(2**63), 2**63 - 1])
-def test_i7_indices_that_change_after_they_were_admitted_reach_nothing(value: int) -> None:
-    cluster, inputs = half_merged()
+@pytest.mark.parametrize(("step", "listed"), [(2, list(range(0, 16, 2))), (1, [0, 8])], ids=["indices", "run"])
+def test_i7_indices_that_change_after_they_were_admitted_reach_nothing(
+    step: int, listed: list[int], value: int
+) -> None:
+    cluster, inputs = half_merged(step)
     expected = 2 * inputs[0]
     slot = cluster.arenas[0][1]  # rank 0 sent from its last free slot
     start = HEADER_BYTES + 8 * BLOCK * 4
-    assert slot[start : start + 64].view(np.int64).tolist() == list(range(8))
-    slot[start : start + 64].view(np.int64)[:] = value
+    words = slot[start : start + 8 * len(listed)].view(np.int64)
+    assert words.tolist() == listed
+    words[:] = value
     cluster.run()
     assert_results(inputs, expected)
 
@@ -308,6 +315,32 @@ def test_i7_indices_are_checked_on_the_copy_while_a_peer_writes_them() -> None:
     finally:
         stop.set()
         writer.join()
+
+
+def test_i7_runs_are_written_out_within_bounds_while_a_peer_writes_them() -> None:
+    near = np.array([word for at in range(1 << 12) for word in (8 * at, 3)])
+    far = np.where(np.arange(near.size) % 2, 2**62, near)
+    shared, own = near.copy(), Guarded((3 << 12,), np.int64)
+    expected = np.arange(8 << 12).reshape(-1, 8)[:, :3].reshape(-1)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            shared[:] = far
+            shared[:] = near
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(3000):
+            expand_runs(shared, 0, 0, 1, 64, own.array)
+            own.check()
+    finally:
+        stop.set()
+        writer.join()
+    shared[:] = near
+    assert expand_runs(shared, 0, 0, 1, 64, own.array) == (expected.size, near.size // 2, 0)
+    assert (own.array == expected).all()
 
 
 def test_i7_a_result_for_a_collective_that_was_not_sent_reaches_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -15,24 +15,29 @@ from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.wire.blocks import read_header, seal
 
 BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()
+Runs = Sequence[tuple[int, int]]
 
 
-def fed(indices: list[int], window: int) -> Reduction:
-    """A reduction of int64 to which rank 0 has brought these blocks, all of ones, and rank 1 every block."""
+def fed(indices: list[int], window: int, runs: Runs = ()) -> Reduction:
+    """A reduction of int64 to which rank 0 has brought these blocks, all of ones, and rank 1 every block.
+
+    Rank 0 lists its blocks as `runs`, if there are any.
+    """
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
     found = Reduction(RANKS, arena, results, SLOT_BYTES, Budget(window=window))
     descriptor = Descriptor("allreduce", "", "int64", (BLOCKS * BLOCK,), block_size=BLOCK)
     found.begin(descriptor, ALL)
-    for rank, own in enumerate((indices, list(range(BLOCKS)))):
+    for rank, (own, listed) in enumerate([(indices, runs), (list(range(BLOCKS)), ())]):
         arena[rank, 64 : 64 + 8 * BLOCK * len(own)].view(np.int64)[:] = 1
-        nbytes = seal(arena[rank], 0, BLOCKS, np.array(own), descriptor.block_bytes)
+        as_runs = np.array(listed, np.int64).reshape(-1, 2)
+        nbytes = seal(arena[rank], 0, BLOCKS, np.array(own), descriptor.block_bytes, runs=as_runs)
         found.union.open(rank, rank, read_header(arena[rank], nbytes))
     return found
 
 
-def merging(indices: list[int], window: int) -> Iterator[Reduction]:
+def merging(indices: list[int], window: int, runs: Runs = ()) -> Iterator[Reduction]:
     """The reduction after each step, as long as there is something to do."""
-    reduction = fed(indices, window)
+    reduction = fed(indices, window, runs)
     while reduction.merge(0, 1 << 20) or reduction.union.hungry:
         yield reduction
         for rank in sorted(reduction.union.hungry):
@@ -41,9 +46,12 @@ def merging(indices: list[int], window: int) -> Iterator[Reduction]:
 
 
 @pytest.mark.parametrize("window", [1, 2, 4096])
-@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [1, 3], [3], []])
-def test_all_windows_of_an_honest_message_are_used(indices: list[int], window: int) -> None:
-    *_, reduction = merging(indices, window)
+@pytest.mark.parametrize(
+    ("indices", "runs"),
+    [([0, 1, 2, 3], []), ([1, 3], []), ([3], []), ([], []), ([0, 1, 2, 3], [(0, 4)]), ([1, 2, 3], [(1, 3)])],
+)
+def test_all_windows_of_an_honest_message_are_used(indices: list[int], runs: Runs, window: int) -> None:
+    *_, reduction = merging(indices, window, runs)
     assert reduction.union.complete
     result = reduction._results[0, 64 : 64 + BLOCKS * 8 * BLOCK].view(np.int64).reshape(BLOCKS, BLOCK)
     assert result[:, 0].tolist() == [1 + (block in indices) for block in range(BLOCKS)]
@@ -55,6 +63,18 @@ def test_no_collective_completes_before_the_last_index_was_seen(indices: list[in
     written: list[int] = []
     with pytest.raises(ProtocolError, match="expected ascending ones"):
         written.extend(int(block) for each in merging(indices, window) for block in each._numbers[: each.written])
+    assert 3 not in written
+
+
+@pytest.mark.parametrize("window", [1, 2, 4096])
+@pytest.mark.parametrize("length", [2, 4, 2**40])
+def test_no_collective_completes_before_the_last_run_was_seen(window: int, length: int) -> None:
+    """Of three blocks, in a run that has fewer or more."""
+    written: list[int] = []
+    with pytest.raises(ProtocolError, match="runs do not list its blocks"):
+        written.extend(
+            int(block) for each in merging([0, 1, 2], window, [(0, length)]) for block in each._numbers[: each.written]
+        )
     assert 3 not in written
 
 

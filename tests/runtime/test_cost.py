@@ -124,10 +124,11 @@ def test_an_exchange_costs_no_more_calls_than_it_did(exchange: Exchange) -> None
     assert found["shard"][""] <= SHARD_CALLS
 
 
-@pytest.mark.parametrize("density", [1.0, 0.1])
-def test_a_block_costs_no_call(exchange: Exchange, density: float) -> None:
-    few, many = cost(exchange, 4), cost(exchange, 400, density)
-    assert {name: calls[""] for name, calls in few.items()} == {name: calls[""] for name, calls in many.items()}
+@pytest.mark.parametrize(("few", "many", "density"), [(4, 400, 1.0), (2, 400, 0.1)], ids=["runs", "indices"])
+def test_a_block_costs_no_call(exchange: Exchange, few: int, many: int, density: float) -> None:
+    """Two blocks are listed as indices, four as a run."""
+    one, other = cost(exchange, few), cost(exchange, many, density)
+    assert {name: calls[""] for name, calls in one.items()} == {name: calls[""] for name, calls in other.items()}
 
 
 def test_one_more_message_costs_no_more_calls_than_it_did(exchange: Exchange) -> None:

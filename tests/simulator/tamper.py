@@ -15,10 +15,10 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Credited, Event, Received
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, message_indices, read_header
+from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, message_list, read_header
 from omnireduce.wire.control import Refused, encode_control
 
-_HEADER = struct.Struct("<QqIIII")
+_HEADER = struct.Struct("<QqIIIII")
 FAR = 1 << 40  # a block number that no tensor here has
 NO_SLOT = 63  # more than any plan has
 
@@ -29,6 +29,11 @@ Rule = Callable[[Array, int, Header, Header | None], int | None]
 
 def _rewrite(slot: Array, header: Header) -> None:
     _HEADER.pack_into(slot.data, 0, *header)
+
+
+def _indices(slot: Array, header: Header) -> Array:
+    """The indices that the message lists: of runs, their first ones."""
+    return message_list(slot, header)[:: 2 if header.runs else 1]
 
 
 def _frontier_too_far(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
@@ -51,36 +56,36 @@ def _frontier_kept(slot: Array, nbytes: int, header: Header, before: Header | No
 def _index_past_frontier(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.block_count == 0:
         return None
-    message_indices(slot, header)[-1] = header.frontier
+    _indices(slot, header)[-1] = header.frontier
     return nbytes
 
 
 def _index_of_before(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.block_count == 0 or before is None or before.frontier < 1:
         return None
-    message_indices(slot, header)[0] = before.frontier - 1
+    _indices(slot, header)[0] = before.frontier - 1
     return nbytes
 
 
 def _index_negative(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.block_count == 0:
         return None
-    message_indices(slot, header)[0] = -1  # in a result these bits mean: the last block that there could ever be
+    _indices(slot, header)[0] = -1  # in a result these bits mean: the last block that there could ever be
     return nbytes
 
 
 def _indices_unordered(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
-    if header.block_count < 2:
+    indices = _indices(slot, header)
+    if indices.size < 2:
         return None
-    indices = message_indices(slot, header)
     indices[:2] = indices[1::-1].copy()
     return nbytes
 
 
 def _index_twice(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
-    if header.block_count < 2:
+    indices = _indices(slot, header)
+    if indices.size < 2:
         return None
-    indices = message_indices(slot, header)
     indices[1] = indices[0]
     return nbytes
 
@@ -125,17 +130,44 @@ def _unexpected_extra(slot: Array, nbytes: int, header: Header, before: Header |
 def _left_out_of_others(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.left_out == 0:
         return None
-    message_indices(slot, header)[:] &= MAX_BLOCKS - 1  # without the marks: of nobody alone
+    _indices(slot, header)[:] &= MAX_BLOCKS - 1  # without the marks: of nobody alone
     return nbytes
 
 
 def _leaves_out(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.block_count == 0:
         return None
-    rest, fewer = slot[header.indices_start : nbytes].copy(), header._replace(left_out=1)
+    rest, fewer = slot[header.list_start : nbytes].copy(), header._replace(left_out=1)
     _rewrite(slot, fewer)
-    slot[fewer.indices_start : fewer.indices_start + rest.size] = rest
-    return fewer.indices_start + rest.size
+    slot[fewer.list_start : fewer.list_start + rest.size] = rest
+    return fewer.list_start + rest.size
+
+
+def _run_longer(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    return _run_of(slot, nbytes, header, lambda length: length + 1)
+
+
+def _run_shorter(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    return _run_of(slot, nbytes, header, lambda length: length - 1)
+
+
+def _run_of_none(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    return _run_of(slot, nbytes, header, lambda length: -length)
+
+
+def _run_of(slot: Array, nbytes: int, header: Header, length: Callable[[int], int]) -> int | None:
+    if header.runs == 0:
+        return None
+    last = message_list(slot, header)[-1:]
+    last[0] = length(int(last[0]))
+    return nbytes
+
+
+def _indices_as_runs(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.runs or header.block_count % 2 or header.block_count == 0:
+        return None
+    _rewrite(slot, header._replace(runs=header.block_count // 2))  # which take as much room
+    return nbytes
 
 
 def _more_left_out(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
@@ -146,7 +178,7 @@ def _more_left_out(slot: Array, nbytes: int, header: Header, before: Header | No
 _BOTH: tuple[Rule, ...] = (
     _frontier_too_far, _frontier_back, _index_past_frontier, _index_of_before, _index_negative, _indices_unordered,
     _index_twice, _other_collective, _other_block_size, _more_than_there_is, _longer, _shorter_than_a_header,
-    _more_left_out,
+    _more_left_out, _run_longer, _run_shorter, _run_of_none, _indices_as_runs,
 )  # fmt: skip
 _MESSAGES = (*_BOTH, _frontier_kept, _bad_descriptor, _leaves_out)
 _RESULTS = (*_BOTH, _unexpected_extra, _left_out_of_others)

@@ -7,10 +7,10 @@ The estimate for world size N, link bandwidth B in each direction, tensor bytes 
 
 Du assumes that the places of the workers' non-zero blocks are independent of each other (random overlap). A greater
 overlap makes Du smaller and the service faster. Du is the most that comes down. In a sum over TCP less may come,
-because a worker need not be sent the blocks that it alone has, D (1 - D)**(N - 1). Each block also carries its index
-and each direction one header, which these numbers include. L and Ld are what a collective costs however small it is, as
-measured on one host (docs/performance.md): they decide for small tensors. Left out are computation, the latency of the
-network, and shards that share a link with workers.
+because a worker need not be sent the blocks that it alone has, D (1 - D)**(N - 1). Each direction also carries one
+header, and each block its index, or each run of blocks two numbers where that is less; these numbers include both. L
+and Ld are what a collective costs however small it is, as measured on one host (docs/performance.md): they decide for
+small tensors. Left out are computation, the latency of the network, and shards that share a link with workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.density import mark_blocks, native_chunks
 from omnireduce.wire.blocks import HEADER_BYTES
 
-INDEX_BYTES = 8  # that travel with each block
+INDEX_BYTES = 8  # that travel with each block; with each run of blocks instead, where that is less, twice as many
 COLLECTIVE_MS, DENSE_COLLECTIVE_MS = 0.3, 0.03  # L and Ld: messages and wake-ups
 HELPS = 1.1  # least speed-up that is worth a service of one's own
 
@@ -105,10 +105,10 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
     for part in parts:
         density = part.of_blocks(block_size)
         union = 1 - (1 - density) ** world_size
-        blocks, block_bytes = part.blocks(block_size), block_size * part.itemsize + INDEX_BYTES
+        blocks, block_bytes = part.blocks(block_size), block_size * part.itemsize
         sent, received = sent + density * blocks, received + union * blocks
-        up += HEADER_BYTES + density * blocks * block_bytes
-        down += HEADER_BYTES + union * blocks * block_bytes
+        up += HEADER_BYTES + density * blocks * (block_bytes + _index_bytes(density))
+        down += HEADER_BYTES + union * blocks * (block_bytes + _index_bytes(union))
     bytes_per_ms = link_gbps * 1e6 / 8
     blocks = sum(part.blocks(block_size) for part in parts)
     collectives = sum(part.elements > 0 for part in parts)
@@ -125,6 +125,11 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
         dense_time_ms=dense_ms,
         speedup=dense_ms / time_ms if time_ms else 0.0,
     )
+
+
+def _index_bytes(density: float) -> float:
+    """What each block carries beside its data: of blocks in random places, one in 1 / (1 - `density`) begins a run."""
+    return INDEX_BYTES * min(1.0, 2 * (1 - density))
 
 
 def _count_groups(flags: Array, size: int) -> int:

@@ -7,6 +7,7 @@ from .base import Mutation
 _PACK = "omnireduce.kernels.pack"
 _REDUCE = "omnireduce.kernels.reduce"
 _MERGE = "omnireduce.kernels.merge"
+_RUNS = "omnireduce.kernels.runs"
 
 MUTATIONS = (
     Mutation(
@@ -71,5 +72,19 @@ MUTATIONS = (
         "a block may come twice in a message",
         "        if index <= previous or index >= high:\n",
         "        if index < previous or index >= high:\n",
+    ),
+    Mutation(
+        "a run goes on in the stripes of others",
+        _RUNS,
+        "blocks of a dense tensor get the numbers of another shard",
+        "            number += step + (shards - 1) * stripe_blocks\n",
+        "            number += step\n",
+    ),
+    Mutation(
+        "a run has blocks of several marks",
+        _RUNS,
+        "a rank keeps a block to which another contributed",
+        "(index != expected and index != expected + gap)",
+        "((index ^ expected) & NUMBER and index != expected + gap)",
     ),
 )

@@ -153,6 +153,14 @@ MUTATIONS = (
         within=2000,
     ),
     Mutation(
+        "runs of a result are not counted",
+        _STREAM,
+        "a result that says other blocks than it has is taken",
+        "        if (expanded, run) != (header.block_count, header.runs):\n",
+        "        if (expanded, run) == (-1, -1):\n",
+        within=2000,
+    ),
+    Mutation(
         "a full message loses the short last block",
         _OPERANDS,
         "the tail that did not fit goes into no message",
