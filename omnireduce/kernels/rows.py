@@ -13,10 +13,12 @@ from omnireduce.dtypes import Array
 from omnireduce.kernels.chunk import reduce_batch
 from omnireduce.kernels.jit import counter, kernel
 from omnireduce.kernels.merge import ABSENT
-from omnireduce.kernels.reduce import OWN
-from omnireduce.kernels.regions import DESCRIPTORS, PLACE_WORDS, ROWS_AT, slot_of
+from omnireduce.kernels.reduce import OWN, SUM
+from omnireduce.kernels.regions import DESCRIPTORS, FLOAT16, PLACE_WORDS, ROWS_AT, slot_of
 
-FIRST, STOP, LISTED, MERGED, STAGED_FROM = range(5)  # of `lists`: begin, end, next to list, next to merge, first staged
+# Of `lists`: where a rank's numbers begin and end, which of them is to be listed next, which row is to be merged next,
+# and where its row 0 would be, were all rows in the slot of this chunk: in elements of all regions.
+FIRST, STOP, LISTED, MERGED, PLACE = range(5)
 AT_ONCE = 1 << 16  # rows of the union that one step lists
 NO_NUMBER = (1 << 63) - 1
 
@@ -122,37 +124,57 @@ def stage_rows(state: Array, words: Array, lists: Array, listed: Array, union: A
 
 
 @kernel
+def _copy(source: Array, start: int, target: Array, at: int, count: int) -> None:
+    copy, original = target[at : at + count], source[start : start + count]
+    for i in range(count):
+        copy[i] = original[i]
+
+
+@kernel
 def merge_rows(
     state: Array, words: Array, lists: Array, listed: Array, union: Array, rows: Array, result: Array, chunk: int,
     plan: Array, scratch: Array, bits: Array,
 ) -> None:  # fmt: skip
     """Combine all ranks' rows of a chunk into the result."""
     s = state[0]
+    width, planned = rows.shape[1], 0
+    staged, own, sums = words.view(np.uint8), rows.reshape(-1), result.reshape(-1)
+    may_copy = s["op"] == SUM and s["storage"] < FLOAT16  # then what one rank alone brings is the sum
     first, stop = _chunk_of_union(state, chunk)
-    lists[STAGED_FROM] = lists[MERGED]
-    for low in range(first, stop, plan.shape[0]):
-        high = min(low + plan.shape[0], stop)
-        for k in range(high - low):
-            plan[k, 0] = 0
-            for rank in range(s["ranks"]):
-                plan[k, 1 + rank] = _find_row(state, lists, listed, union[low + k], rank, chunk, rows.shape[1])
-                if plan[k, 1 + rank] == OWN:
-                    plan[k, 0] = lists[MERGED, rank] - 1 - lists[FIRST, rank]
-        reduce_batch(state, words, plan[: high - low], rows, result[low:high], scratch, bits)
+    for rank in range(s["ranks"]):
+        slot = slot_of(state, rank, chunk) * 8 // (width // s["size"])
+        lists[PLACE, rank] = slot - lists[MERGED, rank] * s["size"]
+    for row in range(first, stop):
+        present, last = _find_row(state, lists, listed, union[row], plan[planned])
+        is_copied = may_copy and present == 1
+        planned += not is_copied
+        if planned and (is_copied or planned == plan.shape[0] or row + 1 == stop):
+            behind = row if is_copied else row + 1
+            reduce_batch(state, words, plan[:planned], rows, result[behind - planned : behind], scratch, bits)
+            planned = 0
+        if is_copied and last == s["me"]:
+            _copy(own, (lists[MERGED, last] - 1 - lists[FIRST, last]) * width, sums, row * width, width)
+        elif is_copied:
+            at = lists[PLACE, last] + (lists[MERGED, last] - 1) * s["size"]
+            _copy(staged, at * (width // s["size"]), sums, row * width, width)
 
 
 @kernel
-def _find_row(state: Array, lists: Array, listed: Array, number: int, rank: int, chunk: int, row_bytes: int) -> int:
-    """Where a rank has the next row of the union, as `reduce_block` wants it: in elements."""
+def _find_row(state: Array, lists: Array, listed: Array, number: int, part: Array) -> tuple[int, int]:
+    """Note in `part`, a row of a plan as `reduce_planned` wants it, where each rank has the next row of the union.
+    Returns how many ranks have it, and the last of them."""
     s = state[0]
-    at = lists[MERGED, rank]
-    if at == lists[STOP, rank] or listed[at] != number:
-        return ABSENT
-    lists[MERGED, rank] = at + 1
-    if rank == s["me"]:
-        return OWN
-    s["collected_blocks"] += 1
-    place: int = (
-        slot_of(state, rank, chunk) * 8 // (row_bytes // s["size"]) + (at - lists[STAGED_FROM, rank]) * s["size"]
-    )
-    return place
+    present, last = 0, 0
+    part[0] = 0
+    for rank in range(s["ranks"]):
+        at, place = lists[MERGED, rank], ABSENT
+        if at < lists[STOP, rank] and listed[at] == number:
+            lists[MERGED, rank] = at + 1
+            present, last = present + 1, rank
+            if rank == s["me"]:
+                part[0], place = at - lists[FIRST, rank], OWN
+            else:
+                place = lists[PLACE, rank] + at * s["size"]
+                s["collected_blocks"] += 1
+        part[1 + rank] = place
+    return present, last
