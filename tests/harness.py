@@ -22,6 +22,7 @@ from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.exchange import HostExchange, region_bytes
 from omnireduce.protocol.operands import DenseTensor, Operand
+from omnireduce.protocol.packets import Packets, packed
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
@@ -95,7 +96,7 @@ class CountedLink(InprocLink):
 class InprocCluster:
     """`world_size` workers and `shards` aggregators.
 
-    With `one_host` the workers exchange dense tensors in memory that they share.
+    With `one_host` the workers exchange tensors in memory that they share.
 
     `record` may be set to a list that collects all block messages, `tamper` to a function that changes them under way.
     """
@@ -229,11 +230,22 @@ class InprocCluster:
         self.submit(rank, descriptor, operand)
         return target
 
-    def rows(self, rank: int, numbers: Array, values: Array, n_rows: int) -> RowSet:
+    def rows(self, rank: int, numbers: Array, values: Array, n_rows: int, op: Any = "sum") -> RowSet:
         length = values.shape[1]
         operand = RowSet(numbers, values, self.layout(n_rows * length, length), Pool().take)
         dtype = element_type(values.dtype).name
-        self.submit(rank, describe("allreduce_rows", "", dtype, (n_rows, length)), operand)
+        self.submit(rank, describe("allreduce_rows", "", dtype, (n_rows, length), op), operand)
+        return operand
+
+    def ragged(self, rank: int, x: Array, most: int) -> Packets:
+        """Submit what `Communicator.allgather_ragged` would; a part has up to `most` packets."""
+        ranks = self.world_size
+        descriptor = describe(
+            "allgather_ragged", "", str(x.dtype), x.shape[1:], item_bytes=x.dtype.itemsize, parts=ranks, packets=most
+        )
+        layout = Layout(descriptor.layout.elements, descriptor.layout.block_size, self.shards, self.stripe_blocks)
+        operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), most=most)
+        self.submit(rank, descriptor, operand)
         return operand
 
     def move_bytes(self, rank: int, kind: Any, source: Array | None, target: Array, block_size: int = 8) -> None:
@@ -322,3 +334,9 @@ def slot_bytes_for(blocks: int, block_bytes: int) -> int:
     while capacity(size, block_bytes) < blocks:
         size += 8
     return size
+
+
+def one_host(ranks: int, block_bytes: int, blocks: int, seed: int, **more: Any) -> InprocCluster:
+    """Workers of one host whose slots hold so many blocks."""
+    slot_bytes = slot_bytes_for(blocks, block_bytes)
+    return InprocCluster(ranks, slots=2, slot_bytes=slot_bytes, seed=seed, one_host=True, **more)

@@ -15,7 +15,7 @@ def _has_rdma() -> bool:
 
 
 RDMA = _has_rdma()
-MEMORY = "memory"  # dense tensors in memory that the ranks share, everything else over whatever `auto` takes
+MEMORY = "memory"  # that the ranks share
 KINDS = ["shm", "tcp", *(["verbs"] if RDMA else [])]
 WAYS = [*KINDS, MEMORY]
 

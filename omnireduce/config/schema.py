@@ -97,8 +97,8 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_exchange: Annotated[
         Literal["auto", "off"],
         _meta(
-            '"auto": where all ranks of a job are on one host, and of one user, they exchange dense tensors in memory '
-            "that they share, not through the aggregators"
+            '"auto": where all ranks of a job are on one host, and of one user, they exchange tensors in memory that '
+            "they share, not through the aggregators"
         ),
     ] = "off"
     spin_us: Annotated[

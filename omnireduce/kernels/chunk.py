@@ -131,8 +131,10 @@ def _plan(
 
 
 @kernel
-def _reduce(state: Array, words: Array, plan: Array, source: Array, out: Array, scratch: Array, bits: Array) -> None:
-    """Reduce the blocks of `plan` into `out`, uint64 (entries, words per block)."""
+def reduce_batch(
+    state: Array, words: Array, plan: Array, source: Array, out: Array, scratch: Array, bits: Array
+) -> None:
+    """Reduce the blocks of `plan` into `out`, (entries, …); `source` and `out` have the bytes of a block in a row."""
     op, storage = state[0]["op"], state[0]["storage"]
     if storage == FLOAT32:
         reduce_planned(op, words.view(np.float32), plan, source.view(np.float32), out.view(np.float32))
@@ -173,7 +175,7 @@ def combine_part(
         if found == 0:
             continue
         out = words[rows_at + count * width : rows_at + (count + found) * width].reshape(found, width)
-        _reduce(state, words, plan[:found], source, out, scratch, bits)
+        reduce_batch(state, words, plan[:found], source, out, scratch, bits)
         for k in range(found):
             sole = marked[k] >> SOLE_SHIFT if is_sole else 0
             ints[indices_at + count + k] = (marked[k] & ((1 << SOLE_SHIFT) - 1)) | sole << SOLE_SHIFT

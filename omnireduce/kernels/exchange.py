@@ -11,7 +11,15 @@ After each step the rank publishes how many chunks it has come to in all collect
 A rank takes a step as soon as the others' counters allow it. So several chunks are under way at once, each in a slot of
 the regions. Nothing is locked, and a rank that dies leaves nothing to clean up.
 
-`regions` says where that memory has what; `chunk` has the work of a step.
+Rows of a sparse matrix, of which each rank has other ones, take two steps each: every rank needs all rows anyway.
+
+    stage    first the numbers of my rows, a slot full at a time; then my rows of the next chunk of the union
+    combine  first copy and check the others' numbers; then add all ranks' rows of a chunk, into my result
+
+Between the two each rank lists the union of the numbers. From then on all know which rows lie in whose slots, and how
+large the result is.
+
+`regions` says where that memory has what; `chunk` and `rows` have the work of a step.
 """
 
 from __future__ import annotations
@@ -26,18 +34,18 @@ from omnireduce.kernels.regions import (
     COLLECTED,
     COMBINED,
     DESCRIPTORS,
-    EXTRA_WORDS,
+    PLACE_WORDS,
     STAGED,
     is_tail,
     lowest,
     part_of,
     slot_of,
 )
+from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_numbers, stage_rows, take_numbers
 
 YIELD_EVERY = 64  # fruitless looks between two offers of the processor to others
-WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, DONE, DIFFERS, BROKEN, CALLED = range(
-    10
-)  # what a step did
+# What a step did; from DONE on, that the caller has something to do. LISTED: rows of the union; WANTS: memory for rows.
+WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, LISTED, DONE, DIFFERS, BROKEN, CALLED, WANTS = range(12)
 
 
 @kernel
@@ -56,7 +64,7 @@ def _note_who_was_last(state: Array, ints: Array) -> None:
 def _agree(state: Array, ints: Array) -> int:
     """Compare the descriptors of all ranks; all have begun."""
     s = state[0]
-    place = DESCRIPTORS + s["number"] % 2 * (1 + EXTRA_WORDS)
+    place = DESCRIPTORS + s["number"] % 2 * PLACE_WORDS
     mine = s["me"] * s["region_words"] + place
     words = 1 + (ints[mine] + 7) // 8
     for rank in range(s["ranks"]):
@@ -79,8 +87,10 @@ def next_step(state: Array, ints: Array) -> int:
         return BEGAN
     if s["has_agreed"]:
         chunk = s["collected"]
+        if s["wants_room"]:
+            return WANTS
         if chunk == s["chunks"]:
-            return DONE
+            return LISTED if s["is_listing"] else DONE
         if chunk < s["combined"] and lowest(ints, state, COMBINED) > base + chunk:
             return COLLECTED_ONE
         chunk = s["combined"]
@@ -204,6 +214,67 @@ def step(
 
 
 @kernel
+def _agree_on_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> int:
+    did = _agree(state, ints)
+    wrong = count_rows(state, ints, numbers, lists) if did == AGREED else -1
+    if wrong >= 0:
+        state[0]["culprit"] = wrong
+        return BROKEN
+    return did
+
+
+@kernel
+def _combine_rows(
+    state: Array, ints: Array, words: Array, numbers: Array, lists: Array, listed: Array, union: Array, rows: Array,
+    result: Array, plan: Array, scratch: Array, bits: Array,
+) -> int:  # fmt: skip
+    """Take the others' numbers of a chunk, or all ranks' rows."""
+    s = state[0]
+    mine, chunk = s["me"] * s["region_words"], s["combined"]
+    if chunk < s["number_chunks"]:
+        wrong = take_numbers(state, ints, numbers, chunk, lists, listed)
+        if wrong >= 0:
+            s["culprit"] = wrong
+            return BROKEN
+    else:
+        merge_rows(state, words, lists, listed, union, rows, result, chunk, plan, scratch, bits)
+    s["combined"] = s["collected"] = chunk + 1
+    publish(ints, mine + COMBINED, s["base"] + chunk + 1)
+    publish(ints, mine + COLLECTED, s["base"] + chunk + 1)
+    return COMBINED_ONE
+
+
+@kernel
+def step_with_rows(
+    state: Array, ints: Array, words: Array, numbers: Array, lists: Array, listed: Array, union: Array, rows: Array,
+    result: Array, plan: Array, scratch: Array, bits: Array,
+) -> int:  # fmt: skip
+    """`step` of a collective of rows: `numbers`, int64 (n,), ascending, and `rows`; the other arrays as in `rows`.
+    WANTS: there is no room for `listed` and `union`, or, once the union is listed, for `result`."""
+    s = state[0]
+    mine = s["me"] * s["region_words"]
+    did = next_step(state, ints)
+    if did == BEGAN:
+        s["has_begun"] = 1
+        publish(ints, mine + BEGUN, s["number"] + 1)
+    elif did == AGREED:
+        return _agree_on_rows(state, ints, numbers, lists)
+    elif did == LISTED:
+        list_union(state, lists, listed, union)
+    elif did == COMBINED_ONE:
+        return _combine_rows(state, ints, words, numbers, lists, listed, union, rows, result, plan, scratch, bits)
+    elif did == STAGED_ONE:
+        chunk = s["staged"]
+        if chunk < s["number_chunks"]:
+            stage_numbers(state, ints, numbers, chunk)
+        else:
+            stage_rows(state, words, lists, listed, union, rows, chunk)
+        s["staged"] = chunk + 1
+        publish(ints, mine + STAGED, s["base"] + chunk + 1)
+    return did
+
+
+@kernel
 def await_step(state: Array, ints: Array, looks: int) -> bool:
     """Look up to `looks` times whether the others' counters allow a step; return whether they do."""
     for look in range(looks):
@@ -240,6 +311,26 @@ def run(
         if _anybody_sleeps(state, ints, called):
             return CALLED
         fruitless, steps = 0, steps - 1
+    return did
+
+
+@kernel
+def run_with_rows(
+    state: Array, ints: Array, words: Array, numbers: Array, lists: Array, listed: Array, union: Array, rows: Array,
+    result: Array, plan: Array, scratch: Array, bits: Array, called: Array, steps: int, looks: int,
+) -> int:  # fmt: skip
+    """`run` of a collective of rows; see `step_with_rows`."""
+    did = WAITS
+    while steps > 0:
+        if not await_step(state, ints, looks):
+            return WAITS
+        did = step_with_rows(state, ints, words, numbers, lists, listed, union, rows, result, plan, scratch, bits)
+        if did >= DONE:
+            return did
+        state[0]["taken"] += 1
+        if _anybody_sleeps(state, ints, called):
+            return CALLED
+        steps -= 1
     return did
 
 

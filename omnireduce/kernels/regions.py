@@ -15,11 +15,13 @@ from omnireduce.kernels.jit import LINE_BYTES, counter, kernel
 
 LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor
+PLACE_WORDS = 2 + EXTRA_WORDS  # what a rank says of a collective: the length of its descriptor, in bytes, and these
+ROWS_AT = PLACE_WORDS - 1  # behind them how many rows the rank brings
 # Where a region has its counters, in words: each on a cache line of its own.
 BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT = (line * LINE for line in range(6))
 BEGUN_AT = BEGUN + 1  # two words: when the rank began this collective and the one before, in nanoseconds
-DESCRIPTORS = 8 * LINE  # two, each its length in bytes and then its bytes: the next collective has the other place
-SLOTS = DESCRIPTORS + 2 * (1 + EXTRA_WORDS) + 6  # the first slot, at a cache line
+DESCRIPTORS = 8 * LINE  # two places: the next collective has the other one
+SLOTS = DESCRIPTORS + 2 * PLACE_WORDS + 4  # the first slot, at a cache line
 STORAGES = ("float32", "float64", "int8", "int16", "int32", "int64", "float16", "bfloat16")  # how elements are added
 FLOAT32, FLOAT64, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16 = range(len(STORAGES))
 
@@ -36,6 +38,7 @@ STATE = np.dtype(
             "staged_blocks", "own_blocks", "result_blocks", "collected_blocks",  # so far
             "taken",  # steps
             "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
+            "number_chunks", "is_listing", "wants_room", "union", "staged_rows",  # of rows; see `rows`
         )
     ]
     + [("mask", np.uint64)]

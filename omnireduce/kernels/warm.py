@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.exchange import await_step, get_counter, next_step, run, set_counter
+from omnireduce.kernels.exchange import await_step, get_counter, next_step, run, run_with_rows, set_counter
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.pack import pack_blocks, pack_rows
@@ -70,13 +70,11 @@ def _of_aggregator() -> Iterator[Callable[[], object]]:
 
 def _of_worker() -> Iterator[Callable[[], object]]:
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
-    for source in _as_callers_have_it(words):
-        yield partial(pack_blocks, source, words, source is words, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
-        rows = source.view(np.uint8)
-        yield partial(pack_rows, index, rows, 0, 1, 1, 0, words.copy().view(np.uint8), index.copy())
+    yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
+    rows = words.view(np.uint8)
+    yield partial(pack_rows, index, rows, 0, 1, 1, 0, rows.copy(), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):
-        for source in _as_callers_have_it(values):
-            yield partial(add_rows, source, index, np.array([0, 1]), values.copy())
+        yield partial(add_rows, values, index, np.array([0, 1]), values.copy())
     yield from _of_host()
     yield from _of_runs(index)
     unchanged = np.zeros(1, np.bool_)
@@ -104,14 +102,12 @@ def _of_host() -> Iterator[Callable[[], object]]:
     yield partial(
         run, state, ints, ints.view(np.uint64), *tensor, places, plan, marked, floats, bits, marked, steps=1, looks=1
     )
+    rows, lists = np.zeros((0, 1), np.uint8), np.zeros((5, 1), np.int64)
+    yield partial(
+        run_with_rows, state, ints, ints.view(np.uint64), marked, lists, marked, marked, rows, rows, plan, floats, bits,
+        marked, steps=1, looks=1,
+    )  # fmt: skip
     yield partial(await_step, state, ints, 1)
     yield partial(next_step, state, ints)
     yield partial(set_counter, ints, 0, 0)
     yield partial(get_counter, ints, 0)
-
-
-def _as_callers_have_it(array: Array) -> tuple[Array, Array]:
-    """The array itself and a read-only view, which is another type to the compiler."""
-    read_only = array.view()
-    read_only.flags.writeable = False
-    return array, read_only

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.descriptor import Descriptor, decode_descriptor, told_apart
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
-from omnireduce.errors import ProtocolError
 from omnireduce.kernels.chunk import BATCH
 from omnireduce.kernels.exchange import (
     BROKEN,
@@ -22,10 +21,12 @@ from omnireduce.kernels.exchange import (
     DIFFERS,
     DONE,
     WAITS,
+    WANTS,
     await_step,
     get_counter,
     next_step,
     run,
+    run_with_rows,
     set_counter,
 )
 from omnireduce.kernels.reduce import op_code
@@ -39,6 +40,8 @@ from omnireduce.kernels.regions import (
     EXTRA_WORDS,
     LEFT,
     LINE,
+    PLACE_WORDS,
+    ROWS_AT,
     SLOTS,
     STAGED,
     STATE,
@@ -46,7 +49,9 @@ from omnireduce.kernels.regions import (
 )
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
-from omnireduce.protocol.operands import TensorBlocks
+from omnireduce.protocol.host_faults import HostError, difference
+from omnireduce.protocol.host_rows import HostRows
+from omnireduce.protocol.operands import RowBlocks, TensorBlocks
 from omnireduce.status import LISTED
 from omnireduce.wire.control import Report
 
@@ -66,27 +71,6 @@ class Shape(NamedTuple):
     chunk_blocks: int
     indices: int
     rows: int
-
-
-class DifferenceError(Exception):
-    """The first rank and `rank` have begun different collectives."""
-
-    def __init__(self, rank: int, difference: str) -> None:
-        super().__init__(difference)
-        self.rank = rank
-
-
-class HostError(Exception):
-    """The memory of `rank` is not as the exchange leaves it."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.rank = rank
-
-
-NO_SHAPE = Shape(1, 0, 0)
-_EMPTY = np.zeros((0, 1), np.uint64)
-NOTHING = TensorBlocks(_EMPTY, _EMPTY, _EMPTY, _EMPTY, in_place=True, silent=True, mask=np.uint64(0))
 
 
 def region_bytes(slots: int, slot_bytes: int) -> int:
@@ -133,9 +117,10 @@ class HostExchange:
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
+        self._rows = HostRows(ranks)
         self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
         self._sleep = 0  # odd while this rank sleeps
-        self._queue: deque[tuple[Collective, TensorBlocks]] = deque()
+        self._queue: deque[tuple[Collective, TensorBlocks | RowBlocks]] = deque()
         self._begun, self._chunks = 0, 0  # collectives, and chunks of those before the current one
         self._taken = 0  # steps in the current collective
         self._is_prepared = False  # the state is that of the first collective of the queue
@@ -162,12 +147,11 @@ class HostExchange:
         """A collective is under way."""
         return bool(self._queue)
 
-    def submit(self, collective: Collective, blocks: TensorBlocks | None, now: float) -> None:
-        """Queue a collective, which all ranks of the host queue in the same order. Without `blocks`, only whether they
-        have all begun the same one is found out."""
+    def submit(self, collective: Collective, now: float) -> None:
+        """Queue a collective, which all ranks of the host queue in the same order."""
         if not self._queue:
             self.moved_at = now
-        self._queue.append((collective, NOTHING if blocks is None else blocks))
+        self._queue.append((collective, collective.operand.blocks))
 
     def report(self, now: float) -> Report:
         """What came of the collectives so far, and whom this rank waits for."""
@@ -192,21 +176,21 @@ class HostExchange:
             if not self._is_prepared:
                 self._ints[self._me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
                 self._prepare(collective.descriptor, blocks)
-            did = self._run(blocks)
+            did = self._run(blocks) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
             if self._state[0]["taken"] != self._taken:
                 self._taken, self.moved_at = int(self._state[0]["taken"]), now
             if did == WAITS:
                 return
             yield from self._sleepers()
             if did == DONE:
-                self._finish(collective.descriptor, blocks)
+                self._finish(collective.descriptor)
                 yield collective
                 return  # one in a turn: other threads may wait for theirs
             elif did == DIFFERS:
                 raise self._difference(collective)
             elif did == BROKEN:
                 raise HostError(int(self._state[0]["culprit"]))
-            elif did != CALLED:
+            elif did not in (CALLED, WANTS):
                 return  # enough for one turn
 
     def _run(self, blocks: TensorBlocks) -> int:
@@ -218,23 +202,42 @@ class HostExchange:
         )  # fmt: skip
         return did
 
-    def _prepare(self, descriptor: Descriptor, blocks: TensorBlocks) -> None:
+    def _run_with_rows(self, blocks: RowBlocks) -> int:
+        room = self._rows
+        did: int = run_with_rows(
+            self._state, self._ints, self._words,
+            numbers=blocks.numbers, lists=room.lists, listed=room.listed, union=room.union,
+            rows=blocks.rows if len(blocks.rows) else room.result, result=room.result,
+            plan=self._plan, scratch=self._scratch, bits=self._bits,
+            called=self._called, steps=self._steps, looks=self._looks,
+        )  # fmt: skip
+        if did == WANTS:
+            greedy = room.make_room(self._state, blocks)
+            if greedy >= 0:
+                raise HostError(greedy)
+        return did
+
+    def _prepare(self, descriptor: Descriptor, blocks: TensorBlocks | RowBlocks) -> None:
         layout, element = descriptor.layout, descriptor.element
-        shape, chunks, full = NO_SHAPE, 0, layout.full_blocks
-        if blocks is not NOTHING:
-            shape = self._shape(full, descriptor.block_bytes)
-            chunks = -(-full // shape.chunk_blocks) + (full < layout.blocks)
+        full, shape = layout.full_blocks, self._shape(layout.full_blocks, descriptor.block_bytes)
+        chunks, in_place, silent, mask, brought, number_chunks = 1, False, False, np.uint64(0), 0, 1
+        if isinstance(blocks, TensorBlocks):
+            chunks, number_chunks = -(-full // shape.chunk_blocks) + (full < layout.blocks), 0
+            in_place, silent, mask = blocks.in_place, blocks.silent, blocks.mask
+        else:  # the first chunk: what number chunks follow is known once all ranks have begun
+            brought = len(blocks.numbers)
         if element.is_half and self._scratch.shape[1] != layout.block_size:
             self._scratch = np.zeros((2, layout.block_size), np.float32)
             self._bits = self._scratch.view(np.uint32)
         storage = STORAGES.index(element.name if element.is_half else element.storage.name)
         self._state[0] = (
             *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, *shape,
-            descriptor.block_bytes // 8, layout.block_size, blocks.in_place, blocks.silent,
-            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, 0, blocks.mask,
+            descriptor.block_bytes // 8, layout.block_size, in_place, silent,
+            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, 0,
+            number_chunks, number_chunks, 0, 0, 0, mask,
         )  # fmt: skip
         self._taken = 0
-        self._write(descriptor.encoded)
+        self._write(descriptor.encoded, brought)
         self._is_prepared = True
 
     def _shape(self, full_blocks: int, block_bytes: int) -> Shape:
@@ -243,26 +246,29 @@ class HostExchange:
         chunk_blocks = max(1, min(wanted // block_bytes, room))
         return Shape(chunk_blocks, self._counts, self._counts + (chunk_blocks + LINE - 1) // LINE * LINE)
 
-    def _write(self, encoded: bytes) -> None:
-        """Put the descriptor of the current collective where the others compare it."""
+    def _write(self, encoded: bytes, rows: int) -> None:
+        """Put the descriptor of the current collective where the others compare it, and how many rows this rank
+        brings."""
         at = self._descriptor_at(self._me)
         self._ints[at] = len(encoded)
         padded = encoded + bytes(-len(encoded) % 8)
         self._ints[at + 1 : at + 1 + len(padded) // 8] = np.frombuffer(padded, np.int64)
+        self._ints[at + ROWS_AT] = rows
 
     def _descriptor_at(self, rank: int) -> int:
-        at: int = rank * self._region_words + DESCRIPTORS + self._begun % 2 * (1 + EXTRA_WORDS)
+        at: int = rank * self._region_words + DESCRIPTORS + self._begun % 2 * PLACE_WORDS
         return at
 
-    def _finish(self, descriptor: Descriptor, blocks: TensorBlocks) -> None:
+    def _finish(self, descriptor: Descriptor) -> None:
         s, block_bytes = self._state[0], descriptor.block_bytes
-        self.sent_bytes += int(s["staged_blocks"] + s["result_blocks"]) * block_bytes
+        results = 0 if s["number_chunks"] else s["result_blocks"]  # the sums of rows are everybody's own work
+        self.sent_bytes += int(s["staged_blocks"] + results) * block_bytes
         self.received_bytes += int(s["collected_blocks"]) * block_bytes
-        if blocks is not NOTHING:  # the shards count the others
-            self._count(descriptor)
+        self._count(descriptor)
         self._chunks += int(s["chunks"])
         self._begun += 1
         self._queue.popleft()
+        self._rows.clear()
         self._is_prepared = False
 
     def _count(self, descriptor: Descriptor) -> None:
@@ -360,21 +366,15 @@ class HostExchange:
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""
         self._queue.clear()
+        self._rows.clear()
         self._is_prepared = False
         self._ints, self._words = np.empty(0, np.int64), np.empty(0, np.uint64)
 
     # faults
 
     def _difference(self, collective: Collective) -> Exception:
-        """What the first rank has begun, and another that has begun something else."""
         encoded = [self._encoded(rank) for rank in range(self._ranks)]
-        other = next((rank for rank in range(1, self._ranks) if encoded[rank] != encoded[0]), 0)
-        try:
-            words = told_apart(decode_descriptor(encoded[0]), decode_descriptor(encoded[other]))
-        except ProtocolError:
-            return HostError(int(self._state[0]["culprit"]))
-        said = "; ".join(f"rank {rank} called {what}" for rank, what in zip((0, other), words, strict=True))
-        return DifferenceError(other, f"collective {collective.number}: {said}")
+        return difference(collective.number, encoded, int(self._state[0]["culprit"]))
 
     def _encoded(self, rank: int) -> bytes:
         at = self._descriptor_at(rank)

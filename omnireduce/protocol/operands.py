@@ -39,13 +39,22 @@ class TensorBlocks(NamedTuple):
     mask: np.uint64
 
 
+class RowBlocks(NamedTuple):
+    """Rows as the exchange inside a host takes them: their `numbers`, int64 (n,), strictly ascending, and `rows`, uint8
+    (n, row bytes). `hold` takes the numbers of the union and gives memory for its rows, uint8 (m, row bytes)."""
+
+    numbers: Array
+    rows: Array
+    hold: Callable[[Array], Array]
+
+
 class Operand(Protocol):
     """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
     tensor that it is a part of."""
 
     @property
-    def blocks(self) -> TensorBlocks | None:
-        """A dense tensor's blocks; None of rows."""
+    def blocks(self) -> TensorBlocks | RowBlocks:
+        """What is exchanged inside a host."""
         ...
 
     layout: Layout
@@ -82,23 +91,23 @@ class _Unprotected:
         self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
 
 
+def as_writable(array: Array) -> Array:
+    """The same memory as an array that may be written: kernels are compiled for those only. Who calls one that writes
+    has checked that the array itself may be written."""
+    return array if array.flags.writeable else np.asarray(_Unprotected(array))
+
+
 class _Blocks:
     """A flat contiguous array seen as full blocks of 64-bit words, plus a zero-padded copy of a short last block."""
 
     def __init__(self, flat: Array, block_bytes: int) -> None:
         data = flat.view(np.uint8)
         full = data.size // block_bytes
-        self.full = data[: full * block_bytes].view(WORD).reshape(full, block_bytes // WORD.itemsize)
+        self.full = as_writable(data[: full * block_bytes].view(WORD).reshape(full, block_bytes // WORD.itemsize))
         self.short = data[full * block_bytes :]
         self.tail = np.zeros((1 if self.short.size else 0, block_bytes // WORD.itemsize), WORD)
         if self.short.size:
             self.tail.view(np.uint8)[0, : self.short.size] = self.short
-
-    @property
-    def as_writable(self) -> tuple[Array, Array]:
-        """The full blocks and the tail, of one type to the compiler, whether they may be written or not."""
-        full = self.full if self.full.flags.writeable else np.asarray(_Unprotected(self.full))
-        return full, self.tail
 
     def clear(self) -> None:
         self.full[:] = 0
@@ -132,8 +141,11 @@ class DenseTensor:
 
     @property
     def blocks(self) -> TensorBlocks:
-        source, target = self._source.as_writable, self._target.as_writable
-        return TensorBlocks(*source, *target, in_place=self._in_place, silent=self._silent, mask=self._mask)
+        source, target = self._source, self._target
+        return TensorBlocks(
+            source.full, source.tail, target.full, target.tail,
+            in_place=self._in_place, silent=self._silent, mask=self._mask,
+        )  # fmt: skip
 
     def start(self, shard: int) -> int:
         if not self._silent:

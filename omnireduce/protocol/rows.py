@@ -8,7 +8,7 @@ from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import pack_rows
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import Memory, Packed
+from omnireduce.protocol.operands import Memory, Packed, RowBlocks, as_writable
 
 
 class RowSet:
@@ -19,20 +19,28 @@ class RowSet:
     """
 
     row_dtype = BYTES
-    blocks = None
 
     def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory) -> None:
         self.layout = layout
         self.block_bytes = layout.block_size * values.itemsize
         self.nbytes = layout.elements * values.itemsize
-        self._numbers = numbers
+        self._numbers = as_writable(numbers)
         self._dtype = values.dtype
-        self._bytes = values.view(np.uint8).reshape(len(numbers), self.block_bytes)
+        self._bytes = as_writable(values.view(np.uint8).reshape(len(numbers), self.block_bytes))
         self._memory = memory
         self._count = 0
-        self._union_numbers, self._union = np.empty(0, np.int64), self._bytes[:0]
-        self._reserve(min(2 * len(numbers), layout.blocks))
+        self._union_numbers, self._union = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
         self.result: tuple[Array, Array] = (numbers[:0], values[:0])
+
+    @property
+    def blocks(self) -> RowBlocks:
+        return RowBlocks(self._numbers, self._bytes, self._hold)
+
+    def _hold(self, numbers: Array) -> Array:
+        """The union is known: make room for its rows."""
+        self._count, self._union_numbers = numbers.size, numbers
+        self._union = self._rows_of(self._memory(numbers.size * self.block_bytes))[: numbers.size]
+        return self._union
 
     def start(self, shard: int) -> int:
         return 0
@@ -49,7 +57,7 @@ class RowSet:
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start, stop = self._count, self._count + indices.size
         if stop > len(self._union_numbers):
-            self._reserve(max(stop, 2 * start))
+            self._reserve(max(stop, 2 * start, min(2 * len(self._numbers), self.layout.blocks)))
         self._union_numbers[start:stop] = indices
         if left_out:
             self._put_own(self._union[start:stop], indices, unchanged)

@@ -10,7 +10,8 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
-from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, DifferenceError, HostError, HostExchange
+from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
+from omnireduce.protocol.host_faults import DifferenceError, HostError
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.wire.blocks import largest_block
@@ -28,8 +29,8 @@ class WorkerMachine:
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
     in errors; `me` names this worker, whose number is `rank`. The blocks of a message to shard i take no more than
     `message_bytes[i]` together (nothing given: no more than fit in a slot), unless one block alone takes more. A
-    collective that takes longer than `timeout_s` ends the job. `host`: what all ranks of the job exchange dense tensors
-    with, if they share a host; then shards get the others only.
+    collective that takes longer than `timeout_s` ends the job. `host`: with what all ranks of the job
+    exchange tensors, if they share a host; then shards get none.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class WorkerMachine:
     def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
         """Queue a collective and return its number."""
         assert self.ended is None, "submit after the end"
-        host, blocks = self.host, None if self.host is None else operand.blocks
-        taking_part = [] if blocks is not None else self._taking_part(operand)
+        host = self.host
+        taking_part = [] if host is not None else self._taking_part(operand)
         collective = Collective(self._next, descriptor, operand, len(taking_part) + (host is not None))
         self._next += 1
         if not self._under_way:
@@ -117,7 +118,7 @@ class WorkerMachine:
             if not self._under_way:
                 stream.waiting = None  # that wait was most likely for this worker
         if host is not None:
-            host.submit(collective, blocks, now)
+            host.submit(collective, now)
         self._under_way.append(collective)
         return collective.number
 
@@ -186,14 +187,15 @@ class WorkerMachine:
             done.parts_left -= 1
         yield from self._complete(now, shard)
 
-    def _complete(self, now: float, shard: int = 0) -> Iterator[Effect]:
-        """Finish the collectives of which everything has come, in order. The last of it came from `shard`."""
+    def _complete(self, now: float, shard: int | None = None) -> Iterator[Effect]:
+        """Finish the collectives of which everything has come, in order. The last of it came from `shard`, or from the
+        other ranks of this host."""
         while self._under_way and self._under_way[0].parts_left == 0:
             collective = self._under_way[0]
             try:
                 collective.operand.finish()
             except ProtocolError as error:
-                yield from self.violated(shard, str(error), now)
+                yield from self._end(Cause(self._sender(shard), f"protocol error: {error}"))
                 return
             self._under_way.popleft()
             self._oldest_since, self._late_s, self._longest, self._waiting_for = now, 0.0, None, ""
@@ -246,7 +248,14 @@ class WorkerMachine:
     def violated(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
         """`shard` broke the protocol: by a message, on its link, or by bytes that cannot be decoded."""
         if self.ended is None:
-            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", f"protocol error: {reason}"))
+            yield from self._end(Cause(self._sender(shard), f"protocol error: {reason}"))
+
+    def _sender(self, shard: int | None) -> str:
+        """Who sends results: a shard, or the other ranks of this host."""
+        if shard is not None:
+            return f"aggregator {self._addresses[shard]}"
+        assert self.host is not None
+        return self._named([rank for rank in range(len(self.host.names)) if rank != self.rank])
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; end the job if its oldest collective is overdue.

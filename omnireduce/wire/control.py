@@ -160,7 +160,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Worker to the first aggregator, in a job whose ranks exchange dense tensors in memory: what came of that so far.
+    """Worker to the first aggregator, in a job whose ranks exchange tensors in memory: what came of that so far.
 
     Numbers as in `Traffic`: of the collectives of the job, but `own_blocks` and the bytes of this rank, and
     `union_blocks` of its part. `late_s`: for how long the others waited in all for each rank of `late`. The collective

@@ -15,16 +15,28 @@ from omnireduce.kernels import warm
 PROGRAM = """
 import numpy as np
 from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.kernels import pack, scatter
+from omnireduce.descriptor import describe
+from omnireduce.kernels import exchange, pack, scatter
 from omnireduce.kernels.merge import admit_marked
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
+from omnireduce.protocol.collective import Collective
+from omnireduce.protocol.exchange import HostExchange, region_bytes
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.rows import RowSet
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.arguments import combine_duplicates
 
-KERNELS = [pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, admit_marked]
+KERNELS = [
+    pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, admit_marked,
+    exchange.run, exchange.run_with_rows,
+]
+host = HostExchange(np.zeros((1, region_bytes(2, 4096)), np.uint8), 0, ["rank 0"], 2, 4096)
+
+def exchanged(descriptor, operand):
+    host.submit(Collective(0, descriptor, operand, 1), 0.0)
+    while host.is_busy:
+        list(host.advance(0.0))
 
 def compiled():
     return {kernel.__name__: len(kernel.signatures) for kernel in KERNELS}
@@ -43,10 +55,12 @@ for element in ELEMENT_TYPES.values():
             rows = np.zeros((8, size // 8), np.uint64)
             operand.pack(0, 0, 64, rows, np.zeros(8, np.int64))
             operand.put(rows, np.arange(8), np.zeros(8, np.bool_), True)
+            exchanged(describe("allreduce", "", element.name, (64,)), operand)
         for numbers in (np.arange(3), np.array([2, 0, 2])):
             own = combine_duplicates(numbers, np.ascontiguousarray(values), element)
             rows = RowSet(*own, layout, Pool().take)
             rows.pack(0, 0, 64, np.zeros((8, size), np.uint8), np.zeros(8, np.int64))
+            exchanged(describe("allreduce_rows", "", element.name, (8, 8)), rows)
 assert compiled() == before, (before, compiled())
 """
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from harness import Guarded, InprocCluster, slot_bytes_for
+from harness import Guarded, InprocCluster, one_host, slot_bytes_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
@@ -21,13 +19,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])
 
 
-def host(ranks: int, block_bytes: int, blocks: int, seed: int, **more: Any) -> InprocCluster:
-    """Workers of one host whose slots hold so many blocks."""
-    return InprocCluster(
-        ranks, slots=2, slot_bytes=slot_bytes_for(blocks, block_bytes), seed=seed, one_host=True, **more
-    )
-
-
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 @settings(max_examples=25)
 @given(
@@ -38,7 +29,7 @@ def test_allreduce(
     dtype: str, op: str, seed: int, ranks: int, elements: int, octets: int, blocks: int, more: int
 ) -> None:
     block_size = 8 * octets
-    cluster = host(ranks, block_size * ELEMENT_TYPES[dtype].itemsize, blocks, seed)
+    cluster = one_host(ranks, block_size * ELEMENT_TYPES[dtype].itemsize, blocks, seed)
     apart = InprocCluster(ranks, slot_bytes=slot_bytes_for(6, block_size * ELEMENT_TYPES[dtype].itemsize), seed=seed)
     rng = np.random.default_rng(seed)
     runs = []
@@ -65,7 +56,7 @@ def test_allreduce(
 @settings(max_examples=200)
 @given(seed=SEEDS, ranks=st.integers(1, 5), size=SIZES, root=st.integers(0, 4), blocks=st.integers(1, 9))
 def test_bytes_arrive_as_they_are(seed: int, ranks: int, size: int, root: int, blocks: int) -> None:
-    cluster, rng = host(ranks, 8, blocks, seed), np.random.default_rng(seed)
+    cluster, rng = one_host(ranks, 8, blocks, seed), np.random.default_rng(seed)
     sent = rng.integers(0, 3, size).astype(np.uint8)
     targets: list[Array] = [np.full(size, 7, np.uint8) for _ in range(ranks)]
     for rank, target in enumerate(targets):
@@ -80,7 +71,7 @@ def test_bytes_arrive_as_they_are(seed: int, ranks: int, size: int, root: int, b
 @settings(max_examples=100)
 @given(seed=SEEDS, ranks=st.integers(1, 4))
 def test_rows_and_dense_tensors_mix(seed: int, ranks: int) -> None:
-    cluster, rng = host(ranks, 32, 4, seed, shards=2), np.random.default_rng(seed)
+    cluster, rng = one_host(ranks, 32, 4, seed, shards=2), np.random.default_rng(seed)
     dense = [[rng.integers(-9, 9, 50).astype(np.float32) for _ in range(ranks)] for _ in range(2)]
     expected = [reduce_in_rank_order(tensors, "sum") for tensors in dense]
     numbers = np.arange(0, 20, 2)
@@ -98,7 +89,7 @@ def test_rows_and_dense_tensors_mix(seed: int, ranks: int) -> None:
 
 
 def test_different_collectives_end_the_job_on_all_ranks() -> None:
-    cluster = host(3, 32, 4, 1)
+    cluster = one_host(3, 32, 4, 1)
     cluster.allreduce(0, np.ones(20, np.float32))
     cluster.allreduce(1, np.ones(20, np.float32))
     cluster.allreduce(2, np.ones((4, 5), np.float32))
@@ -112,7 +103,7 @@ def test_different_collectives_end_the_job_on_all_ranks() -> None:
 
 
 def test_a_rank_that_lags_is_named() -> None:
-    cluster = host(3, 32, 4, 1, timeout_s=10.0)
+    cluster = one_host(3, 32, 4, 1, timeout_s=10.0)
     for rank in (0, 2):
         cluster.allreduce(rank, np.ones(20, np.float32))
     cluster.settle()
@@ -128,7 +119,7 @@ def test_a_rank_that_lags_is_named() -> None:
 
 def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does both while another rank looks whether it lags."""
-    cluster = host(2, 32, 4, 1)
+    cluster = one_host(2, 32, 4, 1)
     for rank in range(2):
         cluster.move_bytes(rank, "barrier", None, np.zeros(0, np.uint8))
     first, second = cluster.hosts
@@ -153,7 +144,7 @@ def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monke
 
 
 def test_nothing_follows_the_end_of_a_job_whose_aggregator_stopped() -> None:
-    cluster = host(2, 32, 4, 1)
+    cluster = one_host(2, 32, 4, 1)
     for rank in range(2):
         cluster.allreduce(rank, np.ones(20, np.float32))
     first, effects = cluster.workers[0], list[Effect]()
@@ -166,7 +157,7 @@ def test_nothing_follows_the_end_of_a_job_whose_aggregator_stopped() -> None:
 
 
 def test_steps_count_as_movement_even_if_the_last_look_was_in_vain() -> None:
-    cluster = host(2, 32, 4, 1)
+    cluster = one_host(2, 32, 4, 1)
     for rank in range(2):
         cluster.allreduce(rank, np.ones(20, np.float32))
     cluster.now = 5.0
@@ -179,7 +170,7 @@ def test_steps_count_as_movement_even_if_the_last_look_was_in_vain() -> None:
 @given(seed=SEEDS, ranks=st.integers(2, 4), noise=st.floats(0.0, 1.0))
 def test_whatever_stands_in_the_memory_of_another_rank(seed: int, ranks: int, noise: float) -> None:
     """A rank may spoil its own job, and ends it at the most; nothing outside of the tensors and regions is touched."""
-    cluster, rng = host(ranks, 32, 4, seed), np.random.default_rng(seed)
+    cluster, rng = one_host(ranks, 32, 4, seed), np.random.default_rng(seed)
     assert cluster.regions is not None
     guarded = [Guarded((50,), np.float32) for _ in range(ranks)]
     for rank, each in enumerate(guarded):

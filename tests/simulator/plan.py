@@ -92,7 +92,7 @@ class JobPlan:
     smallest: int = 0
     settle_s: float = 0.0
     launch: str = ""
-    one_host: bool = False  # its ranks exchange dense tensors in memory
+    one_host: bool = False  # its ranks exchange tensors in memory
 
     @property
     def idle_s(self) -> float:

@@ -12,6 +12,7 @@ from omnireduce.dtypes import Array, ElementType
 from omnireduce.errors import UsageError
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
+from omnireduce.protocol.operands import as_writable
 from omnireduce.runtime.member.numbers import whole
 from omnireduce.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
 
@@ -102,5 +103,5 @@ def combine_duplicates(numbers: Array, rows: Array, element: ElementType) -> tup
     unique = ordered[starts[:-1]]
     values = rows.astype(np.float32) if element.is_half else rows.view(element.storage)
     out = np.empty((len(unique), rows.shape[1]), values.dtype)
-    add_rows(values, order, starts, out)
+    add_rows(as_writable(values), order, starts, out)
     return unique, out.astype(rows.dtype) if element.is_half else out.view(rows.dtype)

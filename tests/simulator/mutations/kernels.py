@@ -8,6 +8,8 @@ _PACK = "omnireduce.kernels.pack"
 _REDUCE = "omnireduce.kernels.reduce"
 _MERGE = "omnireduce.kernels.merge"
 _RUNS = "omnireduce.kernels.runs"
+_ROWS = "omnireduce.kernels.rows"
+_ROW_TESTS = "tests/protocol/test_host_rows.py::"
 
 MUTATIONS = (
     Mutation(
@@ -86,5 +88,29 @@ MUTATIONS = (
         "a rank keeps a block to which another contributed",
         "(index != expected and index != expected + gap)",
         "((index ^ expected) & NUMBER and index != expected + gap)",
+    ),
+    Mutation(
+        "numbers inside a host may repeat",
+        _ROWS,
+        "a rank lists a row twice",
+        "            if number <= previous or",
+        "            if number < previous or",
+        test=_ROW_TESTS + "test_numbers_that_do_not_ascend_or_are_out_of_range",
+    ),
+    Mutation(
+        "any number of rows inside a host",
+        _ROWS,
+        "a rank announces more rows than there are",
+        'count > s["full_blocks"]',
+        "count < 0",
+        test=_ROW_TESTS + "test_a_count_that_cannot_be",
+    ),
+    Mutation(
+        "rows inside a host are copied where one rank has them",
+        _ROWS,
+        "a mean that is not divided",
+        'may_copy = s["op"] == SUM and s["storage"] < FLOAT16',
+        'may_copy = s["storage"] < FLOAT16',
+        test=_ROW_TESTS + "test_allreduce_rows",
     ),
 )

@@ -1,0 +1,36 @@
+"""What can be wrong among the ranks of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnireduce.descriptor import decode_descriptor, told_apart
+from omnireduce.errors import ProtocolError
+
+
+class DifferenceError(Exception):
+    """The first rank and `rank` have begun different collectives."""
+
+    def __init__(self, rank: int, difference: str) -> None:
+        super().__init__(difference)
+        self.rank = rank
+
+
+class HostError(Exception):
+    """The memory of `rank` is not as the exchange leaves it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+def difference(number: int, encoded: Sequence[bytes], culprit: int) -> Exception:
+    """What the first rank has begun as collective `number`, and another that has begun something else; `encoded` are
+    the descriptors of all ranks. One that cannot be read is the fault of `culprit`."""
+    other = next((rank for rank in range(1, len(encoded)) if encoded[rank] != encoded[0]), 0)
+    try:
+        words = told_apart(decode_descriptor(encoded[0]), decode_descriptor(encoded[other]))
+    except ProtocolError:
+        return HostError(culprit)
+    said = "; ".join(f"rank {rank} called {what}" for rank, what in zip((0, other), words, strict=True))
+    return DifferenceError(other, f"collective {number}: {said}")

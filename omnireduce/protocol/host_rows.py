@@ -1,0 +1,52 @@
+"""Rows inside a host: room for the numbers of all ranks' rows, for their union, and for its sums.
+
+How much is needed is known only when all ranks have begun, so the kernels ask for it; see `kernels.rows`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.rows import FIRST, STOP
+from omnireduce.protocol.operands import RowBlocks
+
+CHUNK_BYTES = 1 << 18  # of a large union
+SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks at counters
+CHUNKS_AT_ONCE = 4  # in so many chunks a small union is cut, so that ranks work at the same time
+NO_NUMBERS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 1), np.uint8)
+
+
+class HostRows:
+    """Work space for the rows of one collective of `ranks` ranks after the other: the arrays of `kernels.rows`."""
+
+    def __init__(self, ranks: int) -> None:
+        self.lists = np.zeros((5, ranks), np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the rows."""
+        self.listed, self.union, self.result = NO_NUMBERS, NO_NUMBERS, NO_ROWS
+
+    def make_room(self, state: Array, rows: RowBlocks) -> int:
+        """Make the room that the kernels want. Returns -1, or the rank that has announced more rows than there is
+        memory for."""
+        s = state[0]
+        if s["is_listing"]:
+            try:
+                self.listed, self.union = (np.empty(self.lists[STOP, -1], np.int64) for _ in range(2))
+            except MemoryError:
+                return int(np.argmax(self.lists[STOP] - self.lists[FIRST]))
+        else:
+            self.union = self.union[: s["union"]]
+            self.result = rows.hold(self.union)
+            self._cut(s)
+        s["wants_room"] = 0
+        return -1
+
+    def _cut(self, s: Array) -> None:
+        """Cut the union into chunks, each of which fits a slot."""
+        rows, row_bytes = self.result.shape
+        wanted = min(CHUNK_BYTES, max(SMALL_CHUNK_BYTES, self.result.nbytes // CHUNKS_AT_ONCE))
+        s["chunk_blocks"] = max(1, min(wanted, int(s["slot_words"]) * 8) // row_bytes)
+        s["chunks"] += -(-rows // s["chunk_blocks"])
