@@ -17,7 +17,7 @@ from certificates import certificates, needs_openssl
 from cluster_checks import FAILURE_S, SLOWNESS, assert_serves, expect_round, name_of
 from local_cluster import WAIT_S, Daemon, configured, eventually, start_job, unique_job, workers
 from raw_peer import RawPeer, await_pending
-from transports import KINDS
+from transports import KINDS, over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.effects import ABORT_KINDS
@@ -53,7 +53,7 @@ def blocks_of(rank: int) -> np.ndarray:
 @pytest.mark.parametrize("transport", KINDS)
 def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
     """Collectives, blocks and bytes of all shards together; a barrier counts as collective only."""
-    job, seen, over = unique_job("counted"), threading.Event(), threading.Event()
+    job, seen, done = unique_job("counted"), threading.Event(), threading.Event()
     before = statuses(daemon)
 
     def run(comm: Communicator) -> tuple[int, int]:
@@ -64,14 +64,14 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
         found = comm.statistics()
         if comm.rank == 0:
             seen.set()
-        assert over.wait(WAIT_S)
+        assert done.wait(WAIT_S)
         return found.sent_bytes, found.received_bytes
 
-    running = start_job(configured(daemon.addresses, f"transport.kind={transport}"), 2, run, job)
+    running = start_job(configured(daemon.addresses, *over(transport)), 2, run, job)
     assert seen.wait(WAIT_S)
     assert eventually(lambda: all(each.results_in_use == 0 for each in jobs(daemon, job)))  # the last credits are back
     found = jobs(daemon, job)
-    over.set()
+    done.set()
     totals = running.results()
     counts = [5, 4, 4]  # the barrier is the first shard's
     assert [each.traffic.collectives for each in found] == counts
@@ -109,7 +109,7 @@ def test_the_last_credits_wait_for_the_next_collective(daemon: Daemon, transport
             step.wait(WAIT_S)
             step.wait(WAIT_S)
 
-    running = start_job(configured(daemon.addresses, f"transport.kind={transport}"), 2, run, job)
+    running = start_job(configured(daemon.addresses, *over(transport)), 2, run, job)
     for _ in range(2):
         step.wait(WAIT_S)
         assert [each.results_in_use for each in jobs(daemon, job)] == [1, 0, 0]
@@ -119,7 +119,7 @@ def test_the_last_credits_wait_for_the_next_collective(daemon: Daemon, transport
 
 @pytest.mark.parametrize("transport", KINDS)
 def test_a_stopped_rank_is_the_one_that_is_waited_for(daemon: Daemon, transport: str) -> None:
-    job, patient = unique_job("straggler"), ["cluster.timeout_s=60", f"transport.kind={transport}"]
+    job, patient = unique_job("straggler"), ["cluster.timeout_s=60", *over(transport)]
     with workers(
         daemon, 3, "--elements", "1000000", job=job, overrides=[*patient, "transport.dead_peer_s=60"]
     ) as ranks:

@@ -22,7 +22,7 @@ ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_se
 
 @pytest.fixture(params=WAYS)
 def elastic(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
-    return configured(daemon.addresses, *ELASTIC, over(request.param))
+    return configured(daemon.addresses, *ELASTIC, *over(request.param))
 
 
 def total(comm: Communicator) -> float:
