@@ -60,6 +60,8 @@ class WorkerMachine:
         self._waiting_for = ""
         self._warned_at_s = self._said_at = self._report_at = 0.0
         self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
+        self._accused: Cause | None = None  # why the job has to end, as far as memory shows
+        self._accused_at = 0.0
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
         self.newcomers = 0  # workers that wait to join the job, as a shard said last
@@ -84,7 +86,14 @@ class WorkerMachine:
         """When `timer` must be called, if nothing happens before."""
         if not self._under_way or self.ended is not None:
             return None
+        if self._is_judged:
+            return self._accused_at
         return self._overdue_at if self.host is None else min(self._overdue_at, self._warn_at(self.host))
+
+    @property
+    def _is_judged(self) -> bool:
+        """What memory has shown is why the job is over: no other rank has ended it before."""
+        return self._accused is not None and not self._is_old_news
 
     @property
     def _overdue_at(self) -> float:
@@ -134,7 +143,7 @@ class WorkerMachine:
                 if message is not None:
                     busy = True
                     yield message
-        if self.host is not None and self.ended is None:
+        if self.host is not None and self.ended is None and self._accused is None:
             yield from self._exchange(self.host, now)
 
     def _exchange(self, host: HostExchange, now: float) -> Iterator[Effect]:
@@ -148,24 +157,28 @@ class WorkerMachine:
                     outcome.parts_left -= 1
                     is_done = True
         except DifferenceError as error:
-            yield from self._end(Cause(f"ranks 0 and {error.rank}", f"submitted different collectives: {error}"))
+            self._accuse(Cause(f"ranks 0 and {error.rank}", f"submitted different collectives: {error}"), now)
         except HostError as error:
-            yield from self._end(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"))
+            self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
         if is_done and self.ended is None:
             yield from self._complete(now)
         if self.ended is not None:
             return
         if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
             yield from self._report(host, now)
-        yield from self._end_if_deserted(host)
+        yield from self._end_if_deserted(host, now)
 
-    def _end_if_deserted(self, host: HostExchange) -> Iterator[Effect]:
+    def _accuse(self, cause: Cause, now: float) -> None:
+        """End the job because of what memory shows, unless an aggregator has told already why it is over."""
+        self._accused, self._accused_at = cause, now
+
+    def _end_if_deserted(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """End when the collective under way waits for ranks that have left."""
         gone = host.departed(BY_ITSELF)
         if gone:
             oldest = self._under_way[0]
             what = f"had shut down when collective {oldest.number} ({oldest.descriptor}) began"
-            yield from self._end(Cause(self._named(gone), what))
+            self._accuse(Cause(self._named(gone), what), now)
         elif self._retired and host.departed(RETIRED):
             shard, cause = next(iter(self._retired.items()))
             yield from self._end(cause, told_by=shard)
@@ -257,7 +270,9 @@ class WorkerMachine:
         if deadline is None or now < deadline:
             return
         deadline = self._overdue_at
-        if self.host is not None and now < deadline:
+        if self._is_judged:
+            yield from self._end(self._accused)
+        elif self.host is not None and now < deadline:
             yield from self._say_who(self.host, now)
         elif not self._late_s and (now - deadline >= LATE * self._timeout_s or self._is_old_news):
             self._late_s = max(now - deadline, 1e-6)
