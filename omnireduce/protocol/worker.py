@@ -64,6 +64,7 @@ class WorkerMachine:
         self._accused_at = 0.0
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
+        self._silent: set[int] = set()  # those of them whose link is over
         self.newcomers = 0  # workers that wait to join the job, as a shard said last
         self.ended: End | None = None
 
@@ -229,6 +230,8 @@ class WorkerMachine:
         elif isinstance(message, Aborted) and message.cause.orderly:
             self._retired[shard] = message.cause
             yield from self._end_if_retired()
+            if self.ended is None and self.host is not None and self.host.is_busy:
+                yield Tell(shard, self.host.report(now))  # it waits a while for what it cannot see
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
@@ -255,6 +258,9 @@ class WorkerMachine:
         """The link to `shard` is over. That shard is told, too: where RDMA failed, control messages may still pass."""
         if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
+        elif self.ended is None:
+            self._silent.add(shard)
+            yield from self._end_if_retired()
 
     def violated(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
         """`shard` broke the protocol: by a message, on its link, or by bytes that cannot be decoded."""
@@ -340,10 +346,10 @@ class WorkerMachine:
 
     def _end_if_retired(self) -> Iterator[Effect]:
         """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one. In memory
-        a collective goes on that all ranks have begun: nobody could tell of a rank that does not come any more."""
-        deserted = self.host is not None and not self.host.has_agreed
+        a collective goes on as long as the shard waits for it."""
         for shard, cause in self._retired.items():
-            if not self._under_way or deserted or self._streams[shard].owes(self._under_way[0]):
+            gone = self.host is not None and shard in self._silent
+            if not self._under_way or gone or self._streams[shard].owes(self._under_way[0]):
                 yield from self._end(cause, told_by=shard)
                 return
 
