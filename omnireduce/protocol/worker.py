@@ -158,7 +158,8 @@ class WorkerMachine:
                     outcome.parts_left -= 1
                     is_done = True
         except DifferenceError as error:
-            self._accuse(Cause(f"ranks 0 and {error.rank}", f"submitted different collectives: {error}"), now)
+            what = f"submitted different collectives: {error}"
+            self._accuse(Cause(f"ranks 0 and {error.rank}", what, mismatch=True), now)
         except HostError as error:
             self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
         if is_done and self.ended is None:

@@ -181,7 +181,13 @@ def test_a_late_rank_stays_on_the_account(daemon: Daemon, way: str) -> None:
         assert eventually(lambda: all(each.waiting and each.waiting.seconds > 0.3 for each in accounts()))
         late.go_on()
         expect_round(late, "round", 2)
-        assert eventually(lambda: all(each.late and each.late[0].seconds > 0.3 for each in accounts()))
+
+        def stays() -> bool:
+            for worker in (first, late):  # they go on: the ranks report after a collective
+                worker.expect("round")
+            return all(each.late and each.late[0].seconds > 0.3 for each in accounts())
+
+        assert eventually(stays)
         assert all(each.late[0].rank == 1 for each in accounts())
 
 
@@ -197,15 +203,17 @@ def test_a_job_that_gathers_says_who_is_missing(daemon: Daemon) -> None:
     assert eventually(lambda: jobs(daemon, job) == [])
 
 
-def test_aborts_are_counted_by_cause_and_refusals_too() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_aborts_are_counted_by_cause_and_refusals_too(way: str) -> None:
     with Daemon(1) as daemon:
-        with workers(daemon, 2) as ranks:
+        with workers(daemon, 2, overrides=over(way)) as ranks:
             ranks[1].signal(signal.SIGKILL)
             ranks[0].expect("error")
-        with workers(daemon, 2, "--hold", "1", "1", overrides=[f"cluster.timeout_s={0.5 * SLOWNESS}"]) as ranks:
+        timeout = f"cluster.timeout_s={0.5 * SLOWNESS}"
+        with workers(daemon, 2, "--hold", "1", "1", overrides=[timeout, *over(way)]) as ranks:
             ranks[0].expect("error")
         per_rank = [("--name", "a"), ("--name", "b")]
-        with workers(daemon, 2, per_rank=per_rank) as ranks:
+        with workers(daemon, 2, per_rank=per_rank, overrides=over(way)) as ranks:
             ranks[0].expect("error")
         with RawPeer(daemon.addresses[0]) as peer:
             peer.hello("x", 5, 2)
