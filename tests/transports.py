@@ -18,8 +18,15 @@ RDMA = _has_rdma()
 MEMORY = "memory"  # that the ranks share
 KINDS = ["shm", "tcp", *(["verbs"] if RDMA else [])]
 WAYS = [*KINDS, MEMORY]
+HOST_EXCHANGE = "transport.host_exchange"
+BY_SHARDS = f"{HOST_EXCHANGE}=off"  # all tensors, though the ranks could share memory
 
 
-def over(way: str) -> str:
-    """The setting that lets a job's tensors go that way."""
-    return "transport.host_exchange=auto" if way == MEMORY else f"transport.kind={way}"
+def called(way: str) -> str:
+    """What a communicator calls that way."""
+    return "memory+shm" if way == MEMORY else way
+
+
+def over(way: str) -> tuple[str, ...]:
+    """The settings that let a job's tensors go that way."""
+    return (f"{HOST_EXCHANGE}=auto",) if way == MEMORY else (f"transport.kind={way}", BY_SHARDS)

@@ -100,7 +100,7 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             '"auto": where all ranks of a job are on one host, and of one user, they exchange tensors in memory that '
             "they share, not through the aggregators"
         ),
-    ] = "off"
+    ] = "auto"
     spin_us: Annotated[
         int,
         _meta(

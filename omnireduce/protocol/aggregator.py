@@ -148,7 +148,9 @@ class AggregatorMachine:
             yield from self._violation(rank, ProtocolError(f"unexpected {type(message).__name__}"))
         elif message.cause is not None:
             own = message.cause.culprit == self._ranks[rank].name
-            kind: AbortKind = "timeout" if message.cause.timeout else "worker" if own else "relayed"
+            kind: AbortKind = "worker" if own else "relayed"
+            if message.cause.timeout or message.cause.mismatch:
+                kind = "timeout" if message.cause.timeout else "mismatch"
             yield from self.abort(message.cause, kind, rank if own else None)
         else:
             yield from self._left(rank)

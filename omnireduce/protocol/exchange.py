@@ -138,11 +138,6 @@ class HostExchange:
         return size
 
     @property
-    def has_agreed(self) -> bool:
-        """All ranks have begun the collective under way, and it is the same one."""
-        return self._is_prepared and bool(self._state[0]["has_agreed"])
-
-    @property
     def is_busy(self) -> bool:
         """A collective is under way."""
         return bool(self._queue)

@@ -61,8 +61,11 @@ class WorkerMachine:
         self._waiting_for = ""
         self._warned_at_s = self._said_at = self._report_at = 0.0
         self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
+        self._accused: Cause | None = None  # why the job has to end, as far as memory shows
+        self._accused_at = 0.0
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
+        self._silent: set[int] = set()  # those of them whose link is over
         self.newcomers = 0  # workers that wait to join the job, as a shard said last
         self.ended: End | None = None
 
@@ -85,7 +88,14 @@ class WorkerMachine:
         """When `timer` must be called, if nothing happens before."""
         if not self._under_way or self.ended is not None:
             return None
+        if self._is_judged:
+            return self._accused_at
         return self._overdue_at if self.host is None else min(self._overdue_at, self._warn_at(self.host))
+
+    @property
+    def _is_judged(self) -> bool:
+        """What memory has shown is why the job is over: no other rank has ended it before."""
+        return self._accused is not None and not self._is_old_news
 
     @property
     def _overdue_at(self) -> float:
@@ -135,7 +145,7 @@ class WorkerMachine:
                 if message is not None:
                     busy = True
                     yield message
-        if self.host is not None and self.ended is None:
+        if self.host is not None and self.ended is None and self._accused is None:
             yield from self._exchange(self.host, now)
 
     def _exchange(self, host: HostExchange, now: float) -> Iterator[Effect]:
@@ -149,24 +159,29 @@ class WorkerMachine:
                     outcome.parts_left -= 1
                     is_done = True
         except DifferenceError as error:
-            yield from self._end(Cause(f"ranks 0 and {error.rank}", f"submitted different collectives: {error}"))
+            what = f"submitted different collectives: {error}"
+            self._accuse(Cause(f"ranks 0 and {error.rank}", what, mismatch=True), now)
         except HostError as error:
-            yield from self._end(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"))
+            self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
         if is_done and self.ended is None:
             yield from self._complete(now)
         if self.ended is not None:
             return
         if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
             yield from self._report(host, now)
-        yield from self._end_if_deserted(host)
+        yield from self._end_if_deserted(host, now)
 
-    def _end_if_deserted(self, host: HostExchange) -> Iterator[Effect]:
+    def _accuse(self, cause: Cause, now: float) -> None:
+        """End the job because of what memory shows, unless an aggregator has told already why it is over."""
+        self._accused, self._accused_at = cause, now
+
+    def _end_if_deserted(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """End when the collective under way waits for ranks that have left."""
         gone = host.departed(BY_ITSELF)
         if gone:
             oldest = self._under_way[0]
             what = f"had shut down when collective {oldest.number} ({oldest.descriptor}) began"
-            yield from self._end(Cause(self._named(gone), what))
+            self._accuse(Cause(self._named(gone), what), now)
         elif self._retired and host.departed(RETIRED):
             shard, cause = next(iter(self._retired.items()))
             yield from self._end(cause, told_by=shard)
@@ -218,6 +233,8 @@ class WorkerMachine:
         elif isinstance(message, Aborted) and message.cause.orderly:
             self._retired[shard] = message.cause
             yield from self._end_if_retired()
+            if self.ended is None and self.host is not None and self.host.is_busy:
+                yield Tell(shard, self.host.report(now))  # it waits a while for what it cannot see
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
@@ -244,6 +261,9 @@ class WorkerMachine:
         """The link to `shard` is over. That shard is told, too: where RDMA failed, control messages may still pass."""
         if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
+        elif self.ended is None:
+            self._silent.add(shard)
+            yield from self._end_if_retired()
 
     def violated(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
         """`shard` broke the protocol: by a message, on its link, or by bytes that cannot be decoded."""
@@ -266,7 +286,9 @@ class WorkerMachine:
         if deadline is None or now < deadline:
             return
         deadline = self._overdue_at
-        if self.host is not None and now < deadline:
+        if self._is_judged:
+            yield from self._end(self._accused)
+        elif self.host is not None and now < deadline:
             yield from self._say_who(self.host, now)
         elif not self._late_s and (now - deadline >= LATE * self._timeout_s or self._is_old_news):
             self._late_s = max(now - deadline, 1e-6)
@@ -334,10 +356,10 @@ class WorkerMachine:
 
     def _end_if_retired(self) -> Iterator[Effect]:
         """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one. In memory
-        a collective goes on that all ranks have begun: nobody could tell of a rank that does not come any more."""
-        deserted = self.host is not None and not self.host.has_agreed
+        a collective goes on as long as the shard waits for it."""
         for shard, cause in self._retired.items():
-            if not self._under_way or deserted or self._streams[shard].owes(self._under_way[0]):
+            gone = self.host is not None and shard in self._silent
+            if not self._under_way or gone or self._streams[shard].owes(self._under_way[0]):
                 yield from self._end(cause, told_by=shard)
                 return
 

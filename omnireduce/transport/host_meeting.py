@@ -13,10 +13,11 @@ import selectors
 import socket
 import struct
 from contextlib import ExitStack
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
+from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.regions import Regions
 from omnireduce.transport.shm import peer_of
@@ -31,7 +32,8 @@ ACCEPTED = 64  # connections in one turn
 RETRY_S = 0.002  # between two attempts to connect: the first rank may not listen yet
 
 
-class HostGroup(NamedTuple):
+@dataclass
+class HostGroup:
     """What the ranks of a host share: `regions`, uint8 (ranks, bytes), an eventfd of each rank, and their processes."""
 
     regions: Array
@@ -39,7 +41,8 @@ class HostGroup(NamedTuple):
     pids: list[int]
 
     def close(self) -> None:
-        """Close the bells."""
+        """Close the bells, and let go of the memory."""
+        self.regions = NO_SLOTS
         for bell in self.bells:
             os.close(bell)
         self.bells.clear()

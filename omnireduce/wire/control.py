@@ -37,13 +37,15 @@ class Cause(msgspec.Struct, frozen=True):
     """Why a collective or job ended: who, and what happened.
 
     `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; a worker may
-    still wait for what other shards owe it of the last collective.
+    still wait for what other shards owe it of the last collective. `mismatch`: ranks that share memory have found that
+    they have begun different collectives.
     """
 
     culprit: _Text
     reason: _Text
     timeout: bool = False
     orderly: bool = False
+    mismatch: bool = False
 
 
 Mtu = Literal[256, 512, 1024, 2048, 4096]  # bytes

@@ -16,6 +16,9 @@ import numpy as np
 import omnireduce as omni
 from omnireduce.dtypes import ELEMENT_TYPES
 
+BY_SHARDS = "transport.host_exchange=off"
+WAYS = (("transport.kind=shm", BY_SHARDS), ("transport.kind=tcp", BY_SHARDS), ())
+
 
 def collectives(comm: omni.Communicator, same: random.Random) -> None:
     """Some collectives, checked; `same` draws the same numbers on all ranks."""
@@ -47,8 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     addresses = f"cluster.aggregators={json.dumps(options.aggregators.split(','))}"
     for number in range(*options.jobs):
-        kind = ("shm", "tcp")[number // 5 % 2]
-        found = outcome(omni.load_config(overrides=[addresses, f"transport.kind={kind}"]), number)
+        found = outcome(omni.load_config(overrides=[addresses, *WAYS[number // 5 % len(WAYS)]]), number)
         sys.stdout.write(json.dumps({"job": number, "outcome": found}) + "\n")
         sys.stdout.flush()
 

@@ -33,7 +33,7 @@ def join(config: Config, rank: int, size: int, job: str) -> str:
 
 @pytest.mark.parametrize("transport", WAYS)
 def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
-    config = configured(daemon.addresses[:1], "cluster.join_timeout_s=0.3", over(transport))
+    config = configured(daemon.addresses[:1], "cluster.join_timeout_s=0.3", *over(transport))
     job = unique_job()
     with RawPeer(daemon.addresses[0]) as other:
         other.hello(job, 2, 5)
@@ -47,7 +47,7 @@ def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
 def test_a_launch_ends_at_once_when_one_of_its_ranks_is_refused(daemon: Daemon, transport: str) -> None:
     """The time to join is 60 s, which no test has."""
     job = unique_job()
-    changes = over(transport), f"cluster.launch={job}", "cluster.join_timeout_s=60"
+    changes = *over(transport), f"cluster.launch={job}", "cluster.join_timeout_s=60"
     config, other = (configured(daemon.addresses[:1], *changes, *more) for more in ((), ("protocol.slots=5",)))
     texts = Ranks(3, lambda rank: join(other if rank == 1 else config, rank, 3, job)).results(WAIT_S)
     assert all("slots 5 differs from" in text or "differs from 5" in text for text in texts)

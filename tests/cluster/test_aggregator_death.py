@@ -37,7 +37,7 @@ def names_of(daemon: Daemon) -> list[str]:
 def test_kill_of_a_shard_in_mid_collective(mortal: Daemon, transport: str) -> None:
     before = mortal.shard_pids
     culprit = f"aggregator {mortal.addresses[1]}"
-    with workers(mortal, 3, "--hold", "2", "1", overrides=[over(transport)]) as (first, second, late):
+    with workers(mortal, 3, "--hold", "2", "1", overrides=over(transport)) as (first, second, late):
         late.expect("held")
         for worker in (first, second):
             expect_round(worker, "started", 1)
@@ -46,14 +46,14 @@ def test_kill_of_a_shard_in_mid_collective(mortal: Daemon, transport: str) -> No
         asked = time.monotonic()
         late.go_on()
         assert_aborted([late], asked, FAILURE_S, culprit)
-    assert_serves(mortal, over(transport))
+    assert_serves(mortal, *over(transport))
     assert mortal.shard_pids[0] == before[0]
     assert mortal.shard_pids[1] != before[1]
     assert f"shard {mortal.addresses[1]} died with status -9" in mortal.log
 
 
 def test_kill_of_a_shard_in_full_flow(mortal: Daemon) -> None:
-    with workers(mortal, 2, "--elements", "8000000", overrides=["transport.kind=tcp"]) as ranks:
+    with workers(mortal, 2, "--elements", "8000000", overrides=over("tcp")) as ranks:
         for worker in ranks:
             expect_round(worker, "round", 1)
         killed = kill_second_shard(mortal)

@@ -26,9 +26,12 @@ from local_cluster import (
     workers,
 )
 from raw_peer import RawPeer, await_pending
+from transports import MEMORY, called, over
 
 from aggregator.shard import _run_as_batch
 from omnireduce import Communicator, RefusedError, TransportError
+
+either = pytest.mark.parametrize("way", ["shm", MEMORY])
 
 
 def abstract_sockets(daemon: Daemon) -> list[str]:
@@ -177,10 +180,10 @@ def test_other_ways_to_name_the_address(listen: str) -> None:
         host, _, port = address.rpartition(":")
         assert host == listen.rpartition(":")[0]
         reachable = {"0.0.0.0": "127.0.0.1"}.get(host, host)
-        for kind in ("auto", "tcp"):
-            config = configured([f"{reachable}:{port}"], f"transport.kind={kind}")
+        for way in ("shm", "tcp", MEMORY):
+            config = configured([f"{reachable}:{port}"], *over(way))
             found = run_job(config, 2, lambda comm: (comm.transport, float(comm.allreduce(np.ones(9))[0])))
-            assert found == [({"auto": "shm", "tcp": "tcp"}[kind], 2.0)] * 2
+            assert found == [(called(way), 2.0)] * 2
 
 
 def test_a_daemon_of_one_transport_only() -> None:
@@ -253,10 +256,11 @@ def catches(pid: int, number: int) -> bool:
     return bool(mask >> (number - 1) & 1)
 
 
-def test_sigterm_lets_a_running_collective_finish() -> None:
+@either
+def test_sigterm_lets_a_running_collective_finish(way: str) -> None:
     """Rank 1 comes late, after the signal; then the job is over, and only then the daemon."""
     with Daemon(2, "aggregator.drain_s=30") as daemon:
-        with workers(daemon, 2, "--hold", "1", "1") as (first, late):
+        with workers(daemon, 2, "--hold", "1", "1", overrides=over(way)) as (first, late):
             expect_round(first, "started", 1)
             late.expect("held")
             daemon.signal(signal.SIGTERM)
@@ -270,8 +274,12 @@ def test_sigterm_lets_a_running_collective_finish() -> None:
         assert daemon.wait() == 0
 
 
-def test_sigterm_waits_no_longer_than_drain_s() -> None:
-    with Daemon(2, "aggregator.drain_s=0.5") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
+@either
+def test_sigterm_waits_no_longer_than_drain_s(way: str) -> None:
+    with (
+        Daemon(2, "aggregator.drain_s=0.5") as daemon,
+        workers(daemon, 2, "--hold", "1", "1", overrides=over(way)) as (first, late),
+    ):
         expect_round(first, "started", 1)
         late.expect("held")
         signalled = daemon.signal(signal.SIGTERM)
@@ -282,9 +290,13 @@ def test_sigterm_waits_no_longer_than_drain_s() -> None:
         assert time.monotonic() - signalled < 0.5 + FAILURE_S
 
 
-def test_sigterm_with_a_stopped_worker() -> None:
+@either
+def test_sigterm_with_a_stopped_worker(way: str) -> None:
     """Not even its goodbye is waited for."""
-    with Daemon(1, "aggregator.drain_s=0.5") as daemon, workers(daemon, 2, "--elements", "8000000") as ranks:
+    with (
+        Daemon(1, "aggregator.drain_s=0.5") as daemon,
+        workers(daemon, 2, "--elements", "8000000", overrides=over(way)) as ranks,
+    ):
         expect_round(ranks[0], "round", 1)
         ranks[1].signal(signal.SIGSTOP)
         signalled = daemon.signal(signal.SIGTERM)

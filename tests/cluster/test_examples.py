@@ -12,11 +12,12 @@ import pytest
 from local_cluster import ROOT, Daemon, unique_job
 
 
-def outputs(daemon: Daemon, script: str) -> list[str]:
+def outputs(daemon: Daemon, script: str, host_exchange: str = "auto") -> list[str]:
     """What two ranks of an example print, each on one line."""
     environ = os.environ | {
         "OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(daemon.addresses),
         "OMNIREDUCE_CLUSTER_JOB": unique_job("example"),
+        "OMNIREDUCE_TRANSPORT_HOST_EXCHANGE": host_exchange,
         "WORLD_SIZE": "2",
     }
     command = [sys.executable, str(ROOT / "examples" / script)]
@@ -34,7 +35,15 @@ def outputs(daemon: Daemon, script: str) -> list[str]:
 
 
 def test_allreduce(daemon: Daemon) -> None:
+    """Of two ranks in memory, each sends its rows of the other's half, and the sum of its own half."""
     for rank, line in enumerate(outputs(daemon, "allreduce.py")):
+        assert line.startswith(f"rank {rank} of 2 by memory+shm: sum 122880, sent ")
+        sent, received, dense = (int(each) for each in re.findall(r"(\d+) kB", line))
+        assert 100 < received < sent < 350 < dense
+
+
+def test_allreduce_by_shards(daemon: Daemon) -> None:
+    for rank, line in enumerate(outputs(daemon, "allreduce.py", host_exchange="off")):
         assert line.startswith(f"rank {rank} of 2 by shm: sum 122880, sent ")
         sent, received, dense = (int(each) for each in re.findall(r"(\d+) kB", line))
         assert 160 < sent < received < 350 < dense

@@ -25,7 +25,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("transport", KINDS)
 def test_a_stopped_shard_is_named_and_serves_again_when_it_goes_on(transport: str) -> None:
-    limits = ["cluster.timeout_s=0.5", f"transport.kind={transport}"]
+    limits = ["cluster.timeout_s=0.5", *over(transport)]
     with Daemon(2) as daemon:
         with workers(daemon, 3, per_rank=[("--hold", "0", "1"), (), ()], overrides=limits) as ranks:
             expect_round(ranks[1], "started", 1)
@@ -36,11 +36,11 @@ def test_a_stopped_shard_is_named_and_serves_again_when_it_goes_on(transport: st
                 culprit = f"aggregator {daemon.addresses[1]}"
                 errors = assert_aborted(ranks, since, 0.5 + FAILURE_S, culprit, kind="CollectiveTimeoutError")
         assert all("not complete after 0.5 s; nothing came from there for" in error["text"] for error in errors)
-        assert_serves(daemon, f"transport.kind={transport}")
+        assert_serves(daemon, *over(transport))
 
 
 def test_ranks_that_share_memory_go_on_beside_stopped_shards() -> None:
-    with Daemon(1) as daemon, workers(daemon, 3, overrides=[over(MEMORY), "cluster.timeout_s=60"]) as ranks:
+    with Daemon(1) as daemon, workers(daemon, 3, overrides=[*over(MEMORY), "cluster.timeout_s=60"]) as ranks:
         for worker in ranks:
             expect_round(worker, "round", 1)
         with stopped(daemon.shard_pids[0]):

@@ -10,6 +10,7 @@ from cluster_checks import expect_round
 from local_cluster import WAIT_S, Daemon, Ranks, configured, unique_job, workers
 from raw_peer import RawPeer
 from test_rule_breakers import data, message
+from transports import MEMORY, over
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.wire.control import Welcome
@@ -23,16 +24,17 @@ def shared_files(pid: int) -> set[int]:
     return mapped | {each.st_ino for each in files}
 
 
-def test_no_memory_is_shared_between_jobs(daemon: Daemon) -> None:
-    """The ranks of a job share, on each shard, the memory of that job alone."""
-    with workers(daemon, 2) as one, workers(daemon, 2) as two:
+@pytest.mark.parametrize(("way", "regions"), [("shm", 0), (MEMORY, 2)])
+def test_no_memory_is_shared_between_jobs(daemon: Daemon, way: str, regions: int) -> None:
+    """The ranks of a job share, on each shard, the memory of that job alone, and among themselves a region each."""
+    with workers(daemon, 2, overrides=over(way)) as one, workers(daemon, 2, overrides=over(way)) as two:
         for worker in (*one, *two):
             expect_round(worker, "round", 1)
         first, second, third, fourth = (shared_files(worker.pid) for worker in (*one, *two))
         assert first == second
         assert third == fourth
         assert not first & third
-        assert len(first) == len(third) == 2 * len(daemon.addresses)
+        assert len(first) == len(third) == 2 * len(daemon.addresses) + regions
         for shard in daemon.shard_pids:
             assert len(shared_files(shard) & first) == len(shared_files(shard) & third) == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from local_cluster import (
     start_job,
     workers,
 )
+from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator
 
@@ -74,10 +77,10 @@ def test_a_hundred_jobs_in_a_row() -> None:
 
 
 def test_many_jobs_at_once(daemon: Daemon) -> None:
-    """Twelve threads of jobs on the same shards, by both transports, some failing all the while."""
+    """Twelve threads of jobs on the same shards, by all ways, some failing all the while."""
 
     def one_after_another(thread: int) -> None:
-        config = configured(daemon.addresses, f"transport.kind={('shm', 'tcp')[thread % 2]}")
+        config = configured(daemon.addresses, *over(WAYS[thread % len(WAYS)]))
         for i in range(4):
             value = zlib.crc32(b"%d %d" % (thread, i)) % 1000
 
@@ -130,9 +133,10 @@ def test_a_job_of_many_ranks(daemon: Daemon, size: int) -> None:
 
 
 def test_worker_processes_of_several_jobs_at_once(daemon: Daemon) -> None:
-    """Real processes, two jobs of two, interleaved."""
+    """Real processes, jobs of two, interleaved; one goes each way."""
     quick = ("--rounds", "20", "--elements", "300000")
-    with workers(daemon, 2, *quick) as first, workers(daemon, 2, *quick, overrides=["transport.kind=tcp"]) as second:
-        for worker in (*first, *second):
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(workers(daemon, 2, *quick, overrides=over(way))) for way in WAYS]
+        for worker in itertools.chain.from_iterable(jobs):
             worker.expect("left")
             assert worker.wait() == 0

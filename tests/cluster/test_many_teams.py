@@ -17,6 +17,7 @@ from cluster_checks import expect_round
 from local_cluster import WAIT_S, Daemon, configured, eventually, run_job, unique_job, workers
 from raw_peer import RawPeer, await_pending
 from test_metrics import LISTEN, base, get, scrape
+from transports import over
 
 from aggregator.daemon import Daemon as Supervisor
 from aggregator.family import Deaths, Family
@@ -261,7 +262,7 @@ def another() -> Iterator[Certificates]:
 @needs_openssl
 def test_a_certificate_changes_while_jobs_run(tmp_path: Path, another: Certificates) -> None:
     """New connections get the new one; a file that is none leaves the old one."""
-    first, second, tcp = certificates(), another, "transport.kind=tcp"
+    first, second, tcp = certificates(), another, over("tcp")
     ours = tmp_path / "aggregator"
     own = [f"security.tls_certificate={ours}.pem", f"security.tls_key={ours}.key"]
 
@@ -271,11 +272,11 @@ def test_a_certificate_changes_while_jobs_run(tmp_path: Path, another: Certifica
 
     def fails(source: Certificates) -> bool:
         with contextlib.suppress(TransportError):
-            return bool(joins(daemon, [tcp, source.trust()], unique_job()))
+            return bool(joins(daemon, [*tcp, source.trust()], unique_job()))
         return True
 
     install(first)
-    with Daemon(1, *own) as daemon, workers(daemon, 2, overrides=[tcp, first.trust()]) as running:
+    with Daemon(1, *own) as daemon, workers(daemon, 2, overrides=[*tcp, first.trust()]) as running:
         assert (fails(first), fails(second)) == (False, True)
         install(second)
         reload(daemon)

@@ -32,6 +32,7 @@ from local_cluster import (
     workers,
 )
 from prometheus_client.parser import text_string_to_metric_families
+from transports import BY_SHARDS
 
 from aggregator.monitor import CONNECTIONS
 from omnireduce.config import parse_address
@@ -89,7 +90,7 @@ def watched() -> Iterator[Daemon]:
 
 def test_a_scrape_says_what_the_shards_say(watched: Daemon) -> None:
     job = unique_job("scraped")
-    with workers(watched, 2, "--hold", "1", "3", job=job) as (first, late):
+    with workers(watched, 2, "--hold", "1", "3", job=job, overrides=[BY_SHARDS]) as (first, late):
         late.expect("held")
         expect_round(first, "started", 3)
         assert eventually(lambda: ("1",) in {key[1:2] for key in scrape(watched)["omnireduce_job_waiting_seconds"]})
@@ -120,7 +121,7 @@ def test_a_scrape_says_what_the_shards_say(watched: Daemon) -> None:
 def test_counters_outlive_their_jobs_and_job_metrics_do_not(watched: Daemon) -> None:
     assert eventually(lambda: not scrape(watched).get("omnireduce_job_ranks"))  # of the test before
     before, job = scrape(watched), unique_job("brief")
-    with workers(watched, 2, "--rounds", "7", job=job) as ranks:
+    with workers(watched, 2, "--rounds", "7", job=job, overrides=[BY_SHARDS]) as ranks:
         for worker in ranks:
             worker.expect("left")
     assert eventually(lambda: not any(job in key for key in scrape(watched).get("omnireduce_job_ranks", {})))

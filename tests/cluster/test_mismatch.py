@@ -114,7 +114,7 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
 def test_both_sides_are_named_on_every_rank(daemon: Daemon, what: str, transport: str) -> None:
     """Ranks 0 and 2 agree, rank 1 does not; whoever is compared first, rank 1 is one of the two."""
     ours, theirs, our_text, their_text = MISMATCHES[what]
-    config, job = configured(daemon.addresses, over(transport)), unique_job()
+    config, job = configured(daemon.addresses, *over(transport)), unique_job()
     asked = time.monotonic()
     outcomes = start_job(config, 3, lambda comm: (theirs if comm.rank == 1 else ours)(comm), job).outcomes()
     assert time.monotonic() - asked < FAILURE_S

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from certificates import certificates, needs_openssl
 from cluster_checks import FAILURE_S, SLOWNESS, assert_serves, expect_round, name_of
-from local_cluster import WAIT_S, Daemon, configured, eventually, start_job, unique_job, workers
+from local_cluster import WAIT_S, Daemon, configured, eventually, run_job, start_job, unique_job, workers
 from raw_peer import RawPeer, await_pending
-from transports import KINDS
+from transports import KINDS, MEMORY, WAYS, over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.effects import ABORT_KINDS
@@ -27,6 +27,7 @@ from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
 from omnireduce.wire.control import PROTOCOL_VERSION, Refused
 
 BLOCK, BLOCKS = 256, 1000
+FRAMING = 10_000  # bytes that control messages take
 MOST_S = 30.0
 
 
@@ -53,7 +54,7 @@ def blocks_of(rank: int) -> np.ndarray:
 @pytest.mark.parametrize("transport", KINDS)
 def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
     """Collectives, blocks and bytes of all shards together; a barrier counts as collective only."""
-    job, seen, over = unique_job("counted"), threading.Event(), threading.Event()
+    job, seen, done = unique_job("counted"), threading.Event(), threading.Event()
     before = statuses(daemon)
 
     def run(comm: Communicator) -> tuple[int, int]:
@@ -64,14 +65,14 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
         found = comm.statistics()
         if comm.rank == 0:
             seen.set()
-        assert over.wait(WAIT_S)
+        assert done.wait(WAIT_S)
         return found.sent_bytes, found.received_bytes
 
-    running = start_job(configured(daemon.addresses, f"transport.kind={transport}"), 2, run, job)
+    running = start_job(configured(daemon.addresses, *over(transport)), 2, run, job)
     assert seen.wait(WAIT_S)
     assert eventually(lambda: all(each.results_in_use == 0 for each in jobs(daemon, job)))  # the last credits are back
     found = jobs(daemon, job)
-    over.set()
+    done.set()
     totals = running.results()
     counts = [5, 4, 4]  # the barrier is the first shard's
     assert [each.traffic.collectives for each in found] == counts
@@ -98,6 +99,31 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
     assert gained == 4 * 700
 
 
+def test_a_job_whose_ranks_share_memory_is_counted_exactly(daemon: Daemon) -> None:
+    """By its end; until then the counts may be those of a second before."""
+    before = statuses(daemon)
+
+    def run(comm: Communicator) -> tuple[int, int]:
+        for _ in range(4):
+            comm.allreduce(blocks_of(comm.rank))
+        comm.barrier()
+        found = comm._machine.host
+        assert found is not None
+        return found.sent_bytes, found.received_bytes
+
+    totals = run_job(configured(daemon.addresses, *over(MEMORY)), 2, run)
+    assert eventually(lambda: statuses(daemon)[0].jobs_ended == before[0].jobs_ended + 1)
+    after = statuses(daemon)
+    old, new = before[0].traffic, after[0].traffic  # the ranks report to the first shard
+    assert new.collectives == old.collectives + 5
+    assert (new.blocks, new.rank_blocks) == (old.blocks + 4 * BLOCKS, old.rank_blocks + 8 * BLOCKS)
+    assert (new.own_blocks, new.union_blocks) == (old.own_blocks + 4 * 700, old.union_blocks + 4 * 600)
+    staged, taken = (sum(each) for each in zip(*totals, strict=True))
+    assert staged <= new.received_bytes - old.received_bytes <= staged + FRAMING
+    assert taken <= new.sent_bytes - old.sent_bytes <= taken + FRAMING
+    assert [each.traffic.collectives for each in after[1:]] == [each.traffic.collectives for each in before[1:]]
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_last_credits_wait_for_the_next_collective(daemon: Daemon, transport: str) -> None:
     """They need not wake a shard on their own."""
@@ -109,7 +135,7 @@ def test_the_last_credits_wait_for_the_next_collective(daemon: Daemon, transport
             step.wait(WAIT_S)
             step.wait(WAIT_S)
 
-    running = start_job(configured(daemon.addresses, f"transport.kind={transport}"), 2, run, job)
+    running = start_job(configured(daemon.addresses, *over(transport)), 2, run, job)
     for _ in range(2):
         step.wait(WAIT_S)
         assert [each.results_in_use for each in jobs(daemon, job)] == [1, 0, 0]
@@ -117,9 +143,9 @@ def test_the_last_credits_wait_for_the_next_collective(daemon: Daemon, transport
     running.results()
 
 
-@pytest.mark.parametrize("transport", KINDS)
+@pytest.mark.parametrize("transport", WAYS)
 def test_a_stopped_rank_is_the_one_that_is_waited_for(daemon: Daemon, transport: str) -> None:
-    job, patient = unique_job("straggler"), ["cluster.timeout_s=60", f"transport.kind={transport}"]
+    job, patient = unique_job("straggler"), ["cluster.timeout_s=60", *over(transport)]
     with workers(
         daemon, 3, "--elements", "1000000", job=job, overrides=[*patient, "transport.dead_peer_s=60"]
     ) as ranks:
@@ -141,17 +167,28 @@ def test_a_stopped_rank_is_the_one_that_is_waited_for(daemon: Daemon, transport:
     assert eventually(lambda: jobs(daemon, job) == [])
 
 
-def test_a_late_rank_stays_on_the_account(daemon: Daemon) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_late_rank_stays_on_the_account(daemon: Daemon, way: str) -> None:
+    """On all shards. Those whose ranks share memory tell the first one, once they have waited for a second."""
     job = unique_job("late")
-    with workers(daemon, 2, "--hold", "1", "1", job=job) as (first, late):
+
+    def accounts() -> list[JobStatus]:
+        return jobs(daemon, job)[: 1 if way == MEMORY else None]
+
+    with workers(daemon, 2, "--hold", "1", "1", job=job, overrides=over(way)) as (first, late):
         late.expect("held")
         expect_round(first, "started", 1)
-        assert eventually(lambda: all(each.waiting and each.waiting.seconds > 0.3 for each in jobs(daemon, job)))
+        assert eventually(lambda: all(each.waiting and each.waiting.seconds > 0.3 for each in accounts()))
         late.go_on()
         expect_round(late, "round", 2)
-        for each in jobs(daemon, job):
-            assert each.late[0].rank == 1
-            assert each.late[0].seconds > 0.3
+
+        def stays() -> bool:
+            for worker in (first, late):  # they go on: the ranks report after a collective
+                worker.expect("round")
+            return all(each.late and each.late[0].seconds > 0.3 for each in accounts())
+
+        assert eventually(stays)
+        assert all(each.late[0].rank == 1 for each in accounts())
 
 
 def test_a_job_that_gathers_says_who_is_missing(daemon: Daemon) -> None:
@@ -166,15 +203,17 @@ def test_a_job_that_gathers_says_who_is_missing(daemon: Daemon) -> None:
     assert eventually(lambda: jobs(daemon, job) == [])
 
 
-def test_aborts_are_counted_by_cause_and_refusals_too() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_aborts_are_counted_by_cause_and_refusals_too(way: str) -> None:
     with Daemon(1) as daemon:
-        with workers(daemon, 2) as ranks:
+        with workers(daemon, 2, overrides=over(way)) as ranks:
             ranks[1].signal(signal.SIGKILL)
             ranks[0].expect("error")
-        with workers(daemon, 2, "--hold", "1", "1", overrides=[f"cluster.timeout_s={0.5 * SLOWNESS}"]) as ranks:
+        timeout = f"cluster.timeout_s={0.5 * SLOWNESS}"
+        with workers(daemon, 2, "--hold", "1", "1", overrides=[timeout, *over(way)]) as ranks:
             ranks[0].expect("error")
         per_rank = [("--name", "a"), ("--name", "b")]
-        with workers(daemon, 2, per_rank=per_rank) as ranks:
+        with workers(daemon, 2, per_rank=per_rank, overrides=over(way)) as ranks:
             ranks[0].expect("error")
         with RawPeer(daemon.addresses[0]) as peer:
             peer.hello("x", 5, 2)

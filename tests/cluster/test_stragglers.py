@@ -20,7 +20,7 @@ TIMEOUT = "CollectiveTimeoutError"
 @pytest.mark.parametrize(("transport", "timeout_s"), [("tcp", 0.3), ("shm", 2.0)])
 def test_a_late_rank_is_named(daemon: Daemon, transport: str, timeout_s: float) -> None:
     """Limits below and above the second after which warnings begin."""
-    limits = [f"cluster.timeout_s={timeout_s}", over(transport)]
+    limits = [f"cluster.timeout_s={timeout_s}", *over(transport)]
     with workers(daemon, 3, "--hold", "2", "1", overrides=limits) as (first, second, late):
         late.expect("held")
         for worker in (first, second):
@@ -49,14 +49,14 @@ def test_a_stopped_rank_is_named_and_told_when_it_goes_on(daemon: Daemon, transp
     """SIGSTOP in full flow: to the system it is alive, and it has messages and results under way."""
     job = unique_job("stopped")
     timeout_s = 3 * SLOWNESS
-    limits = [f"cluster.timeout_s={timeout_s}", over(transport)]
+    limits = [f"cluster.timeout_s={timeout_s}", *over(transport)]
     with workers(daemon, 3, "--elements", "8000000", job=job, overrides=limits) as ranks:
         for worker in ranks:
             expect_round(worker, "round", 1)
         stopped = ranks[1].signal(signal.SIGSTOP)
         name = name_of(ranks[1], 1)
         assert_aborted([ranks[0], ranks[2]], stopped, timeout_s + FAILURE_S, name, kind=TIMEOUT)
-        assert_serves(daemon, over(transport), job=job)
+        assert_serves(daemon, *over(transport), job=job)
         went_on = ranks[1].signal(signal.SIGCONT)
         assert_aborted([ranks[1]], went_on, FAILURE_S, name, kind=TIMEOUT)
 

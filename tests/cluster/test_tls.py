@@ -18,11 +18,12 @@ from cluster_checks import assert_serves
 from local_cluster import READY_S, WAIT_S, Daemon, Process, Ranks, configured, eventually, run_job, unique_job
 from raw_peer import NOISE, RawPeer
 from tls_client import TlsClient, needs_libssl
+from transports import over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, TransportError
 
 pytestmark = needs_openssl
-TCP = "transport.kind=tcp"
+TCP = over("tcp")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def mutual() -> Iterator[Daemon]:
 
 
 def failure(daemon: Daemon, *overrides: str) -> str:
-    config = configured(daemon.addresses, TCP, "cluster.join_timeout_s=20", *overrides)
+    config = configured(daemon.addresses, *TCP, "cluster.join_timeout_s=20", *overrides)
     with pytest.raises(OmniReduceError) as caught:
         Communicator(config, rank=0, size=1, job=unique_job())
     assert type(caught.value) is TransportError
@@ -49,7 +50,7 @@ def failure(daemon: Daemon, *overrides: str) -> str:
 
 @pytest.mark.parametrize("elements", [0, 1, 1000, 3_000_000])
 def test_results_are_right(sealed: Daemon, elements: int) -> None:
-    config = configured(sealed.addresses, TCP, certificates().trust())
+    config = configured(sealed.addresses, *TCP, certificates().trust())
     x = np.arange(elements, dtype=np.float32) % 1024
 
     def run(comm: Communicator) -> bool:
@@ -95,7 +96,7 @@ def test_what_is_seen_on_the_way(daemon: Daemon, sealed: Daemon) -> None:
     x = np.frombuffer(pattern * 1000, np.uint8).copy()
     for through, own in ((daemon, []), (sealed, [certificates().trust()])):
         tap, job = Tap(through), unique_job("hidden")
-        config = configured([tap.address], TCP, *own)
+        config = configured([tap.address], *TCP, *own)
         with Communicator(config, rank=0, size=1, job=job) as comm:
             assert np.array_equal(comm.allreduce(x.copy(), op="max"), x)  # a sum would not come back
         seen = tap.all_seen()
@@ -104,12 +105,12 @@ def test_what_is_seen_on_the_way(daemon: Daemon, sealed: Daemon) -> None:
 
 
 def test_shared_memory_needs_none(sealed: Daemon) -> None:
-    assert run_job(configured(sealed.addresses), 2, lambda comm: comm.transport) == ["shm", "shm"]
+    assert run_job(configured(sealed.addresses), 2, lambda comm: comm.transport) == ["memory+shm"] * 2
 
 
 def test_a_name_instead_of_an_address(sealed: Daemon) -> None:
     addresses = [address.replace("127.0.0.1", "localhost") for address in sealed.addresses]
-    assert run_job(configured(addresses, TCP, certificates().trust()), 2, lambda comm: comm.size) == [2, 2]
+    assert run_job(configured(addresses, *TCP, certificates().trust()), 2, lambda comm: comm.size) == [2, 2]
 
 
 def test_a_worker_without_tls_is_told(sealed: Daemon) -> None:
@@ -138,14 +139,14 @@ def test_an_aggregator_without_tls_is_not_trusted(daemon: Daemon) -> None:
 
 def test_a_worker_that_must_have_a_certificate(mutual: Daemon) -> None:
     trust, own = certificates().trust(), certificates().holder("worker")
-    assert run_job(configured(mutual.addresses, TCP, trust, *own), 2, lambda comm: comm.size) == [2, 2]
+    assert run_job(configured(mutual.addresses, *TCP, trust, *own), 2, lambda comm: comm.size) == [2, 2]
     rejected = "before this worker was admitted|no TLS: "  # depends on how soon the aggregator hangs up
     assert re.search(rejected, failure(mutual, trust))
     stranger = certificates().holder("stranger")
     assert re.search(rejected, failure(mutual, trust, *stranger))
     assert eventually(lambda: "no TLS: [SSL: PEER_DID_NOT_RETURN_A_CERTIFICATE]" in mutual.log)
     assert eventually(lambda: "no TLS: [SSL: CERTIFICATE_VERIFY_FAILED]" in mutual.log)
-    assert_serves(mutual, TCP, trust, *own)
+    assert_serves(mutual, *TCP, trust, *own)
 
 
 def test_strangers(sealed: Daemon) -> None:
@@ -159,7 +160,7 @@ def test_strangers(sealed: Daemon) -> None:
     with RawPeer(sealed.addresses[0]) as peer:
         peer.send(b"GET / HTTP/1.1\r\n\r\n")
         assert peer.is_closed()
-    assert_serves(sealed, TCP, certificates().trust())
+    assert_serves(sealed, *TCP, certificates().trust())
     for peer in staying:
         peer.close()
 
@@ -186,7 +187,7 @@ def test_a_stream_of_new_keys_freezes_nobody(sealed: Daemon) -> None:
     try:
         for _ in range(3):
             assert hung_up.acquire(timeout=WAIT_S)
-            assert_serves(sealed, TCP, certificates().trust())
+            assert_serves(sealed, *TCP, certificates().trust())
     finally:
         over.set()
     floods = sum(strangers.results())

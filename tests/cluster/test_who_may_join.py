@@ -29,7 +29,7 @@ from local_cluster import (
     unique_job,
 )
 from raw_peer import RawPeer, framed
-from transports import KINDS
+from transports import KINDS, WAYS, over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
 from omnireduce.config.security import SECRET_VARIABLE
@@ -76,9 +76,9 @@ def join(daemon: Daemon, *overrides: str) -> OmniReduceError:
     return caught.value
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_who_knows_the_secret_joins(closed: Daemon, secret_file: str, kind: str) -> None:
-    config = configured(closed.addresses, f"transport.kind={kind}", f"security.secret_file={secret_file}")
+@pytest.mark.parametrize("way", WAYS)
+def test_who_knows_the_secret_joins(closed: Daemon, secret_file: str, way: str) -> None:
+    config = configured(closed.addresses, *over(way), f"security.secret_file={secret_file}")
     assert run_job(config, 3, lambda comm: comm.allreduce(np.ones(9)).tolist()) == [[3.0] * 9] * 3
 
 
@@ -89,7 +89,7 @@ def test_the_variable_will_do(closed: Daemon, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_has_no_secret_is_told_what_to_do(closed: Daemon, kind: str) -> None:
-    error = join(closed, f"transport.kind={kind}")
+    error = join(closed, *over(kind))
     assert isinstance(error, RefusedError)
     what = f"give the worker the same security.secret_file or the variable {SECRET_VARIABLE}"
     assert str(error) in [

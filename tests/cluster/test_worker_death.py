@@ -13,17 +13,14 @@ from local_cluster import Daemon, Process, eventually, unique_job, workers
 from transports import WAYS, over
 
 LARGE = ("--elements", "8000000")  # 32 MB: always in the middle of something
-
-
-SHM, TCP = "transport.kind=shm", "transport.kind=tcp"
 either = pytest.mark.parametrize("transport", [over(way) for way in WAYS], ids=WAYS)
 
 
 @either
-def test_kill_in_mid_collective(daemon: Daemon, transport: str) -> None:
+def test_kill_in_mid_collective(daemon: Daemon, transport: tuple[str, ...]) -> None:
     """Rank 0 and the victim wait in a collective for rank 2, which computes and learns it at its next call."""
     job = unique_job("killed")
-    with workers(daemon, 3, "--hold", "2", "1", job=job, overrides=[transport]) as (first, victim, late):
+    with workers(daemon, 3, "--hold", "2", "1", job=job, overrides=transport) as (first, victim, late):
         expect_round(first, "started", 1)
         expect_round(victim, "started", 1)
         late.expect("held")
@@ -32,11 +29,11 @@ def test_kill_in_mid_collective(daemon: Daemon, transport: str) -> None:
         asked = time.monotonic()
         late.go_on()
         assert_aborted([late], asked, FAILURE_S, name_of(victim, 1))
-        assert_serves(daemon, transport, job=job)
+        assert_serves(daemon, *transport, job=job)
 
 
 def test_kill_of_the_rank_that_others_wait_for(daemon: Daemon) -> None:
-    with workers(daemon, 3, "--hold", "1", "1", overrides=[TCP]) as (first, victim, third):
+    with workers(daemon, 3, "--hold", "1", "1", overrides=over("tcp")) as (first, victim, third):
         for worker in (first, third):
             expect_round(worker, "started", 1)
         victim.expect("held")
@@ -45,16 +42,16 @@ def test_kill_of_the_rank_that_others_wait_for(daemon: Daemon) -> None:
 
 
 @either
-def test_kill_in_full_flow(daemon: Daemon, transport: str) -> None:
+def test_kill_in_full_flow(daemon: Daemon, transport: tuple[str, ...]) -> None:
     """Of a rank whose messages and results are on their way."""
     job = unique_job("flow")
-    with workers(daemon, 3, *LARGE, job=job, overrides=[transport]) as ranks:
+    with workers(daemon, 3, *LARGE, job=job, overrides=transport) as ranks:
         for worker in ranks:
             expect_round(worker, "round", 1)
         killed = ranks[1].signal(signal.SIGKILL)
         survivors = [worker for worker in ranks if worker is not ranks[1]]
         assert_aborted(survivors, killed, DEATH_S, name_of(ranks[1], 1))
-        assert_serves(daemon, transport, job=job)
+        assert_serves(daemon, *transport, job=job)
 
 
 def test_kill_of_all_but_one_at_once(daemon: Daemon) -> None:
@@ -75,9 +72,9 @@ def test_kill_of_all_but_one_at_once(daemon: Daemon) -> None:
 
 
 @either
-def test_interrupt_of_a_rank_that_waits(daemon: Daemon, transport: str) -> None:
+def test_interrupt_of_a_rank_that_waits(daemon: Daemon, transport: tuple[str, ...]) -> None:
     """Ctrl-C in a collective: the others are told, and the program's status is 130."""
-    with workers(daemon, 3, "--hold", "2", "1", overrides=[transport]) as (first, victim, late):
+    with workers(daemon, 3, "--hold", "2", "1", overrides=transport) as (first, victim, late):
         expect_round(first, "started", 1)
         expect_round(victim, "started", 1)
         late.expect("held")
@@ -100,7 +97,7 @@ def test_interrupt_of_a_rank_that_computes(daemon: Daemon) -> None:
 
 
 def test_interrupt_in_full_flow(daemon: Daemon) -> None:
-    with workers(daemon, 3, *LARGE, overrides=[TCP]) as ranks:
+    with workers(daemon, 3, *LARGE, overrides=over("tcp")) as ranks:
         for worker in ranks:
             expect_round(worker, "round", 1)
         interrupted = ranks[2].signal(signal.SIGINT)

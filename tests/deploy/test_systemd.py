@@ -34,6 +34,7 @@ from deployment import (
 )
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, configured, eventually, run_job, start_job
 from pod_here import need_pods, pod_command, pod_with
+from transports import over
 
 from omnireduce.config import load_config
 from omnireduce.config.schema import Aggregator
@@ -245,7 +246,7 @@ def test_an_aggregator_needs_no_call_beyond_the_filter(
     with Daemon(2, prefix=prefix, environ=environ) as daemon:
         for pid in (daemon.pid, *daemon.shard_pids):
             assert "\nSeccomp:\t2\n" in Path(f"/proc/{pid}/status").read_text()
-        config = configured(daemon.addresses, f"transport.kind={kind}")
+        config = configured(daemon.addresses, *over(kind))
         for _ in range(2):
             for found in run_job(config, 3, lambda comm: comm.allreduce(large.copy())):
                 assert np.array_equal(found, 3 * large)

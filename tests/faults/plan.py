@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from transports import MEMORY
+
 SHARDS = 2  # of the daemon; a job uses the first, or both
 JOIN_S = (
     1.5  # how long ranks wait for one that died while they joined; more than until they are told anew who is missing
@@ -72,7 +74,8 @@ def draw_plan(seed: int) -> Plan:
     [fault] = draw.choices(list(FAULTS), list(FAULTS.values()))
     deed, _, whom = fault.partition(" ")
     ranks, shards = draw.randint(2, 4), draw.randint(1, SHARDS)
-    uniform = draw.choice(("shm", "tcp", ""))
+    shards_only = fault == "stop shard"  # ranks that share memory would not mind
+    uniform = draw.choice(("shm", "tcp", "") if shards_only else ("shm", "tcp", MEMORY, ""))
     joining = deed == "kill" and draw.random() < 0.2
     return Plan(
         seed=seed,

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cluster_checks import DEATH_S
+from transports import over
 
 from .crew import Member, complete, silent_until
 from .plan import JOIN_S, SHARDS, Plan
@@ -136,7 +137,7 @@ class _Round:
             plan.ranks,
             tuple(self._site.daemon.addresses[: plan.shards]),
             (
-                f"transport.kind={plan.transports[rank]}",
+                *over(plan.transports[rank]),
                 f"cluster.join_timeout_s={JOIN_S if disturbed and plan.joining else GENEROUS_S}",
                 f"cluster.timeout_s={plan.timeout_s if disturbed else GENEROUS_S}",
             ),

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from local_cluster import Daemon, eventually, open_files
+from transports import over
 
 from .crew import Member, complete
 from .plan import SHARDS
@@ -117,7 +118,7 @@ class Site:
 
     def _employ(self, shard: int) -> None:
         for rank, (member, transport) in enumerate(zip(self._neighbours[shard], NEIGHBOURS, strict=True)):
-            overrides = (f"transport.kind={transport}", *SMALL_SLOTS)
+            overrides = (*over(transport), *SMALL_SLOTS)
             where = (self.address(shard),)
             member.tell(Order("neighbour", rank, len(NEIGHBOURS), where, overrides, elements=10_000, idle_s=0.01))
         for member in self._neighbours[shard]:
@@ -135,7 +136,7 @@ class Site:
         with contextlib.ExitStack() as stack:
             members = [stack.enter_context(Member()) for _ in range(4)]
             for transport in ("shm", "tcp"):
-                overrides, where = (f"transport.kind={transport}",), tuple(self.daemon.addresses)
+                overrides, where = over(transport), tuple(self.daemon.addresses)
                 complete(
                     members,
                     [Order("large", rank, 4, where, overrides, elements=2_000_000, rounds=3) for rank in range(4)],

@@ -14,6 +14,7 @@ from statistics import median
 
 import numpy as np
 from local_cluster import WAIT_S, Daemon, Ranks, configured, eventually, open_files
+from transports import MEMORY, over
 
 from omnireduce import AbortedError, Communicator
 
@@ -66,8 +67,8 @@ def _run_batch(batch: Batch, rank: int) -> None:
 def _run_job(aggregators: Sequence[str], number: int, rank: int) -> None:
     """One job, which follows from its number. One that fails is left by its last rank."""
     draw = random.Random(number)
-    kind, shards = draw.choice(("shm", "tcp")), draw.randint(1, SHARDS)
-    config = configured(aggregators[:shards], f"transport.kind={kind}", *LIMITS)
+    kind, shards = draw.choice(("shm", "tcp", MEMORY)), draw.randint(1, SHARDS)
+    config = configured(aggregators[:shards], *over(kind), *LIMITS)
     fails = number % FAILING == FAILING - 1
     expected: type[Exception] = ZeroDivisionError if rank == RANKS - 1 else AbortedError
     try:

@@ -12,6 +12,7 @@ import pytest
 from cluster_checks import assert_serves
 from local_cluster import Daemon, configured, eventually, run_job, start_job, unique_job
 from raw_peer import RawPeer
+from transports import over
 
 from omnireduce import Communicator, RefusedError
 from omnireduce.wire.control import ControlMessage, Pending, Refused
@@ -29,7 +30,7 @@ def neighbours(daemon: Daemon) -> Iterator[list[Member]]:
     """A job of two that goes on all the while, one rank by shm and one by tcp."""
     with Member() as first, Member() as second:
         for rank, (member, kind) in enumerate(((first, "shm"), (second, "tcp"))):
-            overrides = (f"transport.kind={kind}", *SMALL_SLOTS, *LIMITS)
+            overrides = (*over(kind), *SMALL_SLOTS, *LIMITS)
             member.tell(Order("neighbour", rank, 2, tuple(daemon.addresses), overrides, idle_s=0.01))
         for member in (first, second):
             member.hear("joined")
@@ -48,7 +49,7 @@ def test_jobs_beyond_the_descriptors_of_a_daemon(kind: str) -> None:
     with Daemon(1, preexec_fn=few) as daemon, neighbours(daemon), ExitStack() as stack:
         [shard] = daemon.shard_pids
         files = held(shard).files
-        config = configured(daemon.addresses, f"transport.kind={kind}", *SMALL_SLOTS, *LIMITS)
+        config = configured(daemon.addresses, *over(kind), *SMALL_SLOTS, *LIMITS)
         admitted, refused, peers = [], [], []
         for _ in range(FEW):
             try:
@@ -73,7 +74,7 @@ def test_jobs_beyond_the_descriptors_of_a_daemon(kind: str) -> None:
         for peer in peers:
             peer.close()
         assert eventually(lambda: held(shard).files <= files)
-        assert_serves(daemon, f"transport.kind={kind}")
+        assert_serves(daemon, *over(kind))
 
 
 def memory_limit(pid: int, more_bytes: int) -> None:

@@ -13,7 +13,7 @@ from samples import CASES, Array, sparse_tensor
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.protocol.effects import Effect, End, Finish
 from omnireduce.protocol.exchange import BY_ITSELF, HostExchange
-from omnireduce.wire.control import Cause
+from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])
@@ -100,6 +100,37 @@ def test_different_collectives_end_the_job_on_all_ranks() -> None:
         "submitted different collectives: collective 0: rank 0 called allreduce of float32 (20,), sum; "
         "rank 2 called allreduce of float32 (4, 5), sum"
     )
+
+
+def test_different_collectives_after_a_fault_are_not_why_the_job_is_over() -> None:
+    """A rank called something else, and ended the job; the aggregator has not told so yet."""
+    cluster = host(2, 32, 4, 1)
+    first, second = cluster.worker_drivers
+    cluster.allreduce(0, np.ones(20, np.float32))
+    first.advance()
+    first.perform(cluster.workers[0].leave("interrupted"))
+    cluster.allreduce(1, np.ones(30, np.float32))
+    for _ in range(5):
+        second.turn()
+    assert cluster.worker_ends[1] is None
+    cluster.settle()
+    assert cluster.worker_ends[1] == End(Cause("rank 0 (host h0, pid 100)", "interrupted"))
+
+
+@pytest.mark.parametrize("has_told", [True, False])
+def test_what_an_aggregator_has_told_comes_before_what_memory_shows(has_told: bool) -> None:
+    """A rank that begins a collective has not read yet what its links have brought."""
+    cluster, behind = host(2, 32, 4, 1), Cause("rank 1", "left behind")
+    first, second = cluster.worker_drivers
+    first.perform(cluster.workers[0].leave())
+    if has_told:
+        cluster.down[0][1].send_control(encode_control(Aborted(behind)))
+    cluster.allreduce(1, np.ones(20, np.float32))
+    second.push()
+    assert cluster.worker_ends[1] is None
+    second.turn()
+    what = "had shut down when collective 0 (allreduce of float32 (20,), sum) began"
+    assert cluster.worker_ends[1] == End(behind if has_told else Cause("rank 0 (host h0, pid 100)", what))
 
 
 def test_a_rank_that_lags_is_named() -> None:

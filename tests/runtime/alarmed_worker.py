@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 from local_cluster import configured
+from transports import over
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.runtime.member import calls
@@ -89,7 +90,7 @@ def main() -> None:
     address, job, kind, name = sys.argv[1:]
     alarm, chance = Alarm(name), random.Random(name)
     for number in range(JOBS):
-        config = configured(address.split(","), f"transport.kind={kind}", "cluster.timeout_s=20")
+        config = configured(address.split(","), *over(kind), "cluster.timeout_s=20")
         with Communicator(config, rank=0, size=2, job=f"{job}-{number}") as comm:
             sys.stdout.write(json.dumps(one_job(comm, alarm, chance)) + "\n")
             sys.stdout.flush()

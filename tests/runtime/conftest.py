@@ -12,7 +12,7 @@ from omnireduce.config import Config
 @pytest.fixture(params=WAYS)
 def config(daemon: Daemon, request: pytest.FixtureRequest) -> Config:
     """Three shards, over each transport."""
-    return configured(daemon.addresses, over(request.param))
+    return configured(daemon.addresses, *over(request.param))
 
 
 @pytest.fixture

@@ -60,13 +60,16 @@ class Program:
 
     def run(self, where: str) -> None:
         """Come to where the signal is to strike, and wait for it."""
-        engine, link = self.comm._engine, self.comm._links[0]
+        engine, link, host = self.comm._engine, self.comm._links[0], self.comm._machine.host
         if where == "blocked":
             _in_a_thread(lambda: _when(lambda: engine._driving))
         elif where == "turn":
             link.poll = _signalling(link.poll)  # type: ignore[method-assign]
         elif where == "submit":
-            link.send = _signalling(link.send)  # type: ignore[method-assign]
+            if host is None:
+                link.send = _signalling(link.send)  # type: ignore[method-assign]
+            else:
+                host.advance = _signalling(host.advance)  # type: ignore[assignment, method-assign]
         elif where == "waiting":
             self.handle = self.comm.allreduce_async(np.ones(10))
             _in_a_thread(self.handle.wait)
@@ -128,8 +131,8 @@ def _when(condition: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    addresses, job, where, what = sys.argv[1:]
-    comm = Communicator(configured(addresses.split(","), "cluster.timeout_s=40"), rank=0, size=2, job=job)
+    addresses, job, where, what, *settings = sys.argv[1:]
+    comm = Communicator(configured(addresses.split(","), "cluster.timeout_s=40", *settings), rank=0, size=2, job=job)
     comm.barrier()
     program = Program(comm, what)
     report("joined")

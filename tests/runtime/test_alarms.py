@@ -13,6 +13,7 @@ import alarmed_worker
 import numpy as np
 import pytest
 from local_cluster import Daemon, Process, Ranks, configured, eventually, unique_job
+from transports import MEMORY, over
 
 from omnireduce import AbortedError, ClosedError, Communicator
 from omnireduce.config import Config
@@ -34,10 +35,10 @@ def the_other(config: Config, job: str) -> list[AbortedError]:
     return ends
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", MEMORY])
 @pytest.mark.parametrize("error", alarmed_worker.ERRORS)
 def test_a_handler_that_raises_ends_the_job_and_nothing_else(daemon: Daemon, kind: str, error: str) -> None:
-    config, job = configured(daemon.addresses, f"transport.kind={kind}", "cluster.timeout_s=20"), unique_job("alarm")
+    config, job = configured(daemon.addresses, *over(kind), "cluster.timeout_s=20"), unique_job("alarm")
     script = str(Path(alarmed_worker.__file__))
     arguments = (",".join(daemon.addresses), job, kind, error)
     with Process(sys.executable, script, *arguments, environ={"PYTHONPATH": PATHS}) as process:

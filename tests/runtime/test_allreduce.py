@@ -8,6 +8,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 from oracle import assert_results, bits, reduce_in_rank_order
 from tensors import Array, sparse
+from transports import BY_SHARDS, WAYS, over
 
 from omnireduce import Communicator, Config
 from omnireduce.dtypes import ELEMENT_TYPES
@@ -67,7 +68,7 @@ def test_any_number_of_ranks_and_shards(daemon: Daemon, size: int, shards: int) 
 
 
 def test_ranks_of_one_job_by_different_transports(daemon: Daemon) -> None:
-    configs = [configured(daemon.addresses, f"transport.kind={kind}", *SMALL_SLOTS) for kind in ("shm", "tcp", "auto")]
+    configs = [configured(daemon.addresses, *over(kind), *SMALL_SLOTS) for kind in ("shm", "tcp", "auto")]
 
     def run(comm: Communicator) -> tuple[str, Array, Array]:
         summed = comm.allreduce(sparse(comm.rank, "float32", (100_001,)))
@@ -90,7 +91,7 @@ def test_bits_do_not_depend_on_transport_shards_and_slots(daemon: Daemon) -> Non
     found = {
         result
         for shards in (1, 2, 3)
-        for more in ((), ("transport.kind=tcp",), SMALL_SLOTS)
+        for more in (*map(over, WAYS), SMALL_SLOTS, (*SMALL_SLOTS, BY_SHARDS))
         for result in run_job(configured(daemon.addresses[:shards], *more), 4, run)
     }
     assert len(found) == 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_job, unique_job
-from transports import KINDS
+from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
 from omnireduce.runtime.member import assemble, rendezvous
@@ -23,7 +23,7 @@ import json, os, resource, sys
 from local_cluster import configured, open_files
 from omnireduce import Communicator, TransportError
 
-address, job, kind = sys.argv[1:]
+address, job, *settings = sys.argv[1:]
 enter = Communicator._enter
 
 def without_descriptors(self, joined):
@@ -43,7 +43,7 @@ def without_descriptors(self, joined):
 Communicator._enter = without_descriptors
 kept = None
 try:
-    Communicator(configured([address], f"transport.kind={kind}"), rank=1, size=2, job=job)
+    Communicator(configured([address], *settings), rank=1, size=2, job=job)
 except TransportError as error:
     kept = error  # with all that its traceback refers to
 with open("/proc/self/maps") as maps:
@@ -54,11 +54,11 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_without_descriptors_tells_the_others_at_once(daemon: Daemon, kind: str) -> None:
-    job, config = unique_job(), configured(daemon.addresses[:1], f"transport.kind={kind}", "cluster.timeout_s=120")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_without_descriptors_tells_the_others_at_once(daemon: Daemon, way: str) -> None:
+    job, config = unique_job(), configured(daemon.addresses[:1], *over(way), "cluster.timeout_s=120")
     paths = os.pathsep.join(str(Path(__file__).parent.parent / part) for part in ("..", "."))
-    arguments = (daemon.addresses[0], job, kind)
+    arguments = (daemon.addresses[0], job, *over(way))
     with Process(sys.executable, "-c", SCRIPT, *arguments, environ={"PYTHONPATH": paths}) as process:
         try:
             with Communicator(config, rank=0, size=2, job=job) as comm, pytest.raises(AbortedError) as caught:
@@ -117,8 +117,9 @@ def test_whatever_fails_the_others_hear_of_it(
     ],
     ids=["refused", "memory", "input"],
 )
+@pytest.mark.parametrize("way", WAYS)
 def test_who_cannot_make_its_slots_tells_the_others(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str, way: str
 ) -> None:
     """On all shards, also those where it has its slots already."""
     job, attach, links = unique_job(), rendezvous._attach, []
@@ -132,7 +133,7 @@ def test_who_cannot_make_its_slots_tells_the_others(
         return attach(link, *arguments)
 
     monkeypatch.setattr(rendezvous, "_attach", failing)
-    config = configured(daemon.addresses)
+    config = configured(daemon.addresses, *over(way))
     first, second = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(second, TransportError)
     assert words in str(second)

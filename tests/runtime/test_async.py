@@ -386,5 +386,5 @@ def test_it_says_who_it_is(local: Config) -> None:
 
     for rank, (before, after) in enumerate(run_job(local, 2, run)):
         assert f"rank {rank} of 2 in job '" in before
-        assert "by shm" in before
+        assert "by memory+shm" in before
         assert after == before[:-1] + ", shut down>"

@@ -22,7 +22,7 @@ ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_se
 
 @pytest.fixture(params=WAYS)
 def elastic(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
-    return configured(daemon.addresses, *ELASTIC, over(request.param))
+    return configured(daemon.addresses, *ELASTIC, *over(request.param))
 
 
 def total(comm: Communicator) -> float:
@@ -335,13 +335,12 @@ def test_a_worker_with_another_state_leaves_and_the_others_go_on(daemon: Daemon)
     assert first == third == (0, 2, 3.0)
 
 
-def test_a_rank_that_does_not_come_along_is_left_behind(daemon: Daemon) -> None:
+def test_a_rank_that_does_not_come_along_is_left_behind(elastic: Config) -> None:
     """It is stopped, say, between the step after which all agreed to form the job anew and its own call."""
     job, formed, together = unique_job(), threading.Event(), Together(3)
-    config = configured(daemon.addresses, *ELASTIC)
 
     def run(rank: int) -> object:
-        with Communicator(config, rank=rank, size=3, job=job) as comm:
+        with Communicator(elastic, rank=rank, size=3, job=job) as comm:
             together.total(comm)
             if rank == 2:
                 assert formed.wait(60)

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_cluster import CLOSED, WAIT_S, Process, Ranks, configured, run_job, start_job, unique_job
+from local_cluster import CLOSED, WAIT_S, Daemon, Process, Ranks, configured, run_job, start_job, unique_job
+from transports import MEMORY, over
 
 from omnireduce.config import Config
 from omnireduce.descriptor import Descriptor
@@ -40,6 +41,12 @@ from omnireduce.transport.shm import ShmLink
 BLOCK = 256
 
 
+@pytest.fixture(params=["shm", MEMORY])
+def either(daemon: Daemon, request: pytest.FixtureRequest) -> Config:
+    """Tensors go by the shards, or in memory that the ranks share."""
+    return configured(daemon.addresses, *over(request.param))
+
+
 def raising(error: type[BaseException]) -> Callable[..., Any]:
     def interrupted(*_: object) -> None:
         raise error
@@ -47,21 +54,25 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
     return interrupted
 
 
-def test_an_interrupt_while_a_collective_is_submitted_aborts_it_on_all_ranks(local: Config) -> None:
-    """The message that was being packed is lost: going on would leave its blocks out of the sum."""
+def test_an_interrupt_while_a_collective_is_submitted_aborts_it_on_all_ranks(either: Config) -> None:
+    """The message that was being packed is lost: going on would leave its blocks out of the sum. In memory it would be
+    a step."""
 
     def work(comm: Communicator) -> str:
         x = np.ones(100 * BLOCK, np.float32)
         if comm.rank == 0:
             comm.barrier()  # all have joined: an abort before that is an error of joining
-            comm._links[1].send = raising(KeyboardInterrupt)  # type: ignore[method-assign]
+            if comm._machine.host is None:
+                comm._links[1].send = raising(KeyboardInterrupt)  # type: ignore[method-assign]
+            else:
+                comm._machine.host.advance = raising(KeyboardInterrupt)  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 comm.allreduce(x)
         with pytest.raises(AbortedError) as caught:  # rank 1 may learn of the abort while its barrier ends
             comm.barrier() or comm.allreduce(np.ones(100 * BLOCK, np.float32))
         return caught.value.culprit
 
-    culprits = start_job(local, 2, work).results(WAIT_S)
+    culprits = start_job(either, 2, work).results(WAIT_S)
     assert all(culprit.startswith("rank 0") for culprit in culprits)
 
 
@@ -158,7 +169,9 @@ class Signalled(Process):
     def __init__(self, config: Config, where: str, what: str) -> None:
         self.job, addresses = unique_job("signal"), ",".join(config.cluster.aggregators)
         script = str(Path(__file__).with_name("signalled_worker.py"))
-        super().__init__(sys.executable, script, addresses, self.job, where, what, environ={"PYTHONPATH": PATHS})
+        exchange = config.transport.host_exchange
+        arguments = (addresses, self.job, where, what, f"transport.host_exchange={exchange}")
+        super().__init__(sys.executable, script, *arguments, environ={"PYTHONPATH": PATHS})
 
     def events(self) -> dict[str, dict[str, Any]]:
         """All that it reports until it ends, by kind."""
@@ -201,8 +214,8 @@ PLACES = ("blocked", "turn", "submit", "waiting", "idle")
 
 @pytest.mark.parametrize("what", ["shutdown", "twice"])
 @pytest.mark.parametrize("where", PLACES)
-def test_a_handler_shuts_down_what_it_interrupts(local: Config, where: str, what: str) -> None:
-    events, status, error = play(local, where, what)
+def test_a_handler_shuts_down_what_it_interrupts(either: Config, where: str, what: str) -> None:
+    events, status, error = play(either, where, what)
     assert status == 0
     assert events["handled"]["seconds"] < 2.0
     outcome = events["outcome"]
@@ -214,8 +227,8 @@ def test_a_handler_shuts_down_what_it_interrupts(local: Config, where: str, what
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_handler_shuts_down_and_exits(local: Config, where: str) -> None:
-    events, status, error = play(local, where, "exit")
+def test_a_handler_shuts_down_and_exits(either: Config, where: str) -> None:
+    events, status, error = play(either, where, "exit")
     assert status == 3
     assert "outcome" not in events
     assert error.culprit.startswith("rank 0 (host ")
@@ -223,8 +236,8 @@ def test_a_handler_shuts_down_and_exits(local: Config, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["blocked", "turn", "submit", "waiting"])
-def test_a_handler_must_not_call_a_collective_on_top_of_another(local: Config, where: str) -> None:
-    events, status, error = play(local, where, "collective")
+def test_a_handler_must_not_call_a_collective_on_top_of_another(either: Config, where: str) -> None:
+    events, status, error = play(either, where, "collective")
     assert status == 0
     refused = events["handled"]["refused"]
     assert len(refused) == (4 if where == "waiting" else 3)

@@ -21,6 +21,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from msgspec.msgpack import Ext, encode
 from oracle import bits
 from test_movement import DTYPES, raw
+from transports import over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
 from omnireduce.protocol.packets import packed, packet_count
@@ -75,7 +76,7 @@ def test_ragged_allgather_takes_one_exchange_and_moves_no_more_than_there_is(dae
         comm.allgather_ragged(np.ones(100_000 if comm.rank == 0 else 0))
         return comm.statistics().collectives, comm.statistics().sent_bytes
 
-    found = run_job(configured(daemon.addresses, "transport.kind=tcp"), 3, run)
+    found = run_job(configured(daemon.addresses, *over("tcp")), 3, run)
     assert [collectives for collectives, _ in found] == [1, 1, 1]
     assert found[0][1] < 830_000
     assert max(sent for _, sent in found[1:]) < 10_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
 from tensors import Array, sparse
-from transports import KINDS
+from transports import BY_SHARDS, KINDS, over
 
 from omnireduce import Communicator, Config, Statistics
 
@@ -34,7 +34,7 @@ def test_bytes_are_the_non_zero_blocks_plus_framing(
     daemon: Daemon, transport: str, density: float, shards: int
 ) -> None:
     """Up: a worker's own non-zero blocks. Down: those of the union, over TCP without those of this worker alone."""
-    config = configured(daemon.addresses[:shards], f"transport.kind={transport}")
+    config = configured(daemon.addresses[:shards], *over(transport))
     tensors = [sparse(rank, "float32", (ELEMENTS,), density=density) for rank in range(2)]
     nonzero = [tensor.reshape(-1, BLOCK).any(axis=1) for tensor in tensors]
 
@@ -98,7 +98,7 @@ def test_bytes_of_each_shard(daemon: Daemon) -> None:
         sent, received, _ = difference(after, before)
         return each, sent + received
 
-    for (first, second, third), total in run_job(configured(daemon.addresses), 2, run):
+    for (first, second, third), total in run_job(configured(daemon.addresses, BY_SHARDS), 2, run):
         assert first + second + third == total
         assert first + third < 2000
         assert second > 2 * tensor[1].nbytes
@@ -136,7 +136,7 @@ def moved(comm: Communicator, exchange: Callable[[], object]) -> list[bool]:
 
 
 def test_small_tensors_move_nothing_on_other_shards_than_the_first(daemon: Daemon) -> None:
-    config = configured(daemon.addresses, "protocol.whole_bytes=262144")
+    config = configured(daemon.addresses, "protocol.whole_bytes=262144", BY_SHARDS)
     small, large = np.ones(65_536, np.float32), np.ones(65_537, np.float32)
 
     def run(comm: Communicator) -> list[list[bool]]:
@@ -157,7 +157,9 @@ def test_small_tensors_move_nothing_on_other_shards_than_the_first(daemon: Daemo
 
 def test_of_ranks_that_call_other_tensors_small_the_most_modest_counts(daemon: Daemon) -> None:
     """Whatever its rank."""
-    configs = [configured(daemon.addresses, f"protocol.whole_bytes={size}") for size in (1 << 19, 1 << 18, 1 << 20)]
+    configs = [
+        configured(daemon.addresses, f"protocol.whole_bytes={size}", BY_SHARDS) for size in (1 << 19, 1 << 18, 1 << 20)
+    ]
     small, large = np.ones(65_536, np.float32), np.ones(65_537, np.float32)
 
     def run(comm: Communicator) -> list[list[bool]]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from local_cluster import ROOT, WAIT_S, Daemon, configured, run_job, start_job, unique_job
 from tensors import sparse
-from transports import KINDS
+from transports import BY_SHARDS, KINDS, MEMORY, over
 
 from aggregator.shard import open_listeners
 from omnireduce import AbortedError, Communicator, Config, ConfigError
@@ -34,7 +34,8 @@ from omnireduce.runtime.tracing.trace import What
 from omnireduce.transport.shm import ShmLink
 
 ELEMENTS, BLOCK, ROUNDS = 1_000_000, 256, 3
-WORK = (What.PACK, What.SCATTER, What.MERGE, What.SEND, What.RECEIVE)
+IN_MEMORY = (What.STAGE, What.COMBINE, What.COLLECT)
+WORK = (What.PACK, What.SCATTER, What.MERGE, *IN_MEMORY, What.SEND, What.RECEIVE)
 
 
 @contextmanager
@@ -66,10 +67,33 @@ def assert_in_order(spans: np.ndarray) -> None:
     assert (spans["start"][1:] >= spans["end"][:-1]).all()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_share_memory_tell_what_they_staged_combined_and_collected(tmp_path: Path, size: int) -> None:
+    """A rank stages its blocks of the others' parts, combines its own part, and collects the others'."""
+    with traced_daemon(tmp_path) as daemon:
+        run_job(configured(daemon.addresses, f"trace.folder={tmp_path}", *over(MEMORY)), size, exchange)
+    ranks = read_lanes(tmp_path)[:size]
+    masks = np.array([[blocks(rank, number) for number in range(ROUNDS)] for rank in range(size)])
+    union = int(masks.any(axis=0).sum())
+    combined = [int(lane.of(What.COMBINE)["detail"].sum()) for lane in ranks]
+    assert sum(combined) == union
+    for rank, lane in enumerate(ranks):
+        assert lane.origin.missed == 0
+        assert 0 < lane.of(What.STAGE)["detail"].sum() < masks[rank].sum()
+        assert lane.of(What.COLLECT)["detail"].sum() == union - combined[rank]
+        chunks = {lane.of(what).size for what in IN_MEMORY}
+        assert len(chunks) == 1
+        assert chunks.pop() >= ROUNDS
+        assert lane.of(What.COLLECTIVE)["detail"].tolist() == [ELEMENTS * 4] * ROUNDS
+        assert lane.of(What.PACK).size == 0
+        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
+    assert_collectives_hold_their_work(ranks, {*IN_MEMORY})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_and_shard_tells_what_it_did(tmp_path: Path, kind: str) -> None:
     with traced_daemon(tmp_path) as daemon:
-        run_job(configured(daemon.addresses, f"trace.folder={tmp_path}", f"transport.kind={kind}"), 2, exchange)
+        run_job(configured(daemon.addresses, f"trace.folder={tmp_path}", *over(kind)), 2, exchange)
     lanes = read_lanes(tmp_path)
     assert [str(lane.origin) for lane in lanes] == ["rank 0", "rank 1", "shard 0", "shard 1"]
     assert missing(lanes) == []
@@ -85,18 +109,18 @@ def test_every_rank_and_shard_tells_what_it_did(tmp_path: Path, kind: str) -> No
         assert lane.origin.missed == 0
         assert lane.of(What.WAIT).size > 0
         assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
-    assert_collectives_hold_their_work(lanes[:2])
+    assert_collectives_hold_their_work(lanes[:2], {What.PACK, What.SCATTER, What.SEND, What.RECEIVE})
     assert_messages_meet(lanes)
 
 
-def assert_collectives_hold_their_work(ranks: list[Lane]) -> None:
+def assert_collectives_hold_their_work(ranks: list[Lane], expected: set[What]) -> None:
     for lane in ranks:
         collectives = lane.of(What.COLLECTIVE)
         assert_in_order(collectives)
         for start, end in zip(collectives["start"], collectives["end"], strict=True):
             inside = lane.spans[(lane.spans["start"] >= start) & (lane.spans["end"] <= end)]
             kinds = {What(what) for what in inside["what"]}
-            assert {What.PACK, What.SCATTER, What.SEND, What.RECEIVE} <= kinds  # the last rank need not wait
+            assert expected <= kinds  # the last rank need not wait
             inside = inside[inside["what"] != What.COLLECTIVE]
             assert 0 < (inside["end"] - inside["start"]).sum() <= end - start
 
@@ -127,7 +151,7 @@ def server_here(traces: ShardTraces | None) -> Iterator[tuple[ShardServer, Confi
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     try:
-        yield server, configured([listeners.address], "transport.kind=shm")
+        yield server, configured([listeners.address], *over("shm"))
     finally:
         os.close(writer)
         thread.join(WAIT_S)
@@ -165,7 +189,7 @@ def test_on_the_wrappers_are_those(tmp_path: Path) -> None:
 
 def test_a_full_trace_stops_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with traced_daemon(tmp_path, "trace.events=20") as daemon:
-        config = configured(daemon.addresses, f"trace.folder={tmp_path}", "trace.events=30")
+        config = configured(daemon.addresses, f"trace.folder={tmp_path}", "trace.events=30", BY_SHARDS)
         with caplog.at_level(logging.WARNING, "omnireduce"):
             run_job(config, 2, exchange, job="small")
         assert daemon.popen.poll() is None
@@ -179,7 +203,7 @@ def test_a_full_trace_stops_and_says_so(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_a_shard_says_that_its_trace_is_full(tmp_path: Path) -> None:
     with traced_daemon(tmp_path, "trace.events=20") as daemon:
-        run_job(configured(daemon.addresses), 2, exchange, job="small")
+        run_job(configured(daemon.addresses, BY_SHARDS), 2, exchange, job="small")
         daemon.signal(15)
         assert daemon.wait() == 0
         assert daemon.log.count("job 'small', is full: it has the first 20 spans and misses") == 2

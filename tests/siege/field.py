@@ -20,6 +20,7 @@ from faults.crew import Member
 from faults.site import held
 from faults.worker import FINISH
 from local_cluster import WAIT_S, Daemon, configured, eventually
+from transports import over
 
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.secret import load_secret
@@ -123,7 +124,7 @@ class Field:
         elastic = ("elastic.enabled=true", "elastic.settle_s=1") if self._kind.elastic else ()
         members = []
         for rank, transport in enumerate(TRANSPORTS):
-            settings = (f"transport.kind={transport}", *overrides, *elastic)
+            settings = (*over(transport), *overrides, *elastic)
             arguments = (self.daemon.addresses[0], self._insider.job, rank, len(TRANSPORTS), settings)
             members.append(stack.enter_context(Member(*arguments, target=honest.serve)))
         for member in members:

@@ -195,6 +195,7 @@ class Shard(Process):
             "connections": server._connections,
             "strangers": server._connections.strangers,
             "leavers": server._connections.leavers,
+            "staying": server._connections.staying,
             "questions": server._questions,
             "jobs": server._jobs,
             "links of jobs": server._departures._members,

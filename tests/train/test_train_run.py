@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from local_cluster import MPIRUN, ROOT, Daemon, Ranks, configured, run_job, start_job, unique_job
+from transports import MEMORY, called, over
 
 from omnireduce.bench.recorded import find_arrays
 from omnireduce.config import Config
@@ -49,15 +50,15 @@ def train(config: Config, size: int, json_path: Path | None = None) -> list[int]
     return run_job(config, size, lambda comm: run_train(comm, config, json_path=path, against_mpi=False))
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", "tcp", MEMORY])
 def test_all_ranks_end_like_one_process(
-    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
-    config = small(daemon, f"transport.kind={kind}", steps=40)
+    config = small(daemon, *over(way), steps=40)
     assert train(config, 2, tmp_path / "result.json") == [0, 0]
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["verdict"] == {"ranks_identical": True, "reference_identical": True, "reference_difference": 0}
-    assert (result["transport"], result["world_size"], result["shards"]) == (kind, 2, 3)
+    assert (result["transport"], result["world_size"], result["shards"]) == (called(way), 2, 3)
     assert result["train"]["steps"] == 40
     assert result["words"] == 400
     assert result["mpi"] is None

@@ -16,12 +16,14 @@ from omnireduce.errors import UsageError
 from omnireduce.printing import short_count
 from omnireduce.runtime.tracing.trace import What
 
-WORK = (What.PACK, What.SCATTER, What.MERGE, What.SEND, What.RECEIVE)
+IN_MEMORY = (What.STAGE, What.COMBINE, What.COLLECT)
+WORK = (What.PACK, What.SCATTER, What.MERGE, *IN_MEMORY, What.SEND, What.RECEIVE)
 WAITS = ("wake-up", "wait")
-ACTIVITIES = ("pack", "scatter", "merge", "send", "receive", *WAITS, "other")
+ACTIVITIES = (*(what.name.lower() for what in WORK), *WAITS, "other")
 NOTES = """\
 Milliseconds of wall time, medians; in every single collective the activities of a row add up to
-`whole`. pack: scan and copy, one kernel. merge: union and sum. send, receive: system calls.
+`whole`. What took no time is left out. pack: scan and copy, one kernel. merge: union and sum.
+stage, combine, collect: the steps in memory that ranks share. send, receive: system calls.
 wake-up: the end of a wait, from when a peer began to send what ended it until the wait returned;
 over tcp its way is in it. wait: the rest, spinning or blocked. other: Python. Where processes share
 cores, the time without one lengthens them all, wake-ups above all."""
@@ -103,13 +105,14 @@ def show_breakdown(
     """Print the table, `references` (what, milliseconds) below it, and what the traces lack."""
     heading = f"{title}; {found.count} collectives of {short_count(found.nbytes)} bytes, of {found.recorded} recorded"
     table = Table(title=Text(heading, style="bold"), title_justify="left", box=None, pad_edge=False)
-    for name in ("", "whole", *ACTIVITIES, "wakes", "us each"):
+    shown = [name for name in ACTIVITIES if any(row.ms[name] for row in found.rows)]
+    for name in ("", "whole", *shown, "wakes", "us each"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in found.rows:
-        figures = [_shown(value) for value in (row.whole_ms, *row.ms.values())]
+        figures = [_shown(value) for value in (row.whole_ms, *(row.ms[name] for name in shown))]
         table.add_row(row.lane, *figures, f"{row.wake_ups:g}", f"{row.wake_up_us:.0f}")
-    work = {name: sum(row.ms[name] for row in found.rows) for name in ACTIVITIES if name not in WAITS}
-    sums = [_shown(work[name]) if name in work else "" for name in ACTIVITIES]
+    work = {name: sum(row.ms[name] for row in found.rows) for name in shown if name not in WAITS}
+    sums = [_shown(work[name]) if name in work else "" for name in shown]
     table.add_row("all, no waits", _shown(sum(work.values())), *sums)
     for what, milliseconds in references:
         table.add_row(what, _shown(milliseconds), style="dim")

@@ -20,7 +20,8 @@ from omnireduce.dtypes import Array
 from omnireduce.runtime.tracing.trace import What
 
 COLLECTIVES, WORKING, WAITING = TRACKS = ("collectives", "work", "waits")
-DETAILS = {What.COLLECTIVE: "bytes", What.PACK: "blocks", What.SCATTER: "blocks", What.MERGE: "blocks"}
+BLOCKS = (What.PACK, What.SCATTER, What.MERGE, What.STAGE, What.COMBINE, What.COLLECT)
+DETAILS = {What.COLLECTIVE: "bytes"} | dict.fromkeys(BLOCKS, "blocks")
 Event = dict[str, Any]
 
 

@@ -9,6 +9,7 @@ import time
 from typing import NamedTuple
 
 from omnireduce.config import Config
+from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.exchange import HostExchange
@@ -17,7 +18,7 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
 from omnireduce.runtime.member.rendezvous import Arrival
-from omnireduce.runtime.member.traced import MakeEngine, trace_worker
+from omnireduce.runtime.member.traced import MakeEngine, MakeExchange, trace_worker
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.host_meeting import HostGroup
@@ -58,9 +59,10 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
 def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     joined, links = arrival.joined, arrival.links
     make_engine: MakeEngine = Engine
+    make_exchange: MakeExchange = HostExchange
     if config.trace.folder:
-        links, make_engine = trace_worker(config.trace, job, joined.rank, joined.size, links)
-    host = None if arrival.group is None else _host_exchange(config, joined.rank, arrival.group)
+        links, make_engine, make_exchange = trace_worker(config.trace, job, joined.rank, joined.size, links)
+    host = None if arrival.group is None else make_exchange(*_host(config, joined.rank, arrival.group))
     machine = WorkerMachine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
@@ -79,9 +81,10 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log, bells))
 
 
-def _host_exchange(config: Config, rank: int, group: HostGroup) -> HostExchange:
+def _host(config: Config, rank: int, group: HostGroup) -> tuple[Array, int, list[str], int, int]:
+    """What a host exchange is made of."""
     names = [worker_name(number, socket.gethostname(), pid) for number, pid in enumerate(group.pids)]
-    return HostExchange(group.regions, rank, names, config.protocol.slots, config.protocol.slot_bytes)
+    return group.regions, rank, names, config.protocol.slots, config.protocol.slot_bytes
 
 
 def _give_up(arrival: Arrival, cause: Cause) -> None:

@@ -270,12 +270,12 @@ class _Visitor:
         meeting, self._meeting = self._meeting, None
         if meeting is None:
             return
+        if meeting.group is not None:
+            meeting.group.close()
+            return
         if meeting in self._selector.get_map():
             self._selector.unregister(meeting)
-        if meeting.group is None:
-            meeting.close()
-        else:
-            meeting.group.close()
+        meeting.close()
 
 
 def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from omnireduce.config import Trace
 from omnireduce.dtypes import Array
+from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.logs import BoundLog
-from omnireduce.protocol.operands import Operand, Packed
+from omnireduce.protocol.exchange import STEPS, HostExchange
+from omnireduce.protocol.operands import Operand, Packed, TensorBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
@@ -17,6 +19,13 @@ from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
+
+MakeExchange = Callable[[Array, int, Sequence[str], int, int], HostExchange]
+STEP = {  # each kind of step: what counts its chunks, and its blocks
+    What.STAGE: ("staged", "staged_blocks"),
+    What.COMBINE: ("combined", "result_blocks"),
+    What.COLLECT: ("collected", "collected_blocks"),
+}
 
 
 class MakeEngine(Protocol):
@@ -60,6 +69,43 @@ class TracedOperand:
         self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self.nbytes)
 
 
+class TracedExchange(HostExchange):
+    """A host exchange that takes one step at a time, with a recorder."""
+
+    def __init__(self, recorder: Recorder, *arguments: Any) -> None:
+        super().__init__(*arguments, steps=1)
+        self._recorder = recorder
+
+    def _run(self, blocks: TensorBlocks) -> int:
+        for _ in range(STEPS):
+            if not self.can_go_on and not self._wait():
+                return WAITS
+            did = self._step(blocks)
+            if did >= DONE:
+                break
+        return did
+
+    def _wait(self) -> bool:
+        start = now()
+        can_go_on = self.await_step()
+        self._recorder.add(What.WAIT, start, now())
+        return can_go_on
+
+    def _step(self, blocks: TensorBlocks) -> int:
+        before, start = self._progress(), now()
+        did = super()._run(blocks)
+        end = now()
+        for what, (chunk, count), (chunk_before, count_before) in zip(STEP, self._progress(), before, strict=True):
+            if chunk > chunk_before:
+                self._recorder.add(what, start, end, detail=count - count_before)
+        return did
+
+    def _progress(self) -> list[tuple[int, int]]:
+        """Of each kind of step, how many there were in this collective, and of how many blocks."""
+        state = self._state[0]
+        return [(int(state[chunks]), int(state[count])) for chunks, count in STEP.values()]
+
+
 class TracedEngine(Engine):
     """An engine that writes its trace when it is shut down."""
 
@@ -82,7 +128,8 @@ class TracedEngine(Engine):
 
 def trace_worker(
     settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]
-) -> tuple[list[Link], MakeEngine]:
-    """Make a recorder for one rank; return its links with the recorder, and the function that makes its engine."""
+) -> tuple[list[Link], MakeEngine, MakeExchange]:
+    """Make a recorder for one rank; return its links with the recorder, and the functions that make its engine and its
+    host exchange."""
     recorder = Recorder(settings, Origin(job=job, kind="rank", number=rank, ranks=size, shards=len(links)))
-    return traced_links(links, recorder), partial(TracedEngine, recorder)
+    return traced_links(links, recorder), partial(TracedEngine, recorder), partial(TracedExchange, recorder)

@@ -19,13 +19,14 @@ INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.
 
 class Connections:
     """All connections; each is in `selector`. `strangers` have not said hello yet. `leavers` are still sent our last
-    words."""
+    words; those in `staying` have asked for more time."""
 
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
         self._selector, self._clock = selector, clock
         self._all: set[Connection] = set()
         self._numbers = itertools.count()
         self.strangers, self.leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
+        self.staying: set[Connection] = set()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -78,8 +79,14 @@ class Connections:
         """Give the connection a moment to read our last words."""
         connection.leaving = True
         self.strangers.discard(connection)
+        self.staying.discard(connection)
         self.leavers.add(connection, self._clock())
         self.update_interest(connection)
+
+    def let_stay(self, connection: Connection) -> None:
+        """Give a connection that leaves more than a moment."""
+        self.leavers.discard(connection)
+        self.staying.add(connection)
 
     def drop(self, connection: Connection) -> None:
         """Close the connection. If it had to read our last words, it has had the time."""
@@ -87,4 +94,5 @@ class Connections:
         self._all.discard(connection)
         self.strangers.discard(connection)
         self.leavers.discard(connection)
+        self.staying.discard(connection)
         connection.link.drop()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from omnireduce.errors import ProtocolError
 from omnireduce.protocol.membership import Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.questions import Questions
+from omnireduce.transport.base import Control, Event
+from omnireduce.wire.control import Aborted, Cause, Report, decode_control
 
 
 class Departures:
@@ -35,6 +39,19 @@ class Departures:
             self._questions.withdraw(connection)
             self._connections.let_leave(connection)
 
+    def hear(self, connection: Connection, events: Sequence[Event]) -> None:
+        """If a rank that leaves reports, let all ranks of its job stay: a collective goes on in memory, of which their
+        shard sees nothing."""
+        if connection.job is not None and any(isinstance(each, Control) and _is_report(each.body) for each in events):
+            for member in self.members(connection.job.generation):
+                self._connections.let_stay(member)
+
+    def send_away(self, cause: Cause) -> None:
+        """Tell those that were let stay why they must leave now."""
+        for connection in tuple(self._connections.staying):
+            self._connections.say(connection, Aborted(cause))
+            self._connections.let_leave(connection)
+
     def forget(self, connection: Connection) -> None:
         """Drop a connection that may wait for its job to begin."""
         self.drop(connection)
@@ -53,3 +70,9 @@ class Departures:
                 connection.job.close()
                 self._membership.released(connection.job.generation)
                 del self._members[connection.job.generation]
+
+
+def _is_report(body: bytes) -> bool:
+    with suppress(ProtocolError):
+        return isinstance(decode_control(body), Report)
+    return False

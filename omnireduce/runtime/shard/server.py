@@ -197,6 +197,8 @@ class ShardServer:
             self._connections.update_interest(connection)
         if connection.leaving and (connection.link.over or connection.link.task is not None):
             self._departures.drop(connection)  # no last words before a handshake is over, and none is made for a leaver
+        elif connection.leaving and self._clock() < (self._drain_deadline or 0.0):
+            self._departures.hear(connection, events)
         elif not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
 
@@ -206,7 +208,10 @@ class ShardServer:
         if self._turns.waited_for:
             return 0.0
         deadlines = [job.machine.deadline for job in self._jobs.values()]
-        deadlines += [self._membership.deadline, self._drain_deadline if self._jobs else None]
+        deadlines += [
+            self._membership.deadline,
+            self._drain_deadline if self._jobs or self._connections.staying else None,
+        ]
         others = self._connections.strangers, self._connections.leavers, self._questions, self._listening
         deadlines += [each.deadline for each in others]
         self._wake_at = min([now + longest_s, *(at for at in deadlines if at is not None)])
@@ -297,6 +302,7 @@ class ShardServer:
         why = "shutting down"
         if overdue:
             why += f"; collectives did not finish within {self._drain_s:g} s"
+            self._departures.send_away(Cause(f"aggregator {self.name}", why))
         for job in list(self._jobs.values()):
             idle = job.machine.idle
             if overdue or idle:

@@ -44,6 +44,9 @@ class What(IntEnum):
     MESSAGE_IN = 8  # an instant: the link reported a message of the peer; detail: bytes
     CREDIT_OUT = 9  # the same for a credit; detail: slot
     CREDIT_IN = 10
+    STAGE = 11  # the steps of an exchange inside a host, each with one chunk; detail: blocks that are put there
+    COMBINE = 12  # detail: blocks of the result
+    COLLECT = 13  # detail: blocks that are taken
 
 
 SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8"), ("end", "i8")])

@@ -232,6 +232,15 @@ MUTATIONS = (
         "numbers, union = numbers, np.take(",
     ),
     Mutation(
+        "memory shows why a job is over",
+        _MACHINE,
+        "a rank blames who called something else, though a fault has ended the job before",
+        "self._accused is not None and not self._is_old_news\n",
+        "self._accused is not None\n",
+        test="tests/protocol/test_host_exchange.py::"
+        "test_different_collectives_after_a_fault_are_not_why_the_job_is_over",
+    ),
+    Mutation(
         "rows promise too much",
         _ROWS,
         "the frontier is past a row that did not fit the message",
