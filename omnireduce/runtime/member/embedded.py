@@ -224,7 +224,8 @@ class Child:
         with suppress(OSError):
             lifelines.append(os.pidfd_open(os.getpid()))
         try:
-            socket.send_fds(self._socket, [encode(order)], lifelines)
+            with suppress(ConnectionError):  # it has ended already: no news will come
+                socket.send_fds(self._socket, [encode(order)], lifelines)
         finally:
             for each in lifelines:
                 os.close(each)

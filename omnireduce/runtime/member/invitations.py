@@ -213,10 +213,10 @@ def _connected(sock: socket.socket, place: str) -> bool:
 
 
 def _read(sock: socket.socket, zero: str) -> Ready | Compiling:
-    """The next news of `zero`. Raises TransportError for bad news, ConnectionError when the connection is over."""
+    """The next news of `zero`. Raises TransportError for bad news, and when the connection is over."""
     data = sock.recv(MOST_BYTES)
     if not data:
-        raise ConnectionResetError
+        raise TransportError(f"{zero}, is gone")
     try:
         news = decode_news(data)
     except ValueError:
