@@ -217,6 +217,15 @@ def is_aggregator(pid: int) -> bool:
     return b"aggregator.embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+def test_a_users_own_module_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "aggregator.py").write_text("raise SystemExit('not this one')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", SUM], cwd=tmp_path, env=os.environ | {"SHARE": "1"},
+        capture_output=True, text=True, timeout=READY_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["0 1 0", "0 1 1", "0 1 2"]), done.stderr
+
+
 def test_nobody_listens_once_all_have_met() -> None:
     job = unique_job()
     place = place_of("", job).replace("\0", "@")
