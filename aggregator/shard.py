@@ -120,17 +120,15 @@ def _limits(settings: Aggregator) -> Limits:
     )
 
 
-def run_shard(
-    listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, stop_pipe: int
-) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died.
-
-    The daemon's monitor proves the secret `monitor`. `pulse` beats with every turn.
-    """
-    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
-    start_logs(config.log, process_count(config), shard=listeners.name)
+def begin_shard(config: Config, name: str) -> None:
+    """Make this process that of a shard."""
+    start_logs(config.log, process_count(config), shard=name)
     _run_as_batch()
     allow_all_descriptors()  # every rank of every job needs one
+
+
+def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
+    """What serves the jobs of a shard, whose process this is."""
     settings = config.aggregator
     server = ShardServer(
         listeners.name,
@@ -143,6 +141,19 @@ def run_shard(
         straggler_s=settings.straggler_s,
         traces=ShardTraces(config.trace) if config.trace.folder else None,
     )
+    return server
+
+
+def run_shard(
+    listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, stop_pipe: int
+) -> None:
+    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died.
+
+    The daemon's monitor proves the secret `monitor`. `pulse` beats with every turn.
+    """
+    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
+    begin_shard(config, listeners.name)
+    server = make_server(listeners, config, access)
 
     def reload() -> None:
         server.access = make_access(config, monitor)
@@ -153,5 +164,5 @@ def run_shard(
 
     reload_on_hangup(reload)
     server.stop_when_readable(stop_pipe)
-    server.serve(turned, look_s(settings.watchdog_s))
+    server.serve(turned, look_s(config.aggregator.watchdog_s))
     pulse.rest()

@@ -1,9 +1,8 @@
 """Sum a sparse gradient over all workers: the smallest program there is.
 
-Start an aggregator, then two workers:
+Start two workers, on one host:
 
-    omnireduce aggregator --config configs/local.toml
-    OMNIREDUCE_CONFIG=configs/local.toml mpirun -n 2 python examples/allreduce.py
+    mpirun -n 2 python examples/allreduce.py
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import omnireduce as omni
 
 
 def main() -> None:
-    comm = omni.init()  # rank and size from mpirun, aggregators from the configuration
+    comm = omni.init()  # rank and size from mpirun, aggregators from the configuration, or rank 0's own
     rng = np.random.default_rng(comm.rank)
 
     gradient = np.zeros((4096, 1024), np.float32)  # 16 MiB, of which each rank has 40 rows

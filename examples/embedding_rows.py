@@ -1,9 +1,8 @@
 """Sum the gradient of an embedding: each worker has a few rows of a matrix too tall to look at.
 
-Start an aggregator, then two workers:
+Start two workers, on one host:
 
-    omnireduce aggregator --config configs/local.toml
-    OMNIREDUCE_CONFIG=configs/local.toml mpirun -n 2 python examples/embedding_rows.py
+    mpirun -n 2 python examples/embedding_rows.py
 """
 
 from __future__ import annotations

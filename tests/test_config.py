@@ -185,7 +185,7 @@ def test_message_names_file_key_given_and_allowed(tmp_path: Path) -> None:
             'got "avg", expected one of "sum", "mean", "min", "max", "prod", or a non-empty list',
         ),
         ("cluster.aggregators=[a:1,b:2]", "leave out the brackets, or put each text in quotes"),
-        ("cluster.aggregators=[]", 'got [], expected a non-empty list of "HOST:PORT"'),
+        ("bench.elements=[]", "got [], expected an int between 0 and 1099511627776, or a non-empty list of these"),
         ("cluster.aggregators=a", 'got "a", expected "HOST:PORT" with a port up to 65535'),
         ('cluster.aggregators=["a:1", "A:1"]', 'got "A:1" twice'),
         ('cluster.aggregators=["[::1]:7", "[0::1]:7"]', 'got "[0::1]:7" twice'),

@@ -34,7 +34,7 @@ def test_a_list_needs_no_brackets(name: str, text: str, value: object) -> None:
         ("node1", 'got "node1", expected "HOST:PORT" with a port up to 65535, such as'),
         ("node1:7400,node2", 'got "node2", expected "HOST:PORT"'),
         ("node1:7400,", 'got "", expected "HOST:PORT"'),
-        ('["node1:7400", node2]', "expected a non-empty list of"),
+        ('["node1:7400", node2]', "expected a list of"),
     ],
 )
 def test_a_list_in_the_wrong_form_says_which_one_is_expected(text: str, words: str) -> None:

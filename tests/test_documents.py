@@ -176,7 +176,8 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
         cwd=tmp_path, env=os.environ | {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)},
         capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
     )  # fmt: skip
-    said = [line for line in done.stderr.splitlines() if not line.startswith("waiting for")]  # a busy machine
+    busy = ("waiting for", "compiling kernels")  # what is said on a busy machine
+    said = [line for line in done.stderr.splitlines() if not line.startswith(busy)]
     assert (done.returncode, said) == (0, [])
 
 
@@ -226,7 +227,7 @@ def free_address(ports: int = 1) -> str:
 
 def here(line: str, port: str) -> str:
     """The line as a test can run it: at a port of its own, and until the aggregator is ready."""
-    line = re.sub(r"(?<=0\.0\.0\.0:)7400\b", port, line)
+    line = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1):7400\b", rf"\1:{port}", line)
     ready = r'\1 > ready & exec 3< ready; read -r said <&3; echo "$said"; [[ $said == ready* ]]'
     line = re.sub(r"^(omnireduce aggregator\b[^#&]*)&?\s*(#.*)?$", ready, line)
     return f"{STOPPED}; {line}" if line.startswith("omnireduce trace") else line  # a shard writes when a job has ended
@@ -255,17 +256,17 @@ def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
-    """But for what installs, which has happened, and for the port, which another program may have."""
+    """But for what installs, which has happened. No aggregator runs, and none is configured."""
     assert quickstart().text.startswith("make install")
-    assert "omnireduce aggregator &" in quickstart().text
     lines = [line for line in quickstart().text.splitlines() if not line.startswith(("make", "source"))]
-    address = free_address()
-    out = run_script(lines, tmp_path, OMNIREDUCE_AGGREGATOR_LISTEN=address, OMNIREDUCE_CLUSTER_AGGREGATORS=address)
-    assert f"ready {address}" in out
-    shown = next(block for block in blocks("text") if block.document == "README.md").text
-    found, expected = ([line.split() for line in text.splitlines()] for text in (out, shown))
-    assert found[1:4] == expected[:3]
-    assert [row[:5] for row in found[4:]] == [row[:5] for row in expected[3:]]  # what is timed differs
+    assert [line.split("#")[0].strip() for line in lines] == ["mpirun -n 4 python train.py"]
+    (tmp_path / "train.py").write_text(blocks("python")[0].text)
+    expected, table = (block.text for block in blocks("text")[:2])
+    assert run_script(lines, tmp_path) == expected
+    bench = blocks("sh")[1].text.splitlines()
+    found, shown = ([line.split() for line in text.splitlines()] for text in (run_script(bench, tmp_path), table))
+    assert found[:3] == shown[:3]
+    assert [row[:5] for row in found[3:]] == [row[:5] for row in shown[3:]]  # what is timed differs
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=named)

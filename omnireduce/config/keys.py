@@ -159,8 +159,10 @@ def _bare(hint: Any) -> Any:
 def _allowed(hint: Any) -> str:
     """What a type allows, in words: "an int between 8 and 65536 that is a multiple of 8"."""
     limits: dict[str, Any] = {}
+    may_be_empty = True
     if get_origin(hint) is Annotated:
         hint, *metas = get_args(hint)
+        may_be_empty = not any(meta.min_length for meta in metas)
         for meta in metas:
             if (meta.extra or {}).get("allowed"):
                 return str(meta.extra["allowed"])
@@ -171,7 +173,7 @@ def _allowed(hint: Any) -> str:
     if origin in (Union, UnionType):
         return f"{_allowed(arguments[0])}, or a non-empty list of these"
     if origin is tuple:
-        return f"a non-empty list of {_allowed(arguments[0])}"
+        return f"a {'' if may_be_empty else 'non-empty '}list of {_allowed(arguments[0])}"
     if hint is bool:
         return "true or false"
     noun = "an int" if hint is int else "a number"

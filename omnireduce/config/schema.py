@@ -43,9 +43,12 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     aggregators: Annotated[
         tuple[_Address, ...],
-        _AtLeastOne,
-        _meta("address of every aggregator shard; the same list in the same order on every worker"),
-    ] = ("127.0.0.1:7400",)
+        Meta(max_length=4096),
+        _meta(
+            "address of every aggregator shard; the same list in the same order on every worker. Where there is none, "
+            "rank 0 starts one for its job, whose ranks must all be on one host"
+        ),
+    ] = ()
     job: Annotated[
         str,
         _meta(

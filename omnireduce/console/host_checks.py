@@ -109,7 +109,7 @@ def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]
     """The limits of open files. An aggregator raises its own to the hard limit, and gives 3/4 of that to ranks."""
     ranks = hard * 3 // 4
     text = f"{_shown(soft)} open files, {_shown(hard)} at most"
-    need = SPARE_DESCRIPTORS + 4 * len(config.cluster.aggregators)
+    need = SPARE_DESCRIPTORS + 4 * max(1, len(config.cluster.aggregators))
     if _below(soft, need):
         yield Finding("fail", "descriptors", f"{text}; a worker needs {need}", f"ulimit -n {need}")
     elif _below(ranks, config.aggregator.max_world_size):
@@ -123,7 +123,7 @@ def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]
 def check_locked_memory(config: Config, limit: int, *, exempt: bool, has_devices: bool) -> Iterator[Finding]:
     """The limit of locked memory. It counts only with RDMA, where slots are registered with the device."""
     protocol = config.protocol
-    need = 2 * protocol.slots * protocol.slot_bytes * len(config.cluster.aggregators)
+    need = 2 * protocol.slots * protocol.slot_bytes * max(1, len(config.cluster.aggregators))
     text = f"{_shown(limit)} bytes" + (", not applied to this user" if exempt else "")
     if not exempt and _below(limit, need):
         advice = (

@@ -13,6 +13,8 @@ from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
 from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
+from omnireduce.runtime.member.embedded import identify
+from omnireduce.runtime.member.launcher import detect_launch
 from omnireduce.secret import load_secret
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm
@@ -120,8 +122,21 @@ def check_secret(config: Config) -> Iterator[Finding]:
 def check_aggregators(config: Config) -> Iterator[Finding]:
     """Ask each configured aggregator, by the transport and with the proof that a worker would use."""
     addresses = config.cluster.aggregators
+    if not addresses:
+        yield _none_configured(config)
+        return
     with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
         yield from pool.map(lambda address: _aggregator(address, config), addresses)
+
+
+def _none_configured(config: Config) -> Finding:
+    try:
+        launch = detect_launch()
+        identify(config, launch, is_named=launch.job is not None or config.cluster.job != "auto")
+    except OmniReduceError as error:
+        return Finding("fail", "aggregator", str(error))
+    text = "none configured: rank 0 of a job whose ranks are all on this host starts one for it"
+    return Finding("info", "aggregator", text, "for several hosts start some, and set cluster.aggregators")
 
 
 def _aggregator(address: str, config: Config) -> Finding:

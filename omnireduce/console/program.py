@@ -21,7 +21,7 @@ _LARGEST_BLOCK = 65536
 def main() -> None:
     """Sum sparse gradients over many workers: run the service, measure it, look after it.
 
-    Start aggregators with `omnireduce aggregator`, N workers with `mpirun -n N omnireduce bench`.
+    Start N workers with `mpirun -n N omnireduce bench`; for several hosts, aggregators with `omnireduce aggregator`.
     """
 
 
@@ -45,7 +45,8 @@ def status(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Show what the aggregator shards at HOST:PORT do, or those of cluster.aggregators.
+    """Show what the aggregator shards at HOST:PORT do, or those of cluster.aggregators. Without any of these it looks
+    at aggregator.listen, where `omnireduce aggregator` listens on this host.
 
     A job's row adds up its shards. `done` are collectives, `in` and `out` bytes from and to its workers; `density` is
     that of a worker's blocks, `union` that of the results; `slots` are receive slots in use. `late` names the rank that
@@ -55,9 +56,9 @@ def status(
     """
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    from omnireduce.console.status import Look, print_json, print_once, watch_status
+    from omnireduce.console.status import Look, default_addresses, print_json, print_once, watch_status
 
-    look = Look(split_list(addresses) or config.cluster.aggregators, config, timeout)
+    look = Look(split_list(addresses) or default_addresses(config), config, timeout)
     if as_json:
         sys.exit(0 if print_json(look) else 1)
     if sys.stdout.isatty() if watch is None else watch:

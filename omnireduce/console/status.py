@@ -37,6 +37,15 @@ class Look:
         return dict(zip(addresses, found, strict=True))
 
 
+def default_addresses(config: Config) -> Sequence[str]:
+    """The configured aggregators or, where there are none, the shards of the daemon that this configuration would start
+    here."""
+    if config.cluster.aggregators:
+        return config.cluster.aggregators
+    host, _, port = config.aggregator.listen.rpartition(":")
+    return [f"{host}:{int(port) + shard}" for shard in range(config.aggregator.shards)]
+
+
 def print_json(look: Look) -> bool:
     """Print one list; return whether all aggregators answered."""
     answers = look.now()

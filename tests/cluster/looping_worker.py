@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -27,7 +28,7 @@ def report(event: str, **details: object) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", default=None)
-    parser.add_argument("--aggregators", required=True)
+    parser.add_argument("--aggregators", default=None)
     parser.add_argument("--rank", type=int, default=None)
     parser.add_argument("--size", type=int, default=None)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
@@ -61,11 +62,12 @@ def main() -> int:
     if options.as_user is not None and not set_user(options.as_user):
         sys.exit("this process cannot be another user")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
-    overrides = [f"cluster.aggregators={json.dumps(options.aggregators.split(','))}", *options.overrides]
+    given = [] if options.aggregators is None else options.aggregators.split(",")
+    overrides = [f"cluster.aggregators={json.dumps(given)}", *options.overrides]
     try:
         config = omni.load_config(overrides=overrides)
         with omni.connect(config, job=options.job, rank=options.rank, size=options.size) as comm:
-            report("joined", rank=comm.rank, size=comm.size, transport=comm.transport)
+            report("joined", rank=comm.rank, size=comm.size, transport=comm.transport, pid=os.getpid())
             loop(comm, options)
     except KeyboardInterrupt:
         report("error", type="KeyboardInterrupt", text="", culprit="")

@@ -81,6 +81,17 @@ def test_a_launcher_that_makes_no_sense() -> None:
     assert finding.state == "fail"
 
 
+def test_where_no_aggregator_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    [finding] = check_aggregators(configured([]))
+    assert finding.state == "info"
+    assert "rank 0 of a job whose ranks are all on this host starts one for it" in finding.text
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    [finding] = check_aggregators(configured([]))
+    assert finding.state == "fail"
+    assert "only 4 of the 8 workers are on this host: start `omnireduce aggregator" in finding.text
+
+
 def test_the_transport_that_a_worker_would_take(daemon: Daemon) -> None:
     _, found, _ = examine(daemon.addresses[:1], "transport.kind=tcp")
     assert "answers by tcp, from 127.0.0.1 after " in found[f"aggregator {daemon.addresses[0]}"][1]

@@ -13,9 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Lines, Process, unique_job, workers
+from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Lines, Process, configured, unique_job, workers
 
 import omnireduce
+from omnireduce.console.status import default_addresses
 
 PROGRAM = [sys.executable, "-m", "omnireduce"]
 NOWHERE = "127.0.0.1:9"  # discard: nobody offers that any more
@@ -65,6 +66,17 @@ def test_an_address_that_is_none(address: str) -> None:
     assert (status, out) == (2, "")
     assert log.startswith(f'Error: HOST:PORT: cluster.aggregators: got "{address}"')
     assert log.count("\n") == 1
+
+
+def test_without_addresses_it_asks_where_a_daemon_of_this_host_listens(daemon: Daemon) -> None:
+    listen = {"OMNIREDUCE_AGGREGATOR_LISTEN": daemon.addresses[0], "OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"}
+    status, out, log = run("status", "--json", environ=listen)
+    assert (status, log) == (0, "")
+    assert [each["address"] for each in json.loads(out)] == daemon.addresses[:1]
+    assert default_addresses(configured([], "aggregator.listen=[::1]:7400", "aggregator.shards=2")) == [
+        "[::1]:7400",
+        "[::1]:7401",
+    ]
 
 
 def test_watching_ends_with_ctrl_c(daemon: Daemon) -> None:

@@ -22,12 +22,14 @@ from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
 from omnireduce.runtime.member.collectives import Collectives, Member
+from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.launcher import job_name, launch_id
+from omnireduce.runtime.member.launcher import Launch, job_name, launch_id
 from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
+from omnireduce.secret import load_secret
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello
 
@@ -51,6 +53,9 @@ class Communicator(Collectives):
 
     `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
     (None: as `cluster.job` says). Construction returns once all ranks have joined.
+
+    Where `config` names no aggregators, rank 0 starts one for this job. All ranks must then be on one host; the
+    aggregator ends when rank 0 has shut down or is gone.
 
     Several threads may share it. Only one of them may start a collective without a name: the thread that has made the
     communicator, or has called `reform` last. The others must name theirs, with the same names on every rank: the names
@@ -100,21 +105,38 @@ class Communicator(Collectives):
         self._job, self._largest, self._pool = name, size, Pool()
         self._gave_up = False  # `shutdown` was called
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
+        self.rank = rank
+        is_named = config.cluster.job != "auto" or name != job_name(config, None)
+        self._embedded: Embedded | None = None
+        if not config.cluster.aggregators:
+            place = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
+            self._embedded = embed(config, place, name, is_named=is_named)
+        try:
+            warm_up_worker(self._say_progress)
+            if self._embedded is not None:
+                self.config = self._embedded.meet(self._say_progress)
+            self._hello = self._make_hello(is_named)
+            self._form(self._hello)
+        except BaseException:
+            self._end_embedded()
+            raise
+
+    def _make_hello(self, is_named: bool) -> Hello:
+        config, rank, size = self.config, self.rank, self._largest
         launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
-        self._hello = hello_of(config, name, launch, rank, size)
-        if size > 1 and not launch and config.cluster.job == "auto" and name == job_name(config, None):
+        if size > 1 and not launch and not is_named and self._embedded is None:
             self._log.warning(
                 "nothing tells this launch from another one of %d workers: if two may run at once on these "
                 "aggregators, set another cluster.job for each", size, extra=tagged("no_launch_id"),
             )  # fmt: skip
+        hello = hello_of(config, self._job, launch, rank, size)
         if config.elastic.enabled:
-            self._hello = replace(self._hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
-        warm_up_worker(self._say_progress)
-        self._form(self._hello)
+            hello = replace(hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
+        return hello
 
     def _say_progress(self, ready: int, total: int) -> None:
         """Say so as a warning: a program that sets up no logs shows nothing less severe."""
-        if self._hello.rank == 0:
+        if self.rank == 0:
             self._log.warning(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
 
     def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
@@ -137,6 +159,8 @@ class Communicator(Collectives):
             raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest <= {MOST_RANKS}")
         if self._engine.inside:
             raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
+        if self._gave_up and self._embedded is not None:
+            raise UsageError("the aggregator of this job has ended with shutdown; make a new communicator")
         self._gave_up = False
         self._hang_up()
         hello = replace(self._hello, world_size=largest, smallest=smallest, settle_s=self.config.elastic.settle_s)
@@ -155,9 +179,11 @@ class Communicator(Collectives):
 
     def _form(self, hello: Hello) -> None:
         """Become a rank of a generation of the job. Raises ClosedError when `shutdown` is called meanwhile."""
-        self._enter(join(self.config, hello, lambda: self._gave_up))
+        secret = load_secret(self.config.security) if self._embedded is None else self._embedded.secret
+        self._enter(join(self.config, hello, secret, lambda: self._gave_up))
         if self._gave_up:  # called after the join; perhaps only the old engine was asked to leave
             self._hang_up()
+            self._end_embedded()
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
     def _enter(self, arrival: Arrival) -> None:
@@ -207,7 +233,8 @@ class Communicator(Collectives):
         everything and raises ClosedError. A `reform` that joins meanwhile raises ClosedError soon.
         """
         self._gave_up = True
-        self._hang_up()
+        if self._hang_up():
+            self._end_embedded()
         self._on_shutdown(self)
 
     @property
@@ -215,12 +242,21 @@ class Communicator(Collectives):
         """`shutdown` was called, and `reform` was not since."""
         return self._gave_up
 
-    def _hang_up(self) -> None:
-        if self._engine.shutdown():
+    def _hang_up(self) -> bool:
+        """Return whether all is closed; else the call that a signal handler interrupts will do that."""
+        is_closed = self._engine.shutdown()
+        if is_closed:
             ending.closed(self)
+        return is_closed
+
+    def _end_embedded(self) -> None:
+        if self._embedded is not None:
+            self._embedded.close()
 
     def _abandon(self) -> None:
         self._engine.abandon()
+        if self._embedded is not None:
+            self._embedded.abandon()
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""

@@ -104,7 +104,8 @@ _LAUNCHERS = (
 def detect_launch(
     environ: Mapping[str, str] = os.environ, *, rank: int | None = None, size: int | None = None
 ) -> Launch:
-    """This process's rank and size: from the arguments, else from its launcher, else rank 0 of 1.
+    """This process's rank and size: from the arguments, else from its launcher, else rank 0 of 1. Where the launcher
+    says what the arguments say, its local numbers count, too.
 
     Raises UsageError if only one of `rank` and `size` is given, or unless both are integers and 0 <= rank < size; also
     if a launcher's variables have one of these faults.
@@ -115,7 +116,11 @@ def detect_launch(
         rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
-        return Launch(rank, size, None, None, "arguments")
+        said = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
+        if said is None or not _says(said, environ, rank, size):
+            return Launch(rank, size, None, None, "arguments")
+        local_rank, local_size = _local(said.local_rank, environ), _local(said.local_size, environ)
+        return Launch(rank, size, local_rank, None, "arguments", local_size)
     for variables in _LAUNCHERS:
         if _is_inside(variables, environ):
             return _launch(variables, environ)
@@ -147,13 +152,29 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
     inside = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
     if inside is not None and not _says(inside, environ, rank, size):
         inside = None
-    parts = [] if inside is None else [_job(inside, environ)]
-    if inside is not None and inside.launcher == "MPICH" and parts == [None]:
-        parts = [_met_at(_process_manager() or "")]
+    parts = [] if inside is None else [_id(inside, environ)]
     if inside is None or inside.launcher == "torchrun":
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
         parts.append(_met_at(f"{address}:{port}") if address and port else None)
     return _short("@".join(part for part in parts if part))
+
+
+def host_launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> str:
+    """What only the processes of this launch share on this host; empty where nothing is known.
+
+    Where `launch_id` is empty, because rank and size are no launcher's, a launcher around them counts all the same: it
+    is another one around the processes of another launch.
+    """
+    around = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
+    return launch_id(rank, size, environ) or _short("" if around is None else _id(around, environ) or "")
+
+
+def _id(variables: _Variables, environ: Mapping[str, str]) -> str | None:
+    """The launcher's id of the launch; of MPICH's mpirun, which may give none, where it waits for its proxies."""
+    found = _job(variables, environ)
+    if found is None and variables.launcher == "MPICH":
+        found = _met_at(_process_manager() or "")
+    return found
 
 
 def _met_at(address: str) -> str:

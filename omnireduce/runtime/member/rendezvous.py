@@ -24,7 +24,7 @@ from omnireduce.protocol.joining import Joining
 from omnireduce.runtime.asking.connecting import connect_once, why_lost
 from omnireduce.runtime.member.sharing import memory_key
 from omnireduce.runtime.reserve import shortage
-from omnireduce.secret import NONCE_BYTES, load_secret
+from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting
@@ -77,7 +77,7 @@ class Arrival(NamedTuple):
     group: HostGroup | None = None
 
 
-def join(config: Config, hello: Hello, gave_up: Callable[[], bool]) -> Arrival:
+def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]) -> Arrival:
     """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`. `gave_up` is called now
     and then; when it returns True, this stops.
 
@@ -86,7 +86,7 @@ def join(config: Config, hello: Hello, gave_up: Callable[[], bool]) -> Arrival:
     end of that time, AbortedError when another rank failed meanwhile, ClosedError when the caller gave up.
     """
     try:
-        visitor = _Visitor(config, hello)
+        visitor = _Visitor(config, hello, secret)
     except OSError as error:
         raise TransportError(f"cannot join job '{hello.job}': {shortage(error)}") from error
     return visitor.run(gave_up)
@@ -108,10 +108,10 @@ def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> I
 class _Visitor:
     """Carries out what the machine asks for: connections, messages, slots."""
 
-    def __init__(self, config: Config, hello: Hello) -> None:
+    def __init__(self, config: Config, hello: Hello, secret: Secret | None) -> None:
         self._config, self._tls = config, worker_context(config.security)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=hello.job, rank=hello.rank)
-        secret, cluster = load_secret(config.security), config.cluster
+        cluster = config.cluster
         self._machine = Joining(hello, cluster.aggregators, secret, cluster.join_timeout_s, config.transport.kind)
         self._links: list[Link] = []
         self._offers: list[Offer | None] = []

@@ -80,6 +80,7 @@ class ShardServer:
         )  # fmt: skip
         self._jobs: dict[int, Job] = {}
         self._drain_deadline: float | None = None
+        self._stops_after_jobs = False
         self._listening = Listening(doors, self._selector, clock, lambda: len(self._connections))
 
     @property
@@ -117,12 +118,16 @@ class ShardServer:
     def stopped(self) -> bool:
         return self._drain_deadline is not None and not self._connections
 
-    def stop_when_readable(self, descriptor: int) -> None:
-        """Stop as soon as `descriptor` becomes readable or its other end is closed."""
+    def stop_when_readable(self, descriptor: int, *, after_jobs: bool = False) -> None:
+        """Stop as soon as `descriptor` becomes readable or its other end is closed. With `after_jobs`: once no job runs
+        after that."""
 
         def stop() -> None:
             self._selector.unregister(descriptor)
-            self.stop()
+            if after_jobs:
+                self._stops_after_jobs = True
+            else:
+                self.stop()
 
         self._selector.register(descriptor, selectors.EVENT_READ, stop)
 
@@ -295,6 +300,8 @@ class ShardServer:
         for connection in self._connections.leavers.over(now):
             self._departures.drop(connection)
         self._listening.resume(now)
+        if self._stops_after_jobs and not self._jobs:
+            self.stop()
         if self._drain_deadline is not None:
             self._drain(now >= self._drain_deadline)
 

@@ -1,0 +1,74 @@
+"""The aggregator of one job: rank 0 starts it where no aggregator is configured, and it ends with that rank.
+
+It is one process, a shard without a supervisor. It would be no use to start a shard again: its job would have ended.
+It ends when rank 0 has left or is gone, and the job with that. What both tell each other:
+omnireduce/runtime/embedding.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from aggregator.shard import begin_shard, make_server, open_listeners
+from aggregator.signals import ignore
+from aggregator.watchdog import LOOK_S
+from omnireduce.cli import lose_unwritable_logs
+from omnireduce.config import Config
+from omnireduce.errors import OmniReduceError
+from omnireduce.kernels.warm import warm_up_aggregator
+from omnireduce.logs import tell_left_out
+from omnireduce.runtime.embedding import (
+    LONGEST,
+    LOOPBACK,
+    MOST_BYTES,
+    SECRET_BYTES,
+    Compiling,
+    Failed,
+    Ready,
+    decode_config,
+    encode,
+)
+from omnireduce.runtime.shard.access import Access
+from omnireduce.secret import Secret
+from omnireduce.teams import Teams
+
+
+def main() -> None:
+    """Serve the job of the rank at the other end of standard input, until that rank wants no more or is gone."""
+    # What is meant for the ranks also comes here. They need the aggregator until they have dealt with it.
+    ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    lose_unwritable_logs()
+    with socket.socket(fileno=sys.stdin.fileno()) as rank:
+        data, descriptors, _, _ = socket.recv_fds(rank, MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        if data:
+            _serve(rank, decode_config(data), [rank.fileno(), *descriptors])
+
+
+def _serve(rank: socket.socket, config: Config, lifelines: Sequence[int]) -> None:
+    def tell_progress(ready: int, total: int) -> None:
+        if select.select(lifelines, [], [], 0)[0]:
+            raise ConnectionResetError
+        rank.send(encode(Compiling(ready, total)))
+
+    try:
+        listeners = open_listeners(LOOPBACK, 0, config.transport.kind)
+        begin_shard(config, listeners.name)
+        warm_up_aggregator(tell_progress)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        server = make_server(listeners, config, Access(Teams({"": [Secret(secret)]})))
+        rank.send(encode(Ready(listeners.address, secret)))
+    except ConnectionError:  # the rank is gone, or wants no more
+        return
+    except OmniReduceError as error:
+        with suppress(ConnectionError):
+            rank.send(encode(Failed(str(error)[:LONGEST])))
+        return
+    for lifeline in lifelines:
+        server.stop_when_readable(lifeline, after_jobs=True)  # the others may leave later, in order
+    server.serve(tell_left_out, LOOK_S)

@@ -1,0 +1,59 @@
+"""What rank 0 and the aggregator that it starts for its job tell each other, and what rank 0 tells the other ranks.
+
+A pair of connected Unix sockets joins the two processes. The rank sends a Config, together with a descriptor of its own
+process where the system has such (pidfd_open(2)). The aggregator sends `Compiling` now and then, and in the end `Ready`
+or `Failed`. When the connection is over, or the rank's process is, the aggregator stops with the job. The rank passes
+all news on to the other ranks as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct, msgpack
+
+from omnireduce.config import Config
+
+LOOPBACK = "127.0.0.1"
+SECRET_BYTES = 32
+MOST_BYTES = 1 << 16  # of a message
+LONGEST = 4096  # characters of a reason
+_Count = Annotated[int, Meta(ge=0, le=1 << 16)]
+_Address = Annotated[str, Meta(pattern=r"^127\.0\.0\.1:[1-9][0-9]{0,4}\Z")]
+_Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+
+
+class Compiling(Struct, frozen=True, tag="compiling"):
+    """So many of the aggregator's kernels are ready."""
+
+    ready: _Count
+    total: _Count
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """The aggregator waits for the ranks at `address`. It admits who knows `secret`, which it has drawn."""
+
+    address: _Address
+    secret: _Secret
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """There is no aggregator, and there will be none."""
+
+    reason: Annotated[str, Meta(max_length=LONGEST)]
+
+
+News = Compiling | Ready | Failed
+encode = msgpack.Encoder().encode
+_news: msgpack.Decoder[News] = msgpack.Decoder(News)
+_config = msgpack.Decoder(Config)
+
+
+def decode_news(data: bytes) -> News:
+    """Raises msgspec.DecodeError, a ValueError, for anything else."""
+    return _news.decode(data)
+
+
+def decode_config(data: bytes) -> Config:
+    """Raises msgspec.DecodeError, a ValueError, for anything else."""
+    return _config.decode(data)

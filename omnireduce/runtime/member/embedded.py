@@ -1,0 +1,268 @@
+"""The aggregator that rank 0 starts for its job where none is configured, and how all ranks of the job reach it.
+
+It is a child process of rank 0 (`aggregator/embedded.py`), started as a new program, because this process may have
+threads and devices that must not be forked. It is not told to end when its parent does (PR_SET_PDEATHSIG): the signal
+comes when the thread ends that has started it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from omnireduce.config import Config, Security
+from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
+from omnireduce.logs import BoundLog, tagged
+from omnireduce.runtime.embedding import (
+    LONGEST,
+    LOOPBACK,
+    MOST_BYTES,
+    Compiling,
+    Failed,
+    News,
+    Ready,
+    decode_news,
+    encode,
+)
+from omnireduce.runtime.member.invitations import HOW, LISTED, Deadline, Invitations, be_invited, place_of
+from omnireduce.runtime.member.launcher import Launch, host_launch_id
+from omnireduce.runtime.reserve import shortage
+from omnireduce.secret import Secret
+
+MOMENT_S = 0.5
+TREE = str(Path(__file__).resolve().parents[3])
+# A user's own `aggregator.py` is not taken for ours, and nothing of the current folder for a module.
+PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); from aggregator.embedded import main; del sys.path[0]; main()"
+)
+Progress = Callable[[int, int], None]
+
+
+def embed(config: Config, launch: Launch, job: str, *, is_named: bool) -> Embedded:
+    """The aggregator of a job for which none is configured. Raises what `identify` raises, and TransportError where it
+    cannot be started."""
+    return Embedded(config, launch, identify(config, launch, is_named=is_named), job)
+
+
+def identify(config: Config, launch: Launch, *, is_named: bool) -> str:
+    """What tells this launch from another one on this host. Empty: the name of its job does, if `is_named`.
+
+    Raises ConfigError where rank 0 cannot start an aggregator for all: workers on several hosts, an elastic job, or
+    workers of which nothing tells that they belong together.
+    """
+    identity = host_launch_id(launch.rank, launch.size) if config.cluster.launch == "auto" else config.cluster.launch
+    nothing = "no aggregator is configured (cluster.aggregators)"
+    if launch.local_size is not None and launch.local_size < launch.size:
+        here = f"only {launch.local_size} of the {launch.size} workers are on this host"
+        raise ConfigError(f"{nothing}, and {here}: {HOW}; docs/operations.md")
+    if config.elastic.enabled:
+        raise ConfigError(f"{nothing}, and elastic.enabled wants one that outlives rank 0: {HOW}")
+    if launch.size > 1 and not identity and not is_named:
+        raise ConfigError(
+            f"{nothing}, and nothing tells this launch of {launch.size} workers from another one on this host: set "
+            f"another cluster.job for each launch (OMNIREDUCE_CLUSTER_JOB=NAME), or {HOW}"
+        )
+    return identity
+
+
+class Embedded:
+    """One job's own aggregator, as one of its ranks sees it. Rank 0 starts it at once.
+
+    `secret`: what it wants proved, once it is known. Raises TransportError when it cannot be started.
+    """
+
+    def __init__(self, config: Config, launch: Launch, identity: str, job: str) -> None:
+        self._config, self._launch, self._job = config, launch, job
+        self._log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=launch.rank)
+        self._place = place_of(identity, job)
+        self.secret: Secret | None = None
+        self._child: Child | None = None
+        self._invitations: Invitations | None = None
+        if not launch.rank:
+            self._start()
+
+    def _start(self) -> None:
+        cannot = f"cannot start an aggregator for job '{self._job}'"
+        try:
+            if self._launch.size > 1:
+                self._invitations = Invitations(self._place, self._launch.size)
+            self._child = Child(self._config)
+        except OSError as error:
+            self.close()
+            if error.errno == errno.EADDRINUSE:
+                why = "another process on this host does so just now; do two launches have this job? Give each another"
+                raise TransportError(f"{cannot}: {why} cluster.job") from error
+            raise TransportError(f"{cannot}: {shortage(error)}") from error
+
+    def meet(self, progress: Progress) -> Config:
+        """Wait until the aggregator is ready and, on rank 0, all other ranks know where. `progress` hears how many of
+        its kernels are compiled. Returns the configuration with which a rank reaches it.
+
+        Raises TransportError, or RefusedError when ranks are missing after `cluster.join_timeout_s` or differ.
+        """
+        limit_s, launch = self._config.cluster.join_timeout_s, self._launch
+        if launch.rank:
+            ready = be_invited(self._place, self._job, launch.rank, launch.size, limit_s, self._say)
+        else:
+            ready = self._invite(progress)
+        self.secret = Secret(ready.secret)  # in place of what the user has configured for other aggregators
+        cluster = replace(self._config.cluster, aggregators=(ready.address,))
+        return replace(self._config, cluster=cluster, security=Security())
+
+    def close(self) -> None:
+        """End the aggregator, if this rank has started it. May be called twice; raises nothing."""
+        if self._invitations is not None:
+            self._invitations.close()
+            self._invitations = None
+        if self._child is not None:
+            self._child.close()
+
+    def abandon(self) -> None:
+        """In a forked child: it is none of its business."""
+        if self._child is not None:
+            self._child.abandon()
+
+    def _say(self, text: str) -> None:
+        self._log.warning("%s", text, extra=tagged("waiting_for_ranks"))
+
+    def _invite(self, progress: Progress) -> Ready:
+        assert self._child is not None
+        try:
+            return self._await_ranks(self._child, progress)
+        except BaseException as error:
+            if self._invitations is not None:
+                known = isinstance(error, OmniReduceError)
+                self._invitations.tell(Failed(str(error)[:LONGEST] if known else left_because(error)))
+            raise
+        finally:
+            if self._invitations is not None:
+                self._invitations.close()
+                self._invitations = None
+
+    def _await_ranks(self, child: Child, progress: Progress) -> Ready:
+        limit_s, ready = self._config.cluster.join_timeout_s, None
+        deadline = Deadline(limit_s, lambda: self._say(f"waiting for {self._whom(ready)}"))
+        with selectors.DefaultSelector() as selector:
+            selector.register(child, selectors.EVENT_READ)
+            if self._invitations is not None:
+                selector.register(self._invitations, selectors.EVENT_READ)
+            while ready is None or self._missing:
+                patience_s = deadline.left_s()
+                if patience_s is None:
+                    raise RefusedError(
+                        f"still waiting for {self._whom(ready)} after cluster.join_timeout_s = {limit_s:g}; were all "
+                        f"workers started on this host, with the same job? For workers on several hosts {HOW}",
+                        temporary=True,
+                    )
+                for key, _ in selector.select(patience_s):
+                    if key.fileobj is not child:
+                        self._take_turn()
+                        continue
+                    news = child.news()
+                    self._pass_on(news)
+                    if isinstance(news, Ready):
+                        ready = news
+                        selector.unregister(child)
+                    else:
+                        progress(news.ready, news.total)
+                        deadline.put_off()
+        return ready
+
+    def _take_turn(self) -> None:
+        assert self._invitations is not None
+        self._invitations.turn()
+
+    def _pass_on(self, news: News) -> None:
+        if self._invitations is not None:
+            self._invitations.tell(news)
+
+    @property
+    def _missing(self) -> list[int]:
+        return [] if self._invitations is None else self._invitations.missing
+
+    def _whom(self, ready: Ready | None) -> str:
+        if ready is None:
+            return f"the aggregator of job '{self._job}' to be ready"
+        ranks = ", ".join(map(str, self._missing[:LISTED])) + (" …" if len(self._missing) > LISTED else "")
+        return f"rank {ranks} of job '{self._job}'"
+
+
+class Child:
+    """The process of the aggregator, and rank 0's connection to it. Raises OSError when it cannot be started."""
+
+    def __init__(self, config: Config) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", PROGRAM, TREE],
+                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            self._order(config)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _order(self, config: Config) -> None:
+        """Tell it how to be, and give it a descriptor that tells of the end of this process. Without that the end of
+        the connection must do, though a fork of this process may keep the connection open."""
+        daemon = replace(config.aggregator, listen=f"{LOOPBACK}:0", shards=1)
+        log = config.log if config.log.level == "error" else replace(config.log, level="warning")
+        order = Config(transport=config.transport, verbs=config.verbs, aggregator=daemon, trace=config.trace, log=log)
+        lifelines = []
+        with suppress(OSError):
+            lifelines.append(os.pidfd_open(os.getpid()))
+        try:
+            with suppress(ConnectionError):  # it has ended already: no news will come
+                socket.send_fds(self._socket, [encode(order)], lifelines)
+        finally:
+            for each in lifelines:
+                os.close(each)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there are news."""
+        return self._socket.fileno()
+
+    def news(self) -> Compiling | Ready:
+        """The latest news; call this when there are some. Raises TransportError when there will be no aggregator."""
+        news: News | None = None
+        with suppress(ConnectionError, BlockingIOError):
+            while not isinstance(news, Ready | Failed) and (data := self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)):
+                news = decode_news(data)
+        if news is None or isinstance(news, Failed):
+            reason = "its process has ended" if news is None else news.reason
+            raise TransportError(f"the aggregator that rank 0 starts cannot serve: {reason}")
+        return news
+
+    def close(self) -> None:
+        """Tell it that this rank needs it no more. It ends when the other ranks have left, too: wait a moment for that,
+        so that normally nothing is left."""
+        if self._process.returncode is not None:
+            return
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)  # this counts for the copies in forked processes, too
+            self._socket.settimeout(MOMENT_S)
+            while self._socket.recv(MOST_BYTES):
+                pass  # old news
+        self._socket.close()
+        try:
+            self._process.wait(MOMENT_S)
+        except subprocess.TimeoutExpired:
+            with suppress(RuntimeError):  # no thread can be had, as at the end of the process
+                threading.Thread(target=self._process.wait, name="omnireduce-wait", daemon=True).start()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._socket.close()
+        self._process.returncode = 0  # it is a child of another process

@@ -1,0 +1,226 @@
+"""How the ranks of a launch on one host learn where the aggregator is that rank 0 has started.
+
+Rank 0 listens on an abstract Unix socket. Its name follows from what only the processes of this launch share, so
+nothing is left in the file system, and no other launch comes there. Each of the other ranks connects and sends a card:
+its rank, and the world size. Rank 0 tells it the news of the aggregator, up to the address and the secret. When all of
+them know, rank 0 listens no more: a rank that is ahead of it, in its next job, then finds nobody and waits.
+
+Both ends must be of the same user, as the kernel says. So another user who takes the name first learns nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from omnireduce.errors import RefusedError, TransportError
+from omnireduce.runtime.embedding import MOST_BYTES, Compiling, Failed, News, Ready, decode_news, encode
+from omnireduce.transport.blame import from_a_handler
+from omnireduce.transport.shm import peer_of
+from omnireduce.transport.stream import BACKLOG
+
+CARD = struct.Struct("<II")  # rank, world size
+RETRY_S = 0.02  # between two attempts to connect: rank 0 may not listen yet
+QUIET_S = 2.0  # how long to wait before saying so
+LISTED = 8  # ranks in a message
+HOW = (
+    "start `omnireduce aggregator --listen 0.0.0.0:7400` with a secret on a host that all workers can reach, and tell "
+    "all workers: OMNIREDUCE_CLUSTER_AGGREGATORS=HOST:7400, or cluster.aggregators"
+)
+Say = Callable[[str], None]
+
+
+def place_of(launch: str, job: str, proc: Path = Path("/proc")) -> str:
+    """The name of the socket. Network namespaces have their own names. A launcher's id may be made of process ids, so a
+    PID namespace counts, too."""
+    namespace = ""
+    with suppress(OSError):
+        namespace = str((proc / "self/ns/pid").stat().st_ino)
+    what = "\0".join((namespace, str(os.geteuid()), launch, job))
+    return f"\0omnireduce-launch/{hashlib.sha256(what.encode(errors='surrogateescape')).hexdigest()}"
+
+
+class Deadline:
+    """The end of a wait of `limit_s` seconds, which news put off. `complain` is called once, when it gets long."""
+
+    def __init__(self, limit_s: float, complain: Callable[[], None]) -> None:
+        self._limit_s, self._complain = limit_s, complain
+        self._at, self._quiet_until = time.monotonic() + limit_s, time.monotonic() + QUIET_S
+
+    def put_off(self) -> None:
+        """Something goes on."""
+        self._at, self._quiet_until = time.monotonic() + self._limit_s, time.monotonic() + QUIET_S
+
+    def left_s(self, most_s: float = QUIET_S) -> float | None:
+        """How many seconds to wait for the next event, at most `most_s`; None: the time is over."""
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = float("inf")
+            self._complain()
+        return None if now >= self._at else min(most_s, self._at - now)
+
+
+class Invitations:
+    """Rank 0's end. Raises OSError when it cannot listen, as when somebody else has the name."""
+
+    def __init__(self, place: str, size: int) -> None:
+        self._size, self._told = size, set[int]()
+        self._news: News | None = None
+        self._guests: dict[socket.socket, int | None] = {}  # with their ranks, once they have sent a card
+        self._selector = selectors.EpollSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.setblocking(False)
+            self._listener.bind(place)
+            self._listener.listen(BACKLOG)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `turn` has something to do."""
+        return self._selector.fileno()
+
+    def turn(self) -> None:
+        """Do what can be done now. Raises RefusedError when a rank comes that was given another world size."""
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.fileobj, socket.socket):
+                self._hear(key.fileobj)
+
+    def tell(self, news: News) -> None:
+        """Tell all who are here, and those who come later."""
+        self._news = news
+        for guest, rank in list(self._guests.items()):
+            if rank is not None:
+                self._tell(guest, rank)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that do not know the address yet."""
+        return [rank for rank in range(1, self._size) if rank not in self._told]
+
+    def close(self) -> None:
+        """Listen no more."""
+        for guest in self._guests:
+            guest.close()
+        self._guests.clear()
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            guest, _ = self._listener.accept()
+        except BlockingIOError as error:
+            if from_a_handler(error):
+                raise
+            return
+        if peer_of(guest)[1] != os.geteuid() or len(self._guests) > 2 * self._size:
+            guest.close()
+            return
+        guest.setblocking(False)
+        self._guests[guest] = None
+        self._selector.register(guest, selectors.EVENT_READ)
+
+    def _hear(self, guest: socket.socket) -> None:
+        """Take a card. Who says anything else, or more, or hangs up, is none of the ranks, or knows already."""
+        try:
+            data = guest.recv(CARD.size + 1)
+        except ConnectionError as error:
+            if from_a_handler(error):
+                raise
+            data = b""
+        rank, size = CARD.unpack(data) if len(data) == CARD.size else (0, 0)
+        if self._guests[guest] is not None or not 0 < rank < max(size, self._size):
+            self._forget(guest)
+            return
+        self._guests[guest] = rank
+        if size != self._size:
+            raise RefusedError(f"rank {rank} was started as one of {size} workers, and rank 0 as one of {self._size}")
+        if self._news is not None:
+            self._tell(guest, rank)
+
+    def _tell(self, guest: socket.socket, rank: int) -> None:
+        assert self._news is not None
+        try:
+            guest.send(encode(self._news))
+        except OSError as error:
+            if from_a_handler(error):
+                raise
+            self._forget(guest)
+        else:
+            if isinstance(self._news, Ready):
+                self._told.add(rank)
+
+    def _forget(self, guest: socket.socket) -> None:
+        self._selector.unregister(guest)
+        del self._guests[guest]
+        guest.close()
+
+
+def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: Say) -> Ready:
+    """Any other rank's end: wait for rank 0, and for what it knows.
+
+    Raises TransportError when rank 0 does not come within `limit_s`, is gone, or has no aggregator to offer.
+    """
+    zero = f"rank 0 of job '{job}', which starts the aggregator"
+    deadline = Deadline(limit_s, lambda: say(f"waiting for {zero}"))
+    too_late = TransportError(
+        f"{zero}, is not on this host after cluster.join_timeout_s = {limit_s:g}; were all workers started here, with "
+        f"the same job? For workers on several hosts {HOW}"
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, selectors.DefaultSelector() as selector:
+        while not _connected(sock, place):
+            patience_s = deadline.left_s(RETRY_S)
+            if patience_s is None:
+                raise too_late
+            selector.select(patience_s)
+        if peer_of(sock)[1] != os.geteuid():
+            raise TransportError(f"a process of another user is where the ranks of job '{job}' meet on this host")
+        selector.register(sock, selectors.EVENT_READ)
+        try:
+            sock.send(CARD.pack(rank, size))
+            while (patience_s := deadline.left_s()) is not None:
+                news = _read(sock, zero) if selector.select(patience_s) else None
+                if isinstance(news, Ready):
+                    return news
+                if news is not None:
+                    deadline.put_off()
+        except ConnectionError as error:
+            if from_a_handler(error):
+                raise
+            raise TransportError(f"{zero}, is gone") from None
+    raise TransportError(f"{zero}, has said nothing for cluster.join_timeout_s = {limit_s:g}")
+
+
+def _connected(sock: socket.socket, place: str) -> bool:
+    try:
+        sock.connect(place)
+    except ConnectionRefusedError as error:
+        if from_a_handler(error):
+            raise
+        return False
+    return True
+
+
+def _read(sock: socket.socket, zero: str) -> Ready | Compiling:
+    """The next news of `zero`. Raises TransportError for bad news, and when the connection is over."""
+    data = sock.recv(MOST_BYTES)
+    if not data:
+        raise TransportError(f"{zero}, is gone")
+    try:
+        news = decode_news(data)
+    except ValueError:
+        raise TransportError(f"{zero}, is of another version of omnireduce") from None
+    if isinstance(news, Failed):
+        raise TransportError(f"{zero}, has none: {news.reason}")
+    return news

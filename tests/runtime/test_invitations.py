@@ -1,0 +1,103 @@
+"""Where the ranks of a launch meet before they have an aggregator: who is told, and who is not."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+from local_cluster import READY_S, Ranks, unique_job
+
+from omnireduce.errors import RefusedError, TransportError
+from omnireduce.runtime.embedding import Compiling, Failed, News, Ready, decode_news, encode
+from omnireduce.runtime.member.invitations import CARD, Invitations, be_invited, place_of
+
+READY = Ready("127.0.0.1:4711", bytes(32))
+
+
+def guest(place: str, said: bytes | None) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(place)
+    if said is not None:
+        sock.send(said)
+    return sock
+
+
+@pytest.mark.parametrize(
+    "said", [None, b"x", b"x" * 1000, CARD.pack(0, 2), CARD.pack(2, 2), CARD.pack(2**32 - 1, 2), struct.pack("<I", 1)]
+)
+def test_who_shows_no_card_is_not_told(said: bytes | None) -> None:
+    place = place_of("", unique_job())
+    invitations = Invitations(place, 2)
+    stranger, rank = guest(place, said), guest(place, CARD.pack(1, 2))
+    for _ in range(4):
+        invitations.turn()
+    assert invitations.missing == [1]
+    for news in (Compiling(1, 2), READY):
+        invitations.tell(news)
+    assert invitations.missing == []
+    assert [decode_news(rank.recv(4096)) for _ in range(2)] == [Compiling(1, 2), READY]
+    invitations.close()
+    with stranger, rank:
+        assert stranger.recv(4096) == rank.recv(4096) == b""
+
+
+def test_who_comes_late_or_once_more_is_told() -> None:
+    place = place_of("", unique_job())
+    invitations = Invitations(place, 3)
+    invitations.tell(READY)
+    guests = [guest(place, CARD.pack(rank, 3)) for rank in (1, 1, 2)]
+    for _ in range(6):
+        invitations.turn()
+    assert invitations.missing == []
+    invitations.close()
+    for each in guests:
+        with each:
+            assert decode_news(each.recv(4096)) == READY
+
+
+def test_another_world_size_ends_it_for_all() -> None:
+    place = place_of("", unique_job())
+    invitations = Invitations(place, 2)
+    with guest(place, CARD.pack(2, 3)):
+        invitations.turn()
+        with pytest.raises(RefusedError, match="rank 2 was started as one of 3 workers"):
+            invitations.turn()
+    invitations.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"", "is gone"),
+        (b"\xc1", "is of another version"),
+        (encode(Ready("10.0.0.1:7400", bytes(32))), "is of another version"),
+        (encode(Ready("127.0.0.1:4711", b"short")), "is of another version"),
+        (encode(Failed("it rains")), "has none: it rains"),
+    ],
+)
+def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
+    job = unique_job()
+    place = place_of("", job)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:
+        zero.bind(place)
+        zero.listen()
+        one = Ranks(1, lambda _: be_invited(place, job, 1, 2, limit_s=READY_S, say=lambda _: None))
+        with zero.accept()[0] as rank:
+            assert CARD.unpack(rank.recv(64)) == (1, 2)
+            if answer:
+                rank.send(answer)
+        [error] = one.outcomes()
+    assert isinstance(error, TransportError)
+    assert message in str(error)
+
+
+@pytest.mark.parametrize("news", [READY, Compiling(3, 9), Failed("why")])
+def test_news_are_read_as_they_were_written(news: News) -> None:
+    assert decode_news(encode(news)) == news
+
+
+def test_names_of_different_launches_differ() -> None:
+    names = {place_of(*each) for each in (("a", "b"), ("b", "a"), ("", "a"), ("", "b"), ("\udcff", "b"))}
+    assert len(names) == 5
+    assert all(name.startswith("\0omnireduce-launch/") and len(name) < 108 for name in names)
