@@ -104,7 +104,7 @@ def test_different_collectives_end_the_job_on_all_ranks() -> None:
 
 def test_different_collectives_after_a_fault_are_not_why_the_job_is_over() -> None:
     """A rank called something else, and ended the job; the aggregator has not told so yet."""
-    cluster = host(2, 32, 4, 1)
+    cluster = one_host(2, 32, 4, 1)
     first, second = cluster.worker_drivers
     cluster.allreduce(0, np.ones(20, np.float32))
     first.advance()
@@ -120,7 +120,7 @@ def test_different_collectives_after_a_fault_are_not_why_the_job_is_over() -> No
 @pytest.mark.parametrize("has_told", [True, False])
 def test_what_an_aggregator_has_told_comes_before_what_memory_shows(has_told: bool) -> None:
     """A rank that begins a collective has not read yet what its links have brought."""
-    cluster, behind = host(2, 32, 4, 1), Cause("rank 1", "left behind")
+    cluster, behind = one_host(2, 32, 4, 1), Cause("rank 1", "left behind")
     first, second = cluster.worker_drivers
     first.perform(cluster.workers[0].leave())
     if has_told:
