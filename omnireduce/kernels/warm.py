@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.kernels.claims import Kernel, in_turn
 from omnireduce.kernels.exchange import await_step, get_counter, next_step, run, run_with_rows, set_counter
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
@@ -40,19 +41,19 @@ def warm_up_worker(progress: Progress = _silent) -> None:
     make_ready(list(_of_worker()), progress)
 
 
-def make_ready(kernels: Sequence[Callable[[], object]], progress: Progress) -> None:
+def make_ready(kernels: Sequence[Kernel], progress: Progress) -> None:
     """Call each of `kernels`, and `progress` between them once one was compiled: to load them is no news, however busy
     the machine is."""
     said_at = time.monotonic()
     with watching_the_compiler() as has_compiled:
-        for ready, kernel in enumerate(kernels, 1):
+        for ready, kernel in enumerate(in_turn(kernels), 1):
             kernel()
             if time.monotonic() - said_at >= MOMENT_S and has_compiled():
                 progress(ready, len(kernels))
                 said_at = time.monotonic()
 
 
-def _of_aggregator() -> Iterator[Callable[[], object]]:
+def _of_aggregator() -> Iterator[Kernel]:
     indices, one = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
     parts, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
     yield partial(admit_indices, indices[0], 0, 1, 0, 1, 1, one.copy())
@@ -68,7 +69,7 @@ def _of_aggregator() -> Iterator[Callable[[], object]]:
     )
 
 
-def _of_worker() -> Iterator[Callable[[], object]]:
+def _of_worker() -> Iterator[Kernel]:
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
     yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
     rows = words.view(np.uint8)
@@ -82,12 +83,12 @@ def _of_worker() -> Iterator[Callable[[], object]]:
     yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
 
 
-def _of_runs(indices: Array) -> Iterator[Callable[[], object]]:
+def _of_runs(indices: Array) -> Iterator[Kernel]:
     yield partial(list_runs, indices, 1, 1, np.zeros((1, 2), np.int64))
     yield partial(expand_runs, np.zeros(2, np.int64), 0, 0, 1, 1, indices.copy())
 
 
-def _of_host() -> Iterator[Callable[[], object]]:
+def _of_host() -> Iterator[Kernel]:
     """The exchange inside a host: first its arithmetic, which is most of it."""
     plan, words, floats = np.zeros((0, 2), np.int64), np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.float32)
     for storage in STORAGES:

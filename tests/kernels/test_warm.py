@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 from numba.core import event
@@ -76,19 +76,16 @@ def test_what_takes_long_is_said_about_once_a_second(monkeypatch: pytest.MonkeyP
     """But not of kernels that are only loaded, on a machine that is busy."""
     now, said = [0.0], []
 
-    def load_for(seconds: float) -> Callable[[], None]:
-        return lambda: now.__setitem__(0, now[0] + seconds)
+    def load(seconds: float) -> None:
+        now[0] += seconds
 
-    def compile_for(seconds: float) -> Callable[[], None]:
-        def compile_one() -> None:
-            with event.trigger_event("numba:compile"):
-                load_for(seconds)()
-
-        return compile_one
+    def compile_(seconds: float) -> None:
+        with event.trigger_event("numba:compile"):
+            load(seconds)
 
     monkeypatch.setattr(warm.time, "monotonic", lambda: now[0])
-    for short in ([load_for(0.4)] * 20, [compile_for(0.01)] * 20):
+    for short in ([partial(load, 0.4)] * 20, [partial(compile_, 0.01)] * 20):
         warm.make_ready(short, lambda *progress: said.append(progress))
     assert said == []
-    warm.make_ready([load_for(0.4), *[compile_for(0.4)] * 6], lambda *progress: said.append(progress))
+    warm.make_ready([partial(load, 0.4), *[partial(compile_, 0.4)] * 6], lambda *progress: said.append(progress))
     assert said == [(3, 7), (6, 7)]
