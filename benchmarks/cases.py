@@ -21,6 +21,13 @@ class Setup:
     ranks: int
     shards: int = SHARDS
 
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Those of the ranks. Over TCP, and where the load of shards is what counts, all tensors go by the shards, as
+        between hosts."""
+        by_shards = self.transport == "tcp" or self.shards == SKEW_SHARDS
+        return (f"transport.kind={self.transport}", *(["transport.host_exchange=off"] if by_shards else []))
+
 
 @dataclass(frozen=True)
 class Case:

@@ -178,8 +178,7 @@ def contest(setup: Setup, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
         shards = stack.enter_context(daemon(setup.shards))
         echoes = stack.enter_context(echo_servers(setup.shards if setup.transport == "tcp" else 0))
-        kind = f"transport.kind={setup.transport}"
-        service = service_group(setup.ranks, folder, shards.addresses, kind, echoes=echoes.addresses)
+        service = service_group(setup.ranks, folder, shards.addresses, *setup.settings, echoes=echoes.addresses)
         entrants = _own_entrants(stack.enter_context(service), shards, echoes)
         for name in peers:
             try:

@@ -59,9 +59,10 @@ def measure(case: Case, tree: Tree = HERE) -> Memory:
     """Let workers and a daemon of `tree` exchange tensors of the case's size. Raises PeerError when one fails."""
     setup = case.setup
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(setup.shards, tree=tree) as running:
-        options = (f"transport.kind={setup.transport}",)
         program = ("benchmarks.peak_memory",)
-        with service_group(setup.ranks, folder, running.addresses, *options, program=program, tree=tree) as group:
+        with service_group(
+            setup.ranks, folder, running.addresses, *setup.settings, program=program, tree=tree
+        ) as group:
             answers = group.tell(do="measure", elements=case.elements)
         resident = max(running.read(lambda pid: memory_mib("VmHWM", pid)))
     with importer(tree) as pid:
