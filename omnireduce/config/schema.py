@@ -107,8 +107,8 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spin_us: Annotated[
         int,
         _meta(
-            "how long a thread that waits for a tensor of up to 1 MiB polls before it sleeps; for a larger one a "
-            "tenth of it",
+            "how long a thread that waits for ranks of its own host, or for a tensor of up to 1 MiB, polls before it "
+            "sleeps; for a larger tensor from aggregators a tenth of it",
             "microseconds",
             ge=0,
             le=1_000_000,

@@ -47,7 +47,7 @@ def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
 
 def _opened(kernels: Sequence[Kernel]) -> int:
     """The file of claims, or -1: with the JIT off, or where there can be none, every process does all."""
-    cache = getattr(kernels[0].func, "_cache", None) if kernels else None
+    cache: Any = getattr(kernels[0].func, "_cache", None) if kernels else None
     try:
         return os.open(os.path.join(cache.cache_path, FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except (AttributeError, TypeError, OSError):

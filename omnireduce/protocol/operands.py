@@ -50,7 +50,7 @@ class RowBlocks(NamedTuple):
 
 class Operand(Protocol):
     """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
-    tensor that it is a part of."""
+    tensor, or of the rows that this worker has."""
 
     @property
     def blocks(self) -> TensorBlocks | RowBlocks:

@@ -23,7 +23,7 @@ class RowSet:
     def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory) -> None:
         self.layout = layout
         self.block_bytes = layout.block_size * values.itemsize
-        self.nbytes = layout.elements * values.itemsize
+        self.nbytes = values.nbytes
         self._numbers = as_writable(numbers)
         self._dtype = values.dtype
         self._bytes = as_writable(values.view(np.uint8).reshape(len(numbers), self.block_bytes))

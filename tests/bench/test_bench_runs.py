@@ -6,6 +6,7 @@ import math
 
 import pytest
 from local_cluster import Daemon, configured, run_job, start_job
+from transports import MEMORY, over
 
 from omnireduce.bench.cases import Case, SyntheticCase
 from omnireduce.bench.rows import Row
@@ -19,11 +20,11 @@ def make_case(elements: int = 100_003, dtype: str = "float32", op: str = "sum", 
     return SyntheticCase(elements, dtype, op, block_size=64, overlap="random", density=density, seed=3)
 
 
-def run(daemon: Daemon, case: Case, size: int, rounds: int = 3, warmup: int = 1) -> Row:
+def run(daemon: Daemon, case: Case, size: int, *overrides: str, rounds: int = 3, warmup: int = 1) -> Row:
     def on_rank(comm: Communicator) -> Row:
         return run_case(comm, case, rounds, warmup)
 
-    rows = run_job(configured(daemon.addresses), size, on_rank)
+    rows = run_job(configured(daemon.addresses, *overrides), size, on_rank)
     assert rows == [rows[0]] * size, "every rank has the same row"
     return rows[0]
 
@@ -33,7 +34,7 @@ def run(daemon: Daemon, case: Case, size: int, rounds: int = 3, warmup: int = 1)
 def test_row(daemon: Daemon, density: float, size: int) -> None:
     case = make_case(density=density)
     data = case.tensors(size)
-    row = run(daemon, case, size)
+    row = run(daemon, case, size, *over("shm"))
     assert row.wrong == 0
     assert (row.transport, row.world_size, row.shards) == ("shm", size, 3)
     assert (row.op, row.dtype, row.elements, row.bytes) == ("sum", "float32", 100_003, 400_012)
@@ -45,6 +46,19 @@ def test_row(daemon: Daemon, density: float, size: int) -> None:
     framing = 3 * 2000
     for moved, expected in [(row.wire_up_bytes, data.density), (row.wire_down_bytes, data.union_density)]:
         assert 0 <= moved - round(expected * blocks) * block_bytes < framing
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+def test_row_of_ranks_that_share_memory(daemon: Daemon, density: float) -> None:
+    """A rank writes its blocks of two thirds of the tensor and the sum of its own third; it takes two thirds."""
+    case = make_case(99_840, density=density)  # the parts of three ranks are equal, but for one block in each chunk
+    data = case.tensors(3)
+    row = run(daemon, case, 3, *over(MEMORY))
+    assert (row.wrong, row.transport) == (0, "memory+shm")
+    assert (row.density, row.union_density) == (data.density, data.union_density)
+    assert 0 <= row.wire_down_bytes <= data.union_density * row.bytes
+    assert 0 <= row.wire_up_bytes <= (data.density + data.union_density) * row.bytes
+    assert (row.wire_up_bytes > row.bytes / 2) == (density == 1)
 
 
 @pytest.mark.parametrize(

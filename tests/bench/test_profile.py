@@ -26,7 +26,8 @@ def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
     assert lanes == {1: "rank 0", 2: "rank 1", 3: "shard 0", 4: "shard 1"}
     sizes = [event["args"]["bytes"] for event in events if event["name"] == "collective" and event["pid"] == 1]
     assert sizes.count(1 << 24) == 4  # the warm-up is left out; barriers are there
-    assert {event["pid"] for event in events if event["name"] == "merge"} == {3, 4}
+    work, who = ("merge", {3, 4}) if transport == "tcp" else ("combine", {1, 2})  # by the shards, or in memory
+    assert {event["pid"] for event in events if event["name"] == work} == who
 
 
 def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from local_cluster import MPIRUN, ROOT, Daemon, Ranks, configured, run_job, start_job, unique_job
-from transports import MEMORY, called, over
+from transports import BY_SHARDS, MEMORY, called, over
 
 from omnireduce.bench.recorded import find_arrays
 from omnireduce.config import Config
@@ -70,7 +70,7 @@ def test_all_ranks_end_like_one_process(
 
 
 def test_the_bytes_are_those_of_the_non_zero_blocks(daemon: Daemon, tmp_path: Path) -> None:
-    assert train(small(daemon, dim=64), 2, tmp_path / "result.json") == [0, 0]
+    assert train(small(daemon, BY_SHARDS, dim=64), 2, tmp_path / "result.json") == [0, 0]
     found = json.loads((tmp_path / "result.json").read_text())["gradients"]
     assert found["block_size"] == 64
     assert found["bytes"] == 2 * 400 * 64 * 4

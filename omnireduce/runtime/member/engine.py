@@ -103,7 +103,7 @@ class Engine(Interruptible):
                     number = self._machine.submit(call.descriptor, call.operand, time.monotonic())
                     self._handles[number] = handle
                 is_small = sum(call.operand.nbytes for call in calls) <= SMALL_BYTES
-                self._spin_s = self._longest_spin_s / (1 if is_small else 10)
+                self._spin_s = self._longest_spin_s / (1 if is_small or self._machine.host is not None else 10)
                 self._driver.push()  # whoever drives keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
                     self._lookout.wake()
