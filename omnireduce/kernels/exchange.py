@@ -34,6 +34,7 @@ from omnireduce.kernels.regions import (
     COLLECTED,
     COMBINED,
     DESCRIPTORS,
+    LEFT,
     PLACE_WORDS,
     STAGED,
     is_tail,
@@ -308,7 +309,7 @@ def run(
         if did >= DONE:
             return did
         state[0]["taken"] += 1
-        if _anybody_sleeps(state, ints, called):
+        if anybody_sleeps(state, ints, called):
             return CALLED
         fruitless, steps = 0, steps - 1
     return did
@@ -328,14 +329,14 @@ def run_with_rows(
         if did >= DONE:
             return did
         state[0]["taken"] += 1
-        if _anybody_sleeps(state, ints, called):
+        if anybody_sleeps(state, ints, called):
             return CALLED
         steps -= 1
     return did
 
 
 @kernel
-def _anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
+def anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
     """Whether another rank sleeps that was not called since it fell asleep: odd numbers are sleeps."""
     s = state[0]
     for rank in range(s["ranks"]):
@@ -343,6 +344,16 @@ def _anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
         if sleep % 2 == 1 and sleep != called[rank] and rank != s["me"]:
             return True
     return False
+
+
+@kernel
+def anybody_left(state: Array, ints: Array) -> bool:
+    """Whether a rank says that it takes no further step."""
+    s = state[0]
+    left = False
+    for rank in range(s["ranks"]):
+        left |= counter(ints, rank * s["region_words"] + LEFT) != 0
+    return left
 
 
 @kernel

@@ -10,7 +10,16 @@ import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.kernels.claims import Kernel, in_turn
-from omnireduce.kernels.exchange import await_step, get_counter, next_step, run, run_with_rows, set_counter
+from omnireduce.kernels.exchange import (
+    anybody_left,
+    anybody_sleeps,
+    await_step,
+    get_counter,
+    next_step,
+    run,
+    run_with_rows,
+    set_counter,
+)
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.pack import pack_blocks, pack_rows
@@ -109,6 +118,8 @@ def _of_host() -> Iterator[Kernel]:
         marked, steps=1, looks=1,
     )  # fmt: skip
     yield partial(await_step, state, ints, 1)
+    yield partial(anybody_sleeps, state, ints, marked)
+    yield partial(anybody_left, state, ints)
     yield partial(next_step, state, ints)
     yield partial(set_counter, ints, 0, 0)
     yield partial(get_counter, ints, 0)

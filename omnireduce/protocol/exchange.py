@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
 from omnireduce.kernels.chunk import BATCH
 from omnireduce.kernels.exchange import (
     BROKEN,
@@ -22,6 +22,8 @@ from omnireduce.kernels.exchange import (
     DONE,
     WAITS,
     WANTS,
+    anybody_left,
+    anybody_sleeps,
     await_step,
     get_counter,
     next_step,
@@ -62,6 +64,10 @@ MOST_LATE_S = 3600.0  # in one collective
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
 SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
 CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor is cut, so that ranks work at the same time
+_STORAGE_OF = {
+    each.name: STORAGES.index(each.name if each.is_half else each.storage.name)
+    for each in (*ELEMENT_TYPES.values(), BOOL)
+}
 STEPS, LOOKS = 16, 128  # in one call of the kernel: signals and other threads wait for it
 
 
@@ -114,6 +120,7 @@ class HostExchange:
         self._counts = (ranks + LINE - 1) // LINE * LINE
         self._state = np.zeros(1, STATE)
         self._of_group = me, ranks, slots, self._region_words, self._slot_words
+        self._state[["me", "ranks", "slots", "region_words", "slot_words"]] = self._of_group  # before any collective
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
@@ -224,11 +231,10 @@ class HostExchange:
         if element.is_half and self._scratch.shape[1] != layout.block_size:
             self._scratch = np.zeros((2, layout.block_size), np.float32)
             self._bits = self._scratch.view(np.uint32)
-        storage = STORAGES.index(element.name if element.is_half else element.storage.name)
         self._state[0] = (
             *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, *shape,
             descriptor.block_bytes // 8, layout.block_size, in_place, silent,
-            storage, op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, 0,
+            _STORAGE_OF[element.name], op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, 0,
             number_chunks, number_chunks, 0, 0, 0, mask,
         )  # fmt: skip
         self._taken = 0
@@ -316,8 +322,10 @@ class HostExchange:
 
     def departed(self, why: int) -> list[int]:
         """The ranks whose next step this rank waits for, though they have left."""
-        left = [rank for rank in range(self._ranks) if self._is_prepared and self._read(rank, LEFT) == why]
-        late = self.waited_for() if left else []  # afterwards: who left had taken its last step
+        if not (self._is_prepared and anybody_left(self._state, self._ints)):
+            return []
+        left = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == why]
+        late = self.waited_for()  # afterwards: who left had taken its last step
         return [rank for rank in left if rank in late]
 
     @property
@@ -333,6 +341,8 @@ class HostExchange:
 
     def _sleepers(self) -> Iterator[Wake]:
         """Wake the ranks that sleep, once each time."""
+        if not anybody_sleeps(self._state, self._ints, self._called):
+            return
         for rank in range(self._ranks):
             sleep = self._read(rank, ASLEEP)
             if sleep % 2 and rank != self._me and sleep != self._called[rank]:
