@@ -131,6 +131,7 @@ class HostExchange:
         self._begun, self._chunks = 0, 0  # collectives, and chunks of those before the current one
         self._taken = 0  # steps in the current collective
         self._is_prepared = False  # the state is that of the first collective of the queue
+        self._rests = False
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
         self._totals = {"collectives": 0, "blocks": 0, "own_blocks": 0, "union_blocks": 0}
         self._late_s: dict[int, float] = {}
@@ -288,14 +289,14 @@ class HostExchange:
     @property
     def can_go_on(self) -> bool:
         """Whether a step can be taken now."""
-        if not self._queue:
+        if not self._queue or self._rests:
             return False
         return not self._is_prepared or bool(next_step(self._state, self._ints) != WAITS)
 
     def await_step(self) -> bool:
         """Look for a moment whether a step can be taken; return whether it can. Others may use the processor meanwhile.
         Another thread may submit and advance at the same time: what is found then is only old."""
-        if not self._queue:
+        if not self._queue or self._rests:
             return False
         return not self._is_prepared or bool(await_step(self._state, self._ints, self._looks))
 
@@ -303,10 +304,14 @@ class HostExchange:
         """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
         self._sleep += 1 + self._sleep % 2
         self._publish(ASLEEP, self._sleep)
-        if self.can_go_on or self.departed(BY_ITSELF) or self.departed(RETIRED):
+        if self.can_go_on or (not self._rests and (self.departed(BY_ITSELF) or self.departed(RETIRED))):
             self.wake_up()
             return False
         return True
+
+    def rest(self) -> None:
+        """Take no further step: the job is over, as soon as it is known why."""
+        self._rests = True
 
     def wake_up(self) -> None:
         """Be awake, so that nobody has to wake this rank."""

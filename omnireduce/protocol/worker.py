@@ -173,7 +173,9 @@ class WorkerMachine:
 
     def _accuse(self, cause: Cause, now: float) -> None:
         """End the job because of what memory shows, unless an aggregator has told already why it is over."""
+        assert self.host is not None
         self._accused, self._accused_at = cause, now
+        self.host.rest()
 
     def _end_if_deserted(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """End when the collective under way waits for ranks that have left."""

@@ -58,7 +58,8 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
         yield f"{peer} waits for a job that does not wait for it, or the other way round"
     stranger = hello is None and not connection.leaving
     strangers, leavers = server._connections.strangers, server._connections.leavers
-    if (stranger, connection.leaving) != (connection in strangers, connection in leavers):
+    leaves = connection in leavers or connection in server._connections.staying
+    if (stranger, connection.leaving) != (connection in strangers, leaves):
         yield f"the time limit of {peer}"
     if job is not None and hello is not None and not hello.smallest and hello.world_size != len(job.links):
         yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"

@@ -79,7 +79,7 @@ MUTATIONS = (
         "no moment for last words",
         _DEPARTURES,
         "a slow reader does not learn why its job ended",
-        "            self._connections.let_leave(connection)\n",
+        "            self._questions.withdraw(connection)\n            self._connections.let_leave(connection)\n",
         "            self.drop(connection)\n",
         within=4000,
     ),

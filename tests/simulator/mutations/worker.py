@@ -131,7 +131,7 @@ MUTATIONS = (
         "worker waits for a retired shard",
         _MACHINE,
         "a shard that stopped between two collectives is waited for in the next one",
-        "if not self._under_way or deserted or self._streams[shard].owes(self._under_way[0]):",
+        "if not self._under_way or gone or self._streams[shard].owes(self._under_way[0]):",
         "if not self._under_way:",
         within=6000,
     ),
