@@ -163,6 +163,16 @@ def _run_of(slot: Array, nbytes: int, header: Header, length: Callable[[int], in
     return nbytes
 
 
+def _run_of_no_block(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.block_count:
+        return None
+    start = header.list_start
+    slot[start + 16 : nbytes + 16] = slot[start:nbytes].copy()
+    slot[start : start + 16] = 0
+    _rewrite(slot, header._replace(runs=1))
+    return nbytes + 16
+
+
 def _indices_as_runs(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.runs or header.block_count % 2 or header.block_count == 0:
         return None
@@ -178,7 +188,8 @@ def _more_left_out(slot: Array, nbytes: int, header: Header, before: Header | No
 _BOTH: tuple[Rule, ...] = (
     _frontier_too_far, _frontier_back, _index_past_frontier, _index_of_before, _index_negative, _indices_unordered,
     _index_twice, _other_collective, _other_block_size, _more_than_there_is, _longer, _shorter_than_a_header,
-    _more_left_out, _run_longer, _run_shorter, _run_of_none, _indices_as_runs,
+    _more_left_out, _run_longer, _run_shorter, _run_of_none, _run_of_no_block,
+    _indices_as_runs,
 )  # fmt: skip
 _MESSAGES = (*_BOTH, _frontier_kept, _bad_descriptor, _leaves_out)
 _RESULTS = (*_BOTH, _unexpected_extra, _left_out_of_others)

@@ -158,7 +158,7 @@ MUTATIONS = (
         "a result that says other blocks than it has is taken",
         "        if (expanded, run) != (header.block_count, header.runs):\n",
         "        if (expanded, run) == (-1, -1):\n",
-        within=2000,
+        test="tests/protocol/test_listed_runs.py::test_runs_that_are_wrong_name_who_sent_them",
     ),
     Mutation(
         "a full message loses the short last block",
