@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.cases import SIZES, Case, all_cases, target_cases
+from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
 from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import PEERS, labels
@@ -180,7 +180,7 @@ def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> 
 
 
 @main.command()
-@click.option("--transport", type=click.Choice(["shm", "tcp"]), default="shm", show_default=True)
+@click.option("--transport", type=click.Choice(TRANSPORTS), default=MEMORY, show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--shards", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--size", type=click.Choice(list(SIZES)), default="100 MiB", show_default=True, help="Of the tensor.")

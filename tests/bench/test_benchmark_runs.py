@@ -42,7 +42,7 @@ MPICH = {"mpich in place", "mpich out of place"}
 
 @needs_mpi
 def test_a_small_run(tmp_path: Path) -> None:
-    options = ["--quick", "--only", "shm, 2 ranks, 64 KiB, density", "--rounds", "3", "--peers", "mpich"]
+    options = ["--quick", "--only", "memory, 2 ranks, 16 MiB, density 1,", "--rounds", "3", "--peers", "mpich"]
     done = CliRunner().invoke(main, ["run", *options, "--results", str(tmp_path)])
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "rows.json").read_text())

@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
+from benchmarks.cases import MEMORY, TRANSPORTS
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
     options = ["--transport", transport, "--shards", "2", "--size", "16 MiB", "--density", "0.1", "--rounds", "4"]
     done = CliRunner().invoke(main, ["profile", *options, "--results", str(tmp_path)])
@@ -26,7 +27,7 @@ def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
     assert lanes == {1: "rank 0", 2: "rank 1", 3: "shard 0", 4: "shard 1"}
     sizes = [event["args"]["bytes"] for event in events if event["name"] == "collective" and event["pid"] == 1]
     assert sizes.count(1 << 24) == 4  # the warm-up is left out; barriers are there
-    work, who = ("merge", {3, 4}) if transport == "tcp" else ("combine", {1, 2})  # by the shards, or in memory
+    work, who = ("combine", {1, 2}) if transport == MEMORY else ("merge", {3, 4})  # in memory, or by the shards
     assert {event["pid"] for event in events if event["name"] == work} == who
 
 

@@ -153,8 +153,8 @@ STRANGERS: dict[str, tuple[Callable[[RawPeer], object], str]] = {
         "malformed control message",
     ),
     "another version": (
-        lambda peer: peer.say({"type": "Greeting", "version": 9, "key": "unknown"}),
-        f"protocol version 9, expected {PROTOCOL_VERSION}",
+        lambda peer: peer.say({"type": "Greeting", "version": PROTOCOL_VERSION + 1, "key": "unknown"}),
+        f"protocol version {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}",
     ),
 }
 

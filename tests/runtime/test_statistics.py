@@ -59,7 +59,7 @@ def test_dense_tensors_carry_next_to_nothing_beside_their_data(
     daemon: Daemon, transport: str, block_size: int, shards: int
 ) -> None:
     """A message has its head, one run and a credit for 256 KiB over TCP; and one descriptor for each shard."""
-    config = configured(daemon.addresses[:shards], f"transport.kind={transport}", f"protocol.block_size={block_size}")
+    config = configured(daemon.addresses[:shards], *over(transport), f"protocol.block_size={block_size}")
     tensor = sparse(0, "float32", (ELEMENTS,), density=1.0)
 
     def run(comm: Communicator) -> tuple[int, int, int]:
@@ -80,7 +80,7 @@ def test_dense_rows_carry_next_to_nothing_beside_their_data(daemon: Daemon) -> N
         comm.allreduce_rows(numbers, values, 100_000)
         return difference(comm.statistics(), before)
 
-    for sent, received, _ in run_job(configured(daemon.addresses, "transport.kind=tcp"), 2, run):
+    for sent, received, _ in run_job(configured(daemon.addresses, *over("tcp")), 2, run):
         assert values.nbytes <= sent <= 1.0005 * values.nbytes
         assert values.nbytes <= received <= 1.0005 * values.nbytes
 
