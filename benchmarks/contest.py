@@ -163,7 +163,7 @@ class Contest:
             return
         seconds = np.array([np.atleast_1d(each["seconds"]) for each in answers])  # an older checkout says one number
         result.ms += (1e3 * seconds.max(axis=0)).tolist()
-        result.cpu_s.append(sum(each["cpu"] for each in answers) + entrant.servers_s() - servers_s)
+        result.cpu_s.append(sum(each["cpu"] for each in answers) + (entrant.servers_s() - servers_s) / case.repeats)
         wire_bytes = np.array([each["wire_bytes"] for each in answers])
         result.up, result.down = (round(float(each)) for each in wire_bytes[:, :2].mean(axis=0))
         result.shard_bytes = wire_bytes[:, 2:].sum(axis=0).tolist()

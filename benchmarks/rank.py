@@ -55,14 +55,14 @@ class Rank:
         forget_peak()
         before_mib = memory_mib("VmRSS")
         peer.barrier()
-        before, processor, seconds = peer.wire_bytes(), time.process_time(), list[float]()
+        before, processor_s, seconds = peer.wire_bytes(), 0.0, list[float]()
         for _ in range(repeats):
             if repeats > 1:
                 self._tensor[:] = again
-            start = time.perf_counter()
+            processor, start = time.process_time(), time.perf_counter()
             result = run()
             seconds.append(time.perf_counter() - start)
-        processor_s = time.process_time() - processor
+            processor_s += time.process_time() - processor
         wire_bytes, peak_mib = peer.wire_bytes() - before, memory_mib("VmHWM")
         return {
             "seconds": seconds,

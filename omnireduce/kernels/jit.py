@@ -40,14 +40,14 @@ def kernel(function: F) -> F:
         return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
     if hasattr(compiled, "_cache"):  # not with the JIT off
         cache = compiled._cache
-        cache._cache_file._source_stamp = _stamp()
+        cache._cache_file._source_stamp = source_stamp()
         cache.save_overload = _locked(cache.save_overload, fcntl.LOCK_EX)
         cache.load_overload = _locked(cache.load_overload, fcntl.LOCK_SH)
     return cast(F, compiled)
 
 
 @lru_cache(maxsize=1)
-def _stamp() -> tuple[tuple[str, float, int], ...]:
+def source_stamp() -> tuple[tuple[str, float, int], ...]:
     """What tells this state of the folder from others: numba looks only at the file of each kernel."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)

@@ -16,10 +16,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_cluster import MPIRUN, READY_S, ROOT, WAIT_S, Process, Ranks, children, configured, gone_within, unique_job
+from local_cluster import (
+    MPIRUN,
+    READY_S,
+    ROOT,
+    WAIT_S,
+    Process,
+    Ranks,
+    children,
+    configured,
+    eventually,
+    gone_within,
+    unique_job,
+)
 from users import set_user
 
-from omnireduce import AbortedError, Communicator, ConfigError, RefusedError, TransportError, connect
+from omnireduce import AbortedError, ClosedError, Communicator, ConfigError, RefusedError, TransportError, connect
 from omnireduce.config import Config
 from omnireduce.runtime.member.invitations import place_of
 
@@ -211,6 +223,23 @@ def test_a_worker_alone() -> None:
             assert comm.allreduce(np.ones(9)).tolist() == [1.0] * 9
             [aggregator] = [each for each in children(os.getpid()) if is_aggregator(each)]
         assert gone_within(aggregator, WAIT_S)
+
+
+def test_a_handler_that_shuts_down_on_top_of_a_collective_leaves_nothing() -> None:
+    job, hook = unique_job(), sys.excepthook
+    other = Ranks(1, lambda _: Communicator(plain(), rank=1, size=2, job=job))
+    comm = Communicator(plain(), rank=0, size=2, job=job)
+    [aggregator] = [each for each in children(os.getpid()) if is_aggregator(each)]
+    before = signal.signal(signal.SIGALRM, lambda *_: comm.shutdown())
+    try:
+        Ranks(1, lambda _: eventually(lambda: comm._engine._waiters) and os.kill(os.getpid(), signal.SIGALRM))
+        with pytest.raises(ClosedError):
+            comm.barrier()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    other.results()[0].shutdown()
+    assert gone_within(aggregator, WAIT_S)
+    assert sys.excepthook is hook
 
 
 def is_aggregator(pid: int) -> bool:

@@ -102,3 +102,27 @@ def test_a_claim_ends_with_the_next_kernel(tmp_path: Path) -> None:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_has_been_compiled_as_a_whole_is_not_claimed(tmp_path: Path) -> None:
+    """So that many processes load kernels at the same time."""
+    with start(tmp_path) as first:
+        for kind in KINDS:
+            assert called(first) == kind
+            go_on(first)
+        assert first.wait(WAIT_S) == 0
+    with start(tmp_path) as one, start(tmp_path) as another:
+        assert called(one) == called(another) == KINDS[0]
+        one.kill()
+        another.kill()
+
+
+def test_the_marks_of_many_edits_take_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(number: object) -> None:
+        """Nothing is compiled."""
+
+    kernel._cache = type("Cache", (), {"cache_path": str(tmp_path)})  # type: ignore[attr-defined]
+    for edit in range(1000):
+        monkeypatch.setattr(claims, "source_stamp", lambda edit=edit: edit)
+        assert len(list(claims.in_turn([partial(kernel, 1)]))) == 1
+    assert (tmp_path / claims.FILE).stat().st_size <= claims.MOST_MARKS

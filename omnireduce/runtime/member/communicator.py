@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -194,6 +195,7 @@ class Communicator(Collectives):
         kinds = {link.kind for link in self._links} | ({"memory"} if self._machine.host is not None else set())
         self.transport = "+".join(sorted(kinds))
         self.shards = len(self._links)
+        self._engine.on_closed = _telling(self)
         ending.opened(self)
 
     def _made_of(self, arrival: Arrival) -> tuple[list[Link], WorkerMachine, Member]:
@@ -244,10 +246,12 @@ class Communicator(Collectives):
 
     def _hang_up(self) -> bool:
         """Return whether all is closed; else the call that a signal handler interrupts will do that."""
-        is_closed = self._engine.shutdown()
-        if is_closed:
-            ending.closed(self)
-        return is_closed
+        return self._engine.shutdown()
+
+    def _has_closed(self) -> None:
+        ending.closed(self)
+        if self._gave_up:
+            self._end_embedded()
 
     def _end_embedded(self) -> None:
         if self._embedded is not None:
@@ -267,6 +271,18 @@ class Communicator(Collectives):
             self._machine.submitted,
             tuple(each.sent_bytes + each.received_bytes for each in counters),
         )
+
+
+def _telling(communicator: Communicator) -> Callable[[], None]:
+    """As `_lending`: no method."""
+    known = weakref.ref(communicator)
+
+    def tell() -> None:
+        found = known()
+        if found is not None:
+            found._has_closed()
+
+    return tell
 
 
 def _lending(engine: Engine, pool: Pool) -> WithPool:

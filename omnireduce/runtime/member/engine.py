@@ -55,6 +55,7 @@ class Engine(Interruptible):
         self._start_afresh()
         self._left = False  # this process has shut the communicator down
         self._closed = False  # and that is complete
+        self.on_closed: Callable[[], None] = lambda: None  # called once, then; a signal handler may have asked for it
 
     def _start_afresh(self) -> None:
         """No thread drives, waits or holds the lock."""
@@ -333,6 +334,7 @@ class Engine(Interruptible):
             if background is not None and background is not threading.current_thread() and background.is_alive():
                 background.join()  # not one whose start was interrupted
             self._let_go()
+            self.on_closed()
         finally:
             if mine:
                 self._leaving = 0
