@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves, expect_round
 from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, eventually, open_files, run_job, start_job, workers
+from transports import BY_SHARDS, over
 
 from omnireduce import Communicator
 from omnireduce.config import Verbs
@@ -31,6 +32,7 @@ from omnireduce.transport.verbs.link import Failure, Write
 from omnireduce.transport.verbs.queue import Queue
 
 VERBS = "transport.kind=verbs"
+OVER = over("verbs")
 LARGE = ("--elements", "8000000")
 QUICK = ("verbs.ack_timeout=17", "verbs.retry_count=3")  # 0.54 s each: broken after 2.1 s, also when emulated
 OPEN = "security.allow_no_secret=true"
@@ -104,7 +106,7 @@ def spare() -> Iterator[str]:
 
 def test_a_pulled_cable(cable: str) -> None:
     """The control connection does not go over the cable: it is the writes that fail."""
-    overrides = [VERBS, "verbs.device=rxe1", *QUICK]
+    overrides = [*OVER, "verbs.device=rxe1", *QUICK]
     with (
         Daemon(1, VERBS, "verbs.device=rxe2", *QUICK) as daemon,
         workers(daemon, 2, *LARGE, overrides=overrides) as ranks,
@@ -124,7 +126,7 @@ def test_a_pulled_cable(cable: str) -> None:
 
 def test_a_network_card_that_is_removed(spare: str) -> None:
     """With the interface below it, a Soft-RoCE device goes for good: its jobs end, the daemon does not."""
-    overrides = [VERBS, "verbs.device=rxe3", *QUICK]
+    overrides = [*OVER, "verbs.device=rxe3", *QUICK]
     with (
         Daemon(1, "verbs.device=rxe4", *QUICK) as daemon,
         workers(daemon, 2, *LARGE, overrides=overrides) as ranks,
@@ -146,7 +148,7 @@ def test_a_network_card_that_is_removed(spare: str) -> None:
 def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
     """Soft-RoCE lets those who use a device finish; nobody new gets it."""
     with Daemon(1, "verbs.device=rxe4") as daemon, contextlib.ExitStack() as behind_the_job:
-        settings = [VERBS, "verbs.device=rxe3"]
+        settings = [*OVER, "verbs.device=rxe3"]
         with workers(daemon, 2, *LARGE, overrides=settings) as ranks:
             for worker in ranks:
                 expect_round(worker, "round", 1)
@@ -188,7 +190,7 @@ def test_a_forked_child_takes_nothing_from_its_parent(daemon: Daemon) -> None:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         return sum(float(comm.allreduce(np.ones(100_000, np.float32))[99]) for _ in range(3))
 
-    assert run_job(configured(daemon.addresses, VERBS), 2, work) == [6.0, 6.0]
+    assert run_job(configured(daemon.addresses, *OVER), 2, work) == [6.0, 6.0]
 
 
 def test_a_receiver_whose_queue_is_full() -> None:
@@ -286,7 +288,7 @@ def test_a_shard_that_has_no_descriptors_for_the_last_rank_tells_all() -> None:
     """
     with Daemon(1, VERBS, *QUICK) as daemon:
         [shard] = daemon.shard_pids
-        config = configured(daemon.addresses, VERBS)
+        config = configured(daemon.addresses, *OVER)
         run_job(config, 2, lambda comm: comm.barrier())
         before, files = resources(), len(open_files(shard))
         limit, refused = resource.prlimit(shard, resource.RLIMIT_NOFILE), 0
@@ -321,13 +323,13 @@ def test_nothing_is_registered_or_made_for_a_collective(daemon: Daemon) -> None:
         comm.barrier()
         return before == resources(), comm.transport
 
-    assert run_job(configured(daemon.addresses, VERBS), 1, run) == [(True, "verbs")]
+    assert run_job(configured(daemon.addresses, *OVER), 1, run) == [(True, "verbs")]
 
 
 def test_auto_takes_rdma_on_the_way_and_says_why_not(daemon: Daemon) -> None:
     """Over the address of rxe0 it is verbs, unless the aggregator is on this host and shares memory."""
     with Daemon(1, "transport.kind=verbs", OPEN, listen="192.168.59.101:0") as far:
-        assert run_job(configured(far.addresses), 2, lambda comm: comm.transport) == ["verbs", "verbs"]
+        assert run_job(configured(far.addresses, BY_SHARDS), 2, lambda comm: comm.transport) == ["verbs", "verbs"]
     with Daemon(1, "transport.kind=tcp", OPEN, listen="192.168.59.101:0") as far:
         assert run_job(configured(far.addresses), 1, lambda comm: comm.transport) == ["tcp"]
         with pytest.raises(
