@@ -21,7 +21,7 @@ from omnireduce.layout import Layout, Stripes
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.exchange import HostExchange, region_bytes
-from omnireduce.protocol.operands import DenseTensor, Operand
+from omnireduce.protocol.operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.packets import Packets, packed
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
@@ -230,9 +230,11 @@ class InprocCluster:
         self.submit(rank, descriptor, operand)
         return target
 
-    def rows(self, rank: int, numbers: Array, values: Array, n_rows: int, op: Any = "sum") -> RowSet:
+    def rows(
+        self, rank: int, numbers: Array, values: Array, n_rows: int, op: Any = "sum", *, memory: Memory | None = None
+    ) -> RowSet:
         length = values.shape[1]
-        operand = RowSet(numbers, values, self.layout(n_rows * length, length), Pool().take)
+        operand = RowSet(numbers, values, self.layout(n_rows * length, length), memory or Pool().take)
         dtype = element_type(values.dtype).name
         self.submit(rank, describe("allreduce_rows", "", dtype, (n_rows, length), op), operand)
         return operand

@@ -45,8 +45,9 @@ from omnireduce.kernels.regions import (
 from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_numbers, stage_rows, take_numbers
 
 YIELD_EVERY = 64  # fruitless looks between two offers of the processor to others
-# What a step did; from DONE on, that the caller has something to do. LISTED: rows of the union; WANTS: memory for rows.
-WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, LISTED, DONE, DIFFERS, BROKEN, CALLED, WANTS = range(12)
+# What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it; WANTS: memory.
+WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED = range(7)
+DONE, DIFFERS, BROKEN, CALLED, WANTS = range(7, 12)
 
 
 @kernel
@@ -91,7 +92,7 @@ def next_step(state: Array, ints: Array) -> int:
         if s["wants_room"]:
             return WANTS
         if chunk == s["chunks"]:
-            return LISTED if s["is_listing"] else DONE
+            return UNION_LISTED if s["is_listing"] else DONE
         if chunk < s["combined"] and lowest(ints, state, COMBINED) > base + chunk:
             return COLLECTED_ONE
         chunk = s["combined"]
@@ -260,7 +261,7 @@ def step_with_rows(
         publish(ints, mine + BEGUN, s["number"] + 1)
     elif did == AGREED:
         return _agree_on_rows(state, ints, numbers, lists)
-    elif did == LISTED:
+    elif did == UNION_LISTED:
         list_union(state, lists, listed, union)
     elif did == COMBINED_ONE:
         return _combine_rows(state, ints, words, numbers, lists, listed, union, rows, result, plan, scratch, bits)

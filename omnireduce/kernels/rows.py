@@ -16,9 +16,9 @@ from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import OWN, SUM
 from omnireduce.kernels.regions import DESCRIPTORS, FLOAT16, PLACE_WORDS, ROWS_AT, slot_of
 
-# Of `lists`: where a rank's numbers begin and end, which of them is to be listed next, which row is to be merged next,
+# Of `lists`: where a rank's numbers begin and end, behind those listed so far, which row is to be merged next,
 # and where its row 0 would be, were all rows in the slot of this chunk: in elements of all regions.
-FIRST, STOP, LISTED, MERGED, PLACE = range(5)
+FIRST, STOP, LISTED_SO_FAR, MERGED, PLACE = range(5)
 AT_ONCE = 1 << 16  # rows of the union that one step lists
 NO_NUMBER = (1 << 63) - 1
 
@@ -81,16 +81,16 @@ def list_union(state: Array, lists: Array, listed: Array, union: Array) -> None:
     for count in range(s["union"], s["union"] + AT_ONCE):
         low, first = NO_NUMBER, -1
         for rank in range(s["ranks"]):
-            at = lists[LISTED, rank]
+            at = lists[LISTED_SO_FAR, rank]
             if at < lists[STOP, rank] and listed[at] < low:
                 low, first = listed[at], rank
         if low == NO_NUMBER:
             s["is_listing"], s["wants_room"] = 0, 1
             return
         for rank in range(first, s["ranks"]):
-            at = lists[LISTED, rank]
+            at = lists[LISTED_SO_FAR, rank]
             if at < lists[STOP, rank] and listed[at] == low:
-                lists[LISTED, rank] = at + 1
+                lists[LISTED_SO_FAR, rank] = at + 1
         union[count] = low
         s["union"] = count + 1
         s["result_blocks"] += first == s["me"]

@@ -172,7 +172,8 @@ class HostExchange:
         """Take the steps that the others' counters allow, as many as one turn may. Yields collectives that are complete
         here, and ranks to wake.
 
-        Raises DifferenceError when the ranks have begun different collectives, HostError when a region is not in order.
+        Raises DifferenceError when the ranks have begun different collectives, HostError when a region is not in order,
+        and ShortageError when there is no memory for rows.
         """
         while self._queue:
             collective, blocks = self._queue[0]
@@ -215,9 +216,7 @@ class HostExchange:
             called=self._called, steps=self._steps, looks=self._looks,
         )  # fmt: skip
         if did == WANTS:
-            greedy = room.make_room(self._state, blocks)
-            if greedy >= 0:
-                raise HostError(greedy)
+            room.make_room(self._state, blocks)
         return did
 
     def _prepare(self, descriptor: Descriptor, blocks: TensorBlocks | RowBlocks) -> None:

@@ -24,6 +24,14 @@ class HostError(Exception):
         self.rank = rank
 
 
+class ShortageError(Exception):
+    """This rank has no memory for `what`; of the rows in question `rank` has brought most, namely `rows`."""
+
+    def __init__(self, what: str, rank: int, rows: int) -> None:
+        super().__init__(f"no memory for {what}")
+        self.rank, self.rows = rank, rows
+
+
 def difference(number: int, encoded: Sequence[bytes], culprit: int) -> Exception:
     """What the first rank has begun as collective `number`, and another that has begun something else; `encoded` are
     the descriptors of all ranks. One that cannot be read is the fault of `culprit`."""

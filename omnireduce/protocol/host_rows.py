@@ -9,6 +9,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.rows import FIRST, STOP
+from omnireduce.protocol.host_faults import ShortageError
 from omnireduce.protocol.operands import RowBlocks
 
 CHUNK_BYTES = 1 << 18  # of a large union
@@ -28,21 +29,22 @@ class HostRows:
         """Let go of the rows."""
         self.listed, self.union, self.result = NO_NUMBERS, NO_NUMBERS, NO_ROWS
 
-    def make_room(self, state: Array, rows: RowBlocks) -> int:
-        """Make the room that the kernels want. Returns -1, or the rank that has announced more rows than there is
-        memory for."""
-        s = state[0]
-        if s["is_listing"]:
-            try:
-                self.listed, self.union = (np.empty(self.lists[STOP, -1], np.int64) for _ in range(2))
-            except MemoryError:
-                return int(np.argmax(self.lists[STOP] - self.lists[FIRST]))
-        else:
-            self.union = self.union[: s["union"]]
-            self.result = rows.hold(self.union)
-            self._cut(s)
+    def make_room(self, state: Array, rows: RowBlocks) -> None:
+        """Make the room that the kernels want. Raises ShortageError when there is no memory for it."""
+        s, total = state[0], int(self.lists[STOP, -1])
+        try:
+            if s["is_listing"]:
+                self.listed, self.union = (np.empty(total, np.int64) for _ in range(2))
+            else:
+                self.union = self.union[: s["union"]]
+                self.result = rows.hold(self.union)
+                self._cut(s)
+        except MemoryError as error:
+            what = f"the numbers of {total} rows" if s["is_listing"] else f"a result of {len(self.union)} rows"
+            brought = self.lists[STOP] - self.lists[FIRST]
+            most = int(np.argmax(brought))
+            raise ShortageError(what, most, int(brought[most])) from error
         s["wants_room"] = 0
-        return -1
 
     def _cut(self, s: Array) -> None:
         """Cut the union into chunks, each of which fits a slot."""

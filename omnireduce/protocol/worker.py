@@ -11,7 +11,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
-from omnireduce.protocol.host_faults import DifferenceError, HostError
+from omnireduce.protocol.host_faults import DifferenceError, HostError, ShortageError
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.wire.blocks import largest_block
@@ -163,6 +163,9 @@ class WorkerMachine:
             self._accuse(Cause(f"ranks 0 and {error.rank}", what, mismatch=True), now)
         except HostError as error:
             self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
+        except ShortageError as error:  # one that lies looks like one with many rows: so both are named
+            what = f"{error}, of which {host.names[error.rank]} brought {error.rows}"
+            self._accuse(Cause(self._me, what), now)
         if is_done and self.ended is None:
             yield from self._complete(now)
         if self.ended is not None:

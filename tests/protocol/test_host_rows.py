@@ -160,7 +160,12 @@ def blamed_after(change: Callable[[Array], None], rows: int = 5) -> str:
     change(region)
     cluster.settle(paused=[cluster.worker_drivers[1]])
     cluster.check_guards()
-    end = cluster.worker_ends[0]
+    return said_by(cluster, 0)
+
+
+def said_by(cluster: InprocCluster, rank: int) -> str:
+    """Why the job has ended."""
+    end = cluster.worker_ends[rank]
     assert end is not None
     assert end.cause is not None
     return f"{end.cause.culprit}: {end.cause.reason}"
@@ -188,7 +193,21 @@ def test_more_rows_than_there_is_memory_for() -> None:
         cluster.worker_drivers[1].advance()
     cluster.regions[1].view(np.int64)[DESCRIPTORS + ROWS_AT] = 1 << 47
     cluster.settle(paused=[cluster.worker_drivers[1]])
-    assert str(cluster.worker_ends[0]).count("its shared memory is not in order") == 1
+    assert said_by(cluster, 0) == (
+        f"rank 0 (host h0, pid 100): no memory for the numbers of {5 + (1 << 47)} rows, "
+        f"of which rank 1 (host h1, pid 101) brought {1 << 47}"
+    )
+
+
+def test_a_result_that_there_is_no_memory_for() -> None:
+    cluster = one_host(2, 32, 4, 1)
+    cluster.rows(0, np.arange(3), np.ones((3, 8), np.float32), 20)
+    cluster.rows(1, np.arange(2, 7), np.ones((5, 8), np.float32), 20, memory=lambda _: np.empty(1 << 60, np.uint8))
+    cluster.settle()
+    assert said_by(cluster, 1) == (
+        "rank 1 (host h1, pid 101): no memory for a result of 7 rows, of which rank 1 (host h1, pid 101) brought 5"
+    )
+    assert said_by(cluster, 0) == said_by(cluster, 1)
 
 
 @settings(max_examples=150)

@@ -90,6 +90,28 @@ def test_ranks_that_share_memory_tell_what_they_staged_combined_and_collected(tm
     assert_collectives_hold_their_work(ranks, {*IN_MEMORY})
 
 
+def test_ranks_that_share_memory_tell_which_rows_they_staged_and_combined(tmp_path: Path) -> None:
+    """Each rank stages its own rows, and combines all rows of the result; before that, the numbers of rows."""
+    numbers = [np.arange(0, 3000, 2), np.arange(0, 3000, 3)]
+    union = np.union1d(*numbers).size
+
+    def run(comm: Communicator) -> None:
+        mine = numbers[comm.rank]
+        comm.allreduce_rows(mine, np.ones((mine.size, 64), np.float32), 3000)
+
+    with traced_daemon(tmp_path) as daemon:
+        run_job(configured(daemon.addresses, f"trace.folder={tmp_path}", *over(MEMORY)), 2, run)
+    ranks = read_lanes(tmp_path)[:2]
+    for mine, lane in zip(numbers, ranks, strict=True):
+        staged, combined = lane.of(What.STAGE)["detail"], lane.of(What.COMBINE)["detail"]
+        assert (staged[0], combined[0]) == (0, 0)
+        assert (staged.sum(), combined.sum()) == (mine.size, union)
+        assert staged.size == combined.size > 2
+        assert lane.of(What.COLLECT).size == 0
+        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
+    assert_collectives_hold_their_work(ranks, {What.STAGE, What.COMBINE})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_and_shard_tells_what_it_did(tmp_path: Path, kind: str) -> None:
     with traced_daemon(tmp_path) as daemon:

@@ -11,7 +11,7 @@ from omnireduce.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.exchange import STEPS, HostExchange
-from omnireduce.protocol.operands import Operand, Packed, TensorBlocks
+from omnireduce.protocol.operands import Operand, Packed, RowBlocks, TensorBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
@@ -21,11 +21,7 @@ from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
 
 MakeExchange = Callable[[Array, int, Sequence[str], int, int], HostExchange]
-STEP = {  # each kind of step: what counts its chunks, and its blocks
-    What.STAGE: ("staged", "staged_blocks"),
-    What.COMBINE: ("combined", "result_blocks"),
-    What.COLLECT: ("collected", "collected_blocks"),
-}
+Progress = dict[What, tuple[int, int]]  # of each kind of step: how many were taken, and of how many blocks
 
 
 class MakeEngine(Protocol):
@@ -77,10 +73,16 @@ class TracedExchange(HostExchange):
         self._recorder = recorder
 
     def _run(self, blocks: TensorBlocks) -> int:
+        return self._take_steps(partial(super()._run, blocks), self._with_tensor)
+
+    def _run_with_rows(self, blocks: RowBlocks) -> int:
+        return self._take_steps(partial(super()._run_with_rows, blocks), self._with_rows)
+
+    def _take_steps(self, step: Callable[[], int], progress: Callable[[], Progress]) -> int:
         for _ in range(STEPS):
             if not self.can_go_on and not self._wait():
                 return WAITS
-            did = self._step(blocks)
+            did = self._record(step, progress)
             if did >= DONE:
                 break
         return did
@@ -91,19 +93,32 @@ class TracedExchange(HostExchange):
         self._recorder.add(What.WAIT, start, now())
         return can_go_on
 
-    def _step(self, blocks: TensorBlocks) -> int:
-        before, start = self._progress(), now()
-        did = super()._run(blocks)
+    def _record(self, step: Callable[[], int], progress: Callable[[], Progress]) -> int:
+        before, start = progress(), now()
+        did = step()
         end = now()
-        for what, (chunk, count), (chunk_before, count_before) in zip(STEP, self._progress(), before, strict=True):
-            if chunk > chunk_before:
+        for what, (steps, count) in progress().items():
+            steps_before, count_before = before[what]
+            if steps > steps_before:
                 self._recorder.add(what, start, end, detail=count - count_before)
         return did
 
-    def _progress(self) -> list[tuple[int, int]]:
-        """Of each kind of step, how many there were in this collective, and of how many blocks."""
-        state = self._state[0]
-        return [(int(state[chunks]), int(state[count])) for chunks, count in STEP.values()]
+    def _with_tensor(self) -> Progress:
+        s = self._state[0]
+        return {
+            What.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
+            What.COMBINE: (int(s["combined"]), int(s["result_blocks"])),
+            What.COLLECT: (int(s["collected"]), int(s["collected_blocks"])),
+        }
+
+    def _with_rows(self) -> Progress:
+        """There is nothing to collect: each rank combines all rows of the result. The numbers of rows come first."""
+        s = self._state[0]
+        combined = max(0, int(s["combined"] - s["number_chunks"])) * int(s["chunk_blocks"])
+        return {
+            What.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
+            What.COMBINE: (int(s["combined"]), min(combined, int(s["union"]))),
+        }
 
 
 class TracedEngine(Engine):

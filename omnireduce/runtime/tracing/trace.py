@@ -44,8 +44,8 @@ class What(IntEnum):
     MESSAGE_IN = 8  # an instant: the link reported a message of the peer; detail: bytes
     CREDIT_OUT = 9  # the same for a credit; detail: slot
     CREDIT_IN = 10
-    STAGE = 11  # the steps of an exchange inside a host, each with one chunk; detail: blocks that are put there
-    COMBINE = 12  # detail: blocks of the result
+    STAGE = 11  # the steps of an exchange inside a host, each with one chunk; detail: blocks or rows put there
+    COMBINE = 12  # detail: blocks or rows of the result
     COLLECT = 13  # detail: blocks that are taken
 
 
