@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import selectors
 import socket
 import struct
@@ -90,7 +91,8 @@ class Invitations:
         return self._selector.fileno()
 
     def turn(self) -> None:
-        """Do what can be done now. Raises RefusedError when a rank comes that was given another world size."""
+        """Do what can be done now. Raises RefusedError when a rank comes that was given another world size, or comes
+        twice."""
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept()
@@ -146,8 +148,18 @@ class Invitations:
         self._guests[guest] = rank
         if size != self._size:
             raise RefusedError(f"rank {rank} was started as one of {size} workers, and rank 0 as one of {self._size}")
+        if rank in self._told or self._is_here(rank, guest):
+            raise RefusedError(
+                f"rank {rank} has come twice: two launches have this job at once, or it was started again; give each "
+                "launch another cluster.job"
+            )
         if self._news is not None:
             self._tell(guest, rank)
+
+    def _is_here(self, rank: int, guest: socket.socket) -> bool:
+        """Whether another guest than this one is that rank, and has not hung up meanwhile."""
+        others = [other for other, its in self._guests.items() if its == rank and other is not guest]
+        return not all(map(_is_over, others))
 
     def _tell(self, guest: socket.socket, rank: int) -> None:
         assert self._news is not None
@@ -165,6 +177,13 @@ class Invitations:
         self._selector.unregister(guest)
         del self._guests[guest]
         guest.close()
+
+
+def _is_over(guest: socket.socket) -> bool:
+    """Whether the other end has hung up."""
+    poll = select.poll()
+    poll.register(guest, 0)
+    return bool(poll.poll(0))
 
 
 def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: Say) -> Ready:
