@@ -284,7 +284,9 @@ def test_a_launcher_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_do_not_come() -> None:
     config, job = plain("cluster.join_timeout_s=0.5"), unique_job()
-    with pytest.raises(TransportError, match=r"rank 0 of job .* is not on this host after .* = 0\.5; .* several hosts"):
+    with pytest.raises(
+        TransportError, match=r"rank 0 of job .* is not on this host, or has stopped, after .* = 0\.5; .* several hosts"
+    ):
         Communicator(config, rank=1, size=2, job=job)
     config = plain("cluster.join_timeout_s=5")
     zero = Ranks(1, lambda _: Communicator(config, rank=0, size=12, job=job))

@@ -6,7 +6,7 @@ import socket
 import struct
 
 import pytest
-from local_cluster import READY_S, Ranks, unique_job
+from local_cluster import READY_S, Ranks, descriptors_below, unique_job
 
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.embedding import Compiling, Failed, News, Ready, decode_news, encode
@@ -127,6 +127,28 @@ def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
         [error] = one.outcomes()
     assert isinstance(error, TransportError)
     assert message in str(error)
+
+
+def test_a_rank_0_that_has_stopped_keeps_nobody_for_ever() -> None:
+    """Those who wait already leave no room for one more."""
+    job = unique_job()
+    place = place_of("", job)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:
+        zero.bind(place)
+        zero.listen(0)
+        with guest(place, None):
+            one = Ranks(1, lambda _: be_invited(place, job, 1, 2, limit_s=0.1, say=lambda _: None))
+            [error] = one.outcomes()
+    assert isinstance(error, TransportError)
+    assert "is not on this host, or has stopped, after" in str(error)
+
+
+def test_rank_0_without_descriptors_says_so() -> None:
+    place = place_of("", unique_job())
+    invitations = Invitations(place, 2)
+    with guest(place, None), descriptors_below(0), pytest.raises(TransportError, match="no descriptors left"):
+        invitations.turn()
+    invitations.close()
 
 
 @pytest.mark.parametrize("news", [READY, Compiling(3, 9), Failed("why")])

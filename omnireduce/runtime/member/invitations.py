@@ -23,6 +23,7 @@ from pathlib import Path
 
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.embedding import MOST_BYTES, Compiling, Failed, News, Ready, decode_news, encode
+from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.shm import peer_of
 from omnireduce.transport.stream import BACKLOG
@@ -92,7 +93,7 @@ class Invitations:
 
     def turn(self) -> None:
         """Do what can be done now. Raises RefusedError when a rank comes that was given another world size, or comes
-        twice."""
+        twice; TransportError when there is no descriptor left for one."""
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept()
@@ -122,10 +123,12 @@ class Invitations:
     def _accept(self) -> None:
         try:
             guest, _ = self._listener.accept()
-        except BlockingIOError as error:
+        except OSError as error:
             if from_a_handler(error):
                 raise
-            return
+            if isinstance(error, BlockingIOError):
+                return
+            raise TransportError(f"rank 0 cannot take in the other ranks: {shortage(error)}") from error
         if peer_of(guest)[1] != os.geteuid() or len(self._guests) > 2 * self._size:
             guest.close()
             return
@@ -194,10 +197,11 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
     zero = f"rank 0 of job '{job}', which starts the aggregator"
     deadline = Deadline(limit_s, lambda: say(f"waiting for {zero}"))
     too_late = TransportError(
-        f"{zero}, is not on this host after cluster.join_timeout_s = {limit_s:g}; were all workers started here, with "
-        f"the same job? For workers on several hosts {HOW}"
+        f"{zero}, is not on this host, or has stopped, after cluster.join_timeout_s = {limit_s:g}; were all workers "
+        f"started here, with the same job? For workers on several hosts {HOW}"
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, selectors.DefaultSelector() as selector:
+        sock.setblocking(False)  # a rank 0 that has stopped may leave no room for one more
         while not _connected(sock, place):
             patience_s = deadline.left_s(RETRY_S)
             if patience_s is None:
@@ -224,7 +228,7 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
 def _connected(sock: socket.socket, place: str) -> bool:
     try:
         sock.connect(place)
-    except ConnectionRefusedError as error:
+    except (ConnectionRefusedError, BlockingIOError) as error:
         if from_a_handler(error):
             raise
         return False
