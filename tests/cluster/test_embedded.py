@@ -291,6 +291,16 @@ def test_where_rank_0_cannot_start_one(
             Communicator(plain(*overrides), rank=rank, size=size, local_size=local_size)
 
 
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (3, 4)])
+def test_a_launcher_around_several_launches(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches in a shell that mpirun has started, or of ranks that a program counts itself."""
+    for name, value in {"RANK": str(rank), "SIZE": str(size)}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("PMIX_NAMESPACE", "prterun-host-42@1")
+    with pytest.raises(ConfigError, match="nothing tells this launch of 2 workers from another one on this host"):
+        connect(plain("cluster.join_timeout_s=0.1"), rank=1, size=2)
+
+
 def test_a_launcher_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a program hands on rank and size itself."""
     said = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
@@ -303,7 +313,9 @@ def test_a_launcher_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_do_not_come() -> None:
     config, job = plain("cluster.join_timeout_s=0.5"), unique_job()
-    with pytest.raises(TransportError, match=r"rank 0 of job .* is not on this host after .* = 0\.5; .* several hosts"):
+    with pytest.raises(
+        TransportError, match=r"rank 0 of job .* is not on this host, or has stopped, after .* = 0\.5; .* several hosts"
+    ):
         Communicator(config, rank=1, size=2, job=job)
     config = plain("cluster.join_timeout_s=5")
     zero = Ranks(1, lambda _: Communicator(config, rank=0, size=12, job=job))

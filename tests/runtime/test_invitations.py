@@ -6,7 +6,7 @@ import socket
 import struct
 
 import pytest
-from local_cluster import READY_S, Ranks, unique_job
+from local_cluster import READY_S, Ranks, descriptors_below, unique_job
 
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.embedding import Compiling, Failed, News, Ready, decode_news, encode
@@ -42,11 +42,11 @@ def test_who_shows_no_card_is_not_told(said: bytes | None) -> None:
         assert stranger.recv(4096) == rank.recv(4096) == b""
 
 
-def test_who_comes_late_or_once_more_is_told() -> None:
+def test_who_comes_late_is_told() -> None:
     place = place_of("", unique_job())
     invitations = Invitations(place, 3)
     invitations.tell(READY)
-    guests = [guest(place, CARD.pack(rank, 3)) for rank in (1, 1, 2)]
+    guests = [guest(place, CARD.pack(rank, 3)) for rank in (1, 2)]
     for _ in range(6):
         invitations.turn()
     assert invitations.missing == []
@@ -54,6 +54,43 @@ def test_who_comes_late_or_once_more_is_told() -> None:
     for each in guests:
         with each:
             assert decode_news(each.recv(4096)) == READY
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_rank_that_comes_twice_is_of_another_launch(is_told: bool) -> None:
+    """Also when the first one knows the address already, and has gone on."""
+    place = place_of("", unique_job())
+    invitations = Invitations(place, 3)
+    first = guest(place, CARD.pack(1, 3))
+    for _ in range(2):
+        invitations.turn()
+    if is_told:
+        invitations.tell(READY)
+        first.close()
+    with first, guest(place, CARD.pack(1, 3)) as second:
+        invitations.turn()
+        with pytest.raises(RefusedError, match=r"rank 1 has come twice: two launches .* another cluster\.job"):
+            invitations.turn()
+        invitations.tell(Failed("two launches"))
+        assert decode_news(second.recv(4096)) == Failed("two launches")
+    invitations.close()
+
+
+def test_a_rank_that_has_hung_up_may_come_again() -> None:
+    """Before it was told. That it is gone may be seen later than that it is here."""
+    place = place_of("", unique_job())
+    invitations = Invitations(place, 2)
+    first = guest(place, CARD.pack(1, 2))
+    for _ in range(2):
+        invitations.turn()
+    with guest(place, CARD.pack(1, 2)) as second:
+        invitations.turn()
+        first.close()
+        for _ in range(2):
+            invitations.turn()
+        invitations.tell(READY)
+        assert decode_news(second.recv(4096)) == READY
+    invitations.close()
 
 
 def test_another_world_size_ends_it_for_all() -> None:
@@ -90,6 +127,28 @@ def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
         [error] = one.outcomes()
     assert isinstance(error, TransportError)
     assert message in str(error)
+
+
+def test_a_rank_0_that_has_stopped_keeps_nobody_for_ever() -> None:
+    """Those who wait already leave no room for one more."""
+    job = unique_job()
+    place = place_of("", job)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:
+        zero.bind(place)
+        zero.listen(0)
+        with guest(place, None):
+            one = Ranks(1, lambda _: be_invited(place, job, 1, 2, limit_s=0.1, say=lambda _: None))
+            [error] = one.outcomes()
+    assert isinstance(error, TransportError)
+    assert "is not on this host, or has stopped, after" in str(error)
+
+
+def test_rank_0_without_descriptors_says_so() -> None:
+    place = place_of("", unique_job())
+    invitations = Invitations(place, 2)
+    with guest(place, None), descriptors_below(0), pytest.raises(TransportError, match="no descriptors left"):
+        invitations.turn()
+    invitations.close()
 
 
 @pytest.mark.parametrize("news", [READY, Compiling(3, 9), Failed("why")])

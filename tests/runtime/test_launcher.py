@@ -21,7 +21,7 @@ from omnireduce.config.keys import KEYS
 from omnireduce.config.schema import JOB_PATTERN
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member import launcher
-from omnireduce.runtime.member.launcher import Launch, detect_launch, host_launch_id, job_name, launch_id, this_host
+from omnireduce.runtime.member.launcher import Launch, detect_launch, job_name, launch_id, this_host
 from omnireduce.teams import Team
 
 OPEN_MPI = {
@@ -111,15 +111,6 @@ def test_the_launcher_knows_the_host_of_the_arguments() -> None:
     said = detect_launch(OPEN_MPI)
     assert said.local_size is not None
     assert detect_launch(OPEN_MPI, rank=said.rank, size=said.size) == replace(said, job=None, launcher="arguments")
-
-
-def test_what_tells_launches_of_one_host_apart() -> None:
-    """A launcher around processes that were said other ranks counts on one host, and nowhere else."""
-    said = detect_launch(OPEN_MPI)
-    assert host_launch_id(said.rank, said.size, OPEN_MPI) == launch_id(said.rank, said.size, OPEN_MPI) != ""
-    assert launch_id(0, 77, OPEN_MPI) == ""
-    assert host_launch_id(0, 77, OPEN_MPI) == launch_id(said.rank, said.size, OPEN_MPI)
-    assert host_launch_id(0, 2, {}) == ""
 
 
 @pytest.mark.parametrize(("rank", "size"), [(None, 1), (0, None), (2, 2), (-1, 2), (0, 0)])

@@ -36,7 +36,7 @@ from omnireduce.runtime.embedding import (
     encode,
 )
 from omnireduce.runtime.member.invitations import HOW, LISTED, Deadline, Invitations, be_invited, place_of
-from omnireduce.runtime.member.launcher import Launch, host_launch_id
+from omnireduce.runtime.member.launcher import Launch, launch_id
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import Secret
 
@@ -61,7 +61,7 @@ def identify(config: Config, launch: Launch, *, is_named: bool) -> str:
     Raises ConfigError where rank 0 cannot start an aggregator for all: workers on several hosts, an elastic job, or
     workers of which nothing tells that they belong together.
     """
-    identity = host_launch_id(launch.rank, launch.size) if config.cluster.launch == "auto" else config.cluster.launch
+    identity = launch_id(launch.rank, launch.size) if config.cluster.launch == "auto" else config.cluster.launch
     nothing = "no aggregator is configured (cluster.aggregators)"
     if launch.local_size is not None and launch.local_size < launch.size:
         here = f"only {launch.local_size} of the {launch.size} workers are on this host"

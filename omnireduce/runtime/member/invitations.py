@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import selectors
 import socket
 import struct
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.embedding import MOST_BYTES, Compiling, Failed, News, Ready, decode_news, encode
+from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.shm import peer_of
 from omnireduce.transport.stream import BACKLOG
@@ -90,7 +92,8 @@ class Invitations:
         return self._selector.fileno()
 
     def turn(self) -> None:
-        """Do what can be done now. Raises RefusedError when a rank comes that was given another world size."""
+        """Do what can be done now. Raises RefusedError when a rank comes that was given another world size, or comes
+        twice; TransportError when there is no descriptor left for one."""
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept()
@@ -120,10 +123,12 @@ class Invitations:
     def _accept(self) -> None:
         try:
             guest, _ = self._listener.accept()
-        except BlockingIOError as error:
+        except OSError as error:
             if from_a_handler(error):
                 raise
-            return
+            if isinstance(error, BlockingIOError):
+                return
+            raise TransportError(f"rank 0 cannot take in the other ranks: {shortage(error)}") from error
         if peer_of(guest)[1] != os.geteuid() or len(self._guests) > 2 * self._size:
             guest.close()
             return
@@ -146,8 +151,18 @@ class Invitations:
         self._guests[guest] = rank
         if size != self._size:
             raise RefusedError(f"rank {rank} was started as one of {size} workers, and rank 0 as one of {self._size}")
+        if rank in self._told or self._is_here(rank, guest):
+            raise RefusedError(
+                f"rank {rank} has come twice: two launches have this job at once, or it was started again; give each "
+                "launch another cluster.job"
+            )
         if self._news is not None:
             self._tell(guest, rank)
+
+    def _is_here(self, rank: int, guest: socket.socket) -> bool:
+        """Whether another guest than this one is that rank, and has not hung up meanwhile."""
+        others = [other for other, its in self._guests.items() if its == rank and other is not guest]
+        return not all(map(_is_over, others))
 
     def _tell(self, guest: socket.socket, rank: int) -> None:
         assert self._news is not None
@@ -167,6 +182,13 @@ class Invitations:
         guest.close()
 
 
+def _is_over(guest: socket.socket) -> bool:
+    """Whether the other end has hung up."""
+    poll = select.poll()
+    poll.register(guest, 0)
+    return bool(poll.poll(0))
+
+
 def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: Say) -> Ready:
     """Any other rank's end: wait for rank 0, and for what it knows.
 
@@ -175,10 +197,11 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
     zero = f"rank 0 of job '{job}', which starts the aggregator"
     deadline = Deadline(limit_s, lambda: say(f"waiting for {zero}"))
     too_late = TransportError(
-        f"{zero}, is not on this host after cluster.join_timeout_s = {limit_s:g}; were all workers started here, with "
-        f"the same job? For workers on several hosts {HOW}"
+        f"{zero}, is not on this host, or has stopped, after cluster.join_timeout_s = {limit_s:g}; were all workers "
+        f"started here, with the same job? For workers on several hosts {HOW}"
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, selectors.DefaultSelector() as selector:
+        sock.setblocking(False)  # a rank 0 that has stopped may leave no room for one more
         while not _connected(sock, place):
             patience_s = deadline.left_s(RETRY_S)
             if patience_s is None:
@@ -205,7 +228,7 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
 def _connected(sock: socket.socket, place: str) -> bool:
     try:
         sock.connect(place)
-    except ConnectionRefusedError as error:
+    except (ConnectionRefusedError, BlockingIOError) as error:
         if from_a_handler(error):
             raise
         return False

@@ -159,16 +159,6 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
     return _short("@".join(part for part in parts if part))
 
 
-def host_launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> str:
-    """What only the processes of this launch share on this host; empty where nothing is known.
-
-    Where `launch_id` is empty, because rank and size are no launcher's, a launcher around them counts all the same: it
-    is another one around the processes of another launch.
-    """
-    around = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
-    return launch_id(rank, size, environ) or _short("" if around is None else _id(around, environ) or "")
-
-
 def _id(variables: _Variables, environ: Mapping[str, str]) -> str | None:
     """The launcher's id of the launch; of MPICH's mpirun, which may give none, where it waits for its proxies."""
     found = _job(variables, environ)
