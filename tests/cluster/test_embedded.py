@@ -62,6 +62,20 @@ with omni.connect(job=sys.argv[1], rank=0, size=2):
     sys.stdin.read()
 """
 
+FORKS_EARLY = """
+import os, sys, threading
+import omnireduce as omni
+threading.Thread(target=omni.connect, kwargs={"job": sys.argv[1], "rank": 0, "size": 2}, daemon=True).start()
+sys.stdin.readline()
+child = os.fork()
+if not child:
+    sys.stdin.read()
+    os._exit(0)
+sys.stdout.write(f"{child}\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
 
 def plain(*overrides: str) -> Config:
     return configured([], *overrides)
@@ -174,6 +188,20 @@ def test_a_process_that_rank_0_has_forked_keeps_nothing_alive() -> None:
         other.expect("held")
         zero.signal(signal.SIGKILL)
         assert gone_within(aggregator, WAIT_S)
+        assert not gone_within(child, 0.0)
+
+
+def test_a_process_that_is_forked_while_ranks_meet_keeps_no_place() -> None:
+    job = unique_job()
+    place = place_of("", job).replace("\0", "@")
+    with Process(sys.executable, "-c", FORKS_EARLY, job) as zero:
+        assert eventually(lambda: place in names_in_use(), READY_S)
+        assert zero.popen.stdin is not None
+        zero.popen.stdin.write(b"\n")
+        zero.popen.stdin.flush()
+        child = int(zero.line(READY_S))
+        zero.signal(signal.SIGKILL)
+        assert eventually(lambda: place not in names_in_use())
         assert not gone_within(child, 0.0)
 
 

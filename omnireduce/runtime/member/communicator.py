@@ -259,8 +259,6 @@ class Communicator(Collectives):
 
     def _abandon(self) -> None:
         self._engine.abandon()
-        if self._embedded is not None:
-            self._embedded.abandon()
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -89,6 +90,7 @@ class Embedded:
         self.secret: Secret | None = None
         self._child: Child | None = None
         self._invitations: Invitations | None = None
+        _all.add(self)
         if not launch.rank:
             self._start()
 
@@ -129,7 +131,9 @@ class Embedded:
             self._child.close()
 
     def abandon(self) -> None:
-        """In a forked child: it is none of its business."""
+        """In a forked child: it is none of its business. The place where ranks meet is free again without it."""
+        if self._invitations is not None:
+            self._invitations.close()
         if self._child is not None:
             self._child.abandon()
 
@@ -196,6 +200,17 @@ class Embedded:
             return f"the aggregator of job '{self._job}' to be ready"
         ranks = ", ".join(map(str, self._missing[:LISTED])) + (" …" if len(self._missing) > LISTED else "")
         return f"rank {ranks} of job '{self._job}'"
+
+
+_all: weakref.WeakSet[Embedded] = weakref.WeakSet()  # also those whose ranks meet, of which no communicator is open
+
+
+def _abandon_all() -> None:
+    for each in list(_all):
+        each.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 class Child:
