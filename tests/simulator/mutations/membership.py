@@ -176,7 +176,7 @@ MUTATIONS = (
         "who gave up one attempt spoils the next",
         "        return cls(hello.job, hello.launch, hello.formation)\n",
         "        return cls(hello.job, hello.launch, 0)\n",
-        test="tests/protocol/test_elastic_membership.py::test_other_shards_gather_by_formation",
+        test="tests/protocol/test_elastic_survivors.py::test_other_shards_gather_by_formation",
     ),
     Mutation(
         "launches meet",
@@ -232,7 +232,7 @@ MUTATIONS = (
         "a worker that was in the job gives up, because a shard could not know it",
         "Refused(wrong, temporary=others_standing is Standing.CLAIMANT)",
         "Refused(wrong)",
-        test="tests/protocol/test_elastic_membership.py::"
+        test="tests/protocol/test_elastic_survivors.py::"
         "test_who_makes_way_for_a_survivor_and_says_that_it_was_in_the_job_may_come_again",
     ),
     Mutation(
@@ -243,7 +243,7 @@ MUTATIONS = (
         "            yield from self._make_way(hello, meeting, standing, going, now)\n"
         "            going = {}\n"
         "            wrong, temporary = self._objection(hello, meeting, standing, terms, going)\n",
-        test="tests/protocol/test_elastic_membership.py::"
+        test="tests/protocol/test_elastic_survivors.py::"
         "test_a_survivor_that_disagrees_with_another_one_puts_nobody_out",
     ),
     Mutation(
@@ -252,7 +252,7 @@ MUTATIONS = (
         "an elastic job goes beyond the limits in the room of somebody else's",
         "    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0\n",
         '    return "", hello.job, hello.launch, hello.smallest > 0, True\n',
-        test="tests/protocol/test_elastic_membership.py::test_nobody_takes_the_room_of_a_job_that_is_not_his",
+        test="tests/protocol/test_elastic_survivors.py::test_nobody_takes_the_room_of_a_job_that_is_not_his",
     ),
     Mutation(
         "who comes and goes is news",
