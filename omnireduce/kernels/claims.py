@@ -48,7 +48,7 @@ def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
                         since = time.monotonic()
                     else:
                         left.append(kernel)
-            if len(left) and time.monotonic() - since > LOOK_S:
+            if left and time.monotonic() - since > LOOK_S:
                 time.sleep(LOOK_S)
         _note(file, mark)
 

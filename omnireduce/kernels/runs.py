@@ -15,10 +15,8 @@ def list_runs(indices: Array, shards: int, stripe_blocks: int, runs: Array) -> i
 
     `indices`: int64 (n,), ascending, of one shard of `shards`; `runs`: int64 (n // 2 or more, 2).
     """
-    most, gap = (
-        (indices.size - 1) // 2,
-        (shards - 1) * stripe_blocks,
-    )  # of others between two stripes
+    most = (indices.size - 1) // 2
+    gap = (shards - 1) * stripe_blocks  # of others between two stripes
     found, expected = 0, -1
     for k in range(indices.size):
         index = indices[k]

@@ -29,8 +29,8 @@ class WorkerMachine:
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
     in errors; `me` names this worker, whose number is `rank`. The blocks of a message to shard i take no more than
     `message_bytes[i]` together (nothing given: no more than fit in a slot), unless one block alone takes more. A
-    collective that takes longer than `timeout_s` ends the job. `host`: with what all ranks of the job
-    exchange tensors, if they share a host; then shards get none.
+    collective that takes longer than `timeout_s` ends the job. `host`: with what all ranks of the job exchange
+    tensors, if they share a host; then shards get none.
     """
 
     def __init__(
