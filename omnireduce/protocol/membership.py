@@ -91,6 +91,12 @@ class Membership:
         else:
             yield Answer(key, gathering.pending())
 
+    def rival(self, hello: Hello) -> Hashable | None:
+        """The connection that waits for the same place in the same job; None when there is none."""
+        gathering = self._gathering.get(Meeting.of(hello))
+        rival = None if gathering is None else gathering.attendees.get(hello.rank)
+        return None if rival is None else rival.key
+
     def gone(self, key: Hashable, now: float) -> None:
         """A connection that was not yet admitted is over."""
         hello = self._waiting.pop(key, None)

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round
-from local_cluster import Daemon, workers
+from local_cluster import Daemon, Ranks, configured, unique_job, workers
 from transports import KINDS, MEMORY, over
+
+from omnireduce import ClosedError
+from omnireduce.runtime.member.rendezvous import hello_of, join
 
 
 @contextmanager
@@ -47,3 +50,25 @@ def test_ranks_that_share_memory_go_on_beside_stopped_shards() -> None:
             last = [worker.expect("round")["round"] for worker in ranks]
             for worker, number in zip(ranks, last, strict=True):
                 expect_round(worker, "round", number + 100)
+
+
+@pytest.mark.parametrize("transport", KINDS)
+def test_a_worker_that_gave_up_asks_again_before_the_shard_has_read_that(transport: str) -> None:
+    """The shard finds all at once: the first hello, the end of that connection, and the second hello."""
+    with Daemon(1) as daemon:
+        config, job = configured(daemon.addresses, *over(transport)), unique_job()
+        hellos = [hello_of(config, job, "", rank, 2) for rank in range(2)]
+
+        def go_on(rank: int) -> bool:
+            if rank == 0:  # its second hello is on its way now
+                os.kill(daemon.shard_pids[0], signal.SIGCONT)
+            return False
+
+        with stopped(daemon.shard_pids[0]):
+            with pytest.raises(ClosedError):
+                join(config, hellos[0], None, lambda: True)
+            arrivals = Ranks(2, lambda rank: join(config, hellos[rank], None, lambda: go_on(rank))).results()
+        assert [arrival.joined.rank for arrival in arrivals] == [0, 1]
+        for arrival in arrivals:
+            for link in arrival.links:
+                link.close()

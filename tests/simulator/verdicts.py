@@ -130,22 +130,35 @@ class Verdicts:
     def judge_time_out(self, worker: Worker) -> None:
         """Who says that all moves on neither waits for a shard that stands still nor stood still at its time limit.
 
-        All does move on where many messages, each of them slow, take longer than the limit. That may end a job, too.
+        All does move on where many messages, each of them slow, take longer than the limit. That may end a job, too,
+        and where few of them have a result, it looks as if all waited for the rank whose message comes next.
         One that stood still itself cannot judge others: it does not know when what it reads now came.
         """
-        if isinstance(worker.error, CollectiveTimeoutError) and BUSY in worker.error.culprit:
+        error = worker.error
+        if not isinstance(error, CollectiveTimeoutError):
+            return
+        if BUSY in error.culprit:
             if "slow shard" in self._cluster.causes:  # whose turns are rare, and may do very little
                 self._cluster.causes.add(reasons.TIME)
-        elif isinstance(worker.error, CollectiveTimeoutError) and MOVES_ON in worker.error.reason:
-            if self._longest_s(worker) > PATIENCE_S:
-                self._cluster.causes.add(reasons.TIME)
-                self._cluster.blame(worker.job.name, worker.culprit)
-            quiet_s = worker.protocol.timeout_s / 2 + STOOD_STILL_S  # for less, it may well have moved on
-            still = [shard.address for shard in self._cluster.shards if shard.stalled_s > quiet_s]
-            if still:
-                self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
-            if worker.overslept_s >= STOOD_STILL_S:
-                self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
+            return
+        moves_on = MOVES_ON in error.reason
+        if moves_on or not reasons.plausible(error, self._causes):
+            self._allow_for_many_messages(worker)
+        if moves_on:
+            self._judge_who_moves_on(worker)
+
+    def _allow_for_many_messages(self, worker: Worker) -> None:
+        if self._longest_s(worker) > PATIENCE_S:
+            self._cluster.causes.add(reasons.TIME)
+            self._cluster.blame(worker.job.name, worker.culprit)
+
+    def _judge_who_moves_on(self, worker: Worker) -> None:
+        quiet_s = worker.protocol.timeout_s / 2 + STOOD_STILL_S  # for less, it may well have moved on
+        still = [shard.address for shard in self._cluster.shards if shard.stalled_s > quiet_s]
+        if still:
+            self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
+        if worker.overslept_s >= STOOD_STILL_S:
+            self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
 
     def _longest_s(self, worker: Worker) -> float:
         """How long the oldest collective of `worker` may take, with those that it was started behind, if each message,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
@@ -103,8 +103,14 @@ class Reception:
         connection.hello = hello = connection.gate.signed(message)
         log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
         self._connections.strangers.discard(connection)
+        self._look_at(self._membership.rival(hello))
         self.answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
         return connection.job is None and not connection.leaving
+
+    def _look_at(self, rival: Hashable | None) -> None:
+        """A worker that gave up, and asks again at once, may come before the end of its first connection is read."""
+        if isinstance(rival, Connection):
+            self.hear(rival, rival.link.poll())
 
     def answer(self, effects: Iterable[MembershipEffect]) -> None:
         """Tell newcomers, and jobs, what the membership has decided."""
