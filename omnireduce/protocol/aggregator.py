@@ -119,6 +119,10 @@ class AggregatorMachine:
         held = sum(len(rank.inbox) + (rank.open_row >= 0) for rank in self._ranks)
         return held, self._slot_count - len(self._free)
 
+    def name_of(self, rank: int) -> str:
+        """What errors call a rank."""
+        return self._ranks[rank].name
+
     def has_left(self, rank: int) -> bool:
         """The rank has said that it leaves, cleanly."""
         return rank in self._gone

@@ -337,6 +337,9 @@ class WorkerMachine:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"collective {oldest.number} ({oldest.descriptor}) not complete after {self._timeout_s:g} s"
+        if self._is_old_news:  # no rank is late, and the first aggregator hangs
+            reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
+            return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
         late = [] if self.host is None else self.host.waited_for()
         if late:
             return Cause(self._named(late), reason, timeout=True)

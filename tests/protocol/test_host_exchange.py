@@ -117,6 +117,21 @@ def test_different_collectives_after_a_fault_are_not_why_the_job_is_over() -> No
     assert cluster.worker_ends[1] == End(Cause("rank 0 (host h0, pid 100)", "interrupted"))
 
 
+def test_an_aggregator_that_does_not_say_why_the_job_is_over_is_blamed() -> None:
+    cluster = one_host(2, 32, 4, 1)
+    first, second = cluster.worker_drivers
+    cluster.allreduce(0, np.ones(20, np.float32))
+    cluster.allreduce(1, np.ones(20, np.float32))
+    first.perform(cluster.workers[0].leave("interrupted"))  # the aggregator hangs: it does not read that
+    for _ in range(5):
+        second.turn()
+        cluster.now += 30.0
+    end = cluster.worker_ends[1]
+    assert end is not None and end.cause is not None
+    assert (end.cause.culprit, end.cause.timeout) == ("aggregator 127.0.0.1:7400", True)
+    assert end.cause.reason.endswith("nothing from there says why: is it stopped?")
+
+
 @pytest.mark.parametrize("has_told", [True, False])
 def test_what_an_aggregator_has_told_comes_before_what_memory_shows(has_told: bool) -> None:
     """A rank that begins a collective has not read yet what its links have brought."""

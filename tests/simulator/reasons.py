@@ -22,7 +22,7 @@ _ABSENT = ("foreign survivor", "other secret", "late", "duplicate", "world size"
 
 ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
     r"^aggregator .*: connection closed": ("shard crash", "garbage", "tampering", "lying shard", TIME),
-    r"^rank .*: connection closed": _ABSENT,
+    r"^rank .*: connection closed": (*_ABSENT, "shard stall", "shard freeze", "slow shard"),
     r"connection broken": ("host death", "link loss"),
     r"shutting down": ("drain",),
     r"had shut down when": ("early leave",),
@@ -43,7 +43,8 @@ ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
 }
 TIMED_OUT: Mapping[str, tuple[str, ...]] = {"not complete after": ("freeze", "shard freeze", SILENCE, TIME)}
 REFUSED: Mapping[str, tuple[str, ...]] = {
-    "is already in job": ("duplicate", "foreign survivor", ANY),
+    # a shard that stands still has not heard the last goodbye when a rank comes back
+    "is already in job": ("duplicate", "foreign survivor", "shard stall", "shard freeze", "slow shard", ANY),
     "differs from": ("world size", "misconfigured", "foreign survivor"),
     "an elastic job of": ("world size",),  # of fewer ranks than the least it says
     "is elastic: give every worker": ("foreign survivor",),  # who comes first, where there is no secret
@@ -73,7 +74,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
 }
 UNREACHABLE: Mapping[str, tuple[str, ...]] = {
     "before this worker was admitted": ("shard crash", "drain", "link loss", "garbage", TIME),
-    UNREACHED: (DOWN, "shard freeze", "slow shard", TIME),
+    UNREACHED: (DOWN, "shard freeze", "slow shard", "link loss", TIME),
 }
 
 

@@ -53,6 +53,14 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_HOSTS + 9216: "a rank blamed one that waited itself, and had ended the job already",
     97060384: "many short spans of four ranks took longer than the limit, behind as many of the collective before",
     88010929: "the same, and so few of them had a result that all seemed to wait for one rank",
+    91000850: "a connection broke before the hello, and a clock jumped over all the time that was left",
+    91077439: "the same, long after another fault",
+    91083647: "the same, of a rank that formed no job anew",
+    91086564: "the same, with a stranger",
+    FIRST_OF_HOSTS + 208381: "ranks differed, one had said so, and the others blamed themselves for a shard that froze",
+    FIRST_OF_HOSTS + 217397: "the same, in an elastic job",
+    FIRST_OF_HOSTS + 213185: "a rank was killed while its job went on in memory beside a shard that was draining",
+    FIRST_OF_HOSTS + 227446: "ranks came back that had waited in vain for the goodbye of a shard that stood still",
 }
 SAME = 12  # seeds that are run in two processes
 DIGESTS = f"""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnireduce.errors import AbortedError, CollectiveTimeoutError, TransportError
+from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
 from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons
@@ -234,7 +234,7 @@ class Verdicts:
             causes.add(reasons.DOWN)  # an elastic worker may begin its last attempt at any time
         if not reasons.plausible(worker.error, causes):
             return False
-        if reasons.UNREACHED in str(worker.error) and not causes.intersection(OUTAGES):
+        if reasons.UNREACHED in str(worker.error) and not (causes.intersection(OUTAGES) or self._jumped_to_the_end):
             return False  # somebody listens all the time
         if isinstance(worker.error, CollectiveTimeoutError):
             return self._explained_delay(worker.error, causes, culprits)
@@ -254,7 +254,13 @@ class Verdicts:
             return True  # it names all who are still there, by numbers that change when the job is formed anew
         misled = bool(worker.misled) and str(error).startswith(worker.misled)
         blamed = any(culprit in error.culprit for culprit in culprits)
-        return misled or blamed or self._could_not_say_why(error)
+        return misled or blamed or self._could_not_say_why(error) or self._came_back_too_soon(error)
+
+    def _came_back_too_soon(self, error: AbortedError) -> bool:
+        """Whether it names a rank that one shard admitted, and another refused: it had not heard its last goodbye."""
+        named = [each for each in self._cluster.workers if each.culprit in error.culprit]
+        refused = any(isinstance(each.error, RefusedError) and "is already in job" in str(each.error) for each in named)
+        return error.reason == "connection closed" and refused
 
     def _could_not_say_why(self, error: AbortedError) -> bool:
         """Whether it names a rank whose time was over, and a shard stood still: nobody read that rank's last words."""
@@ -285,6 +291,12 @@ class Verdicts:
         if "link loss" in found and self._lost_s(("link loss",)) > PATIENCE_S:
             found.add(reasons.SILENCE)
         return found
+
+    @property
+    def _jumped_to_the_end(self) -> bool:
+        """A connection broke before the hello, and no time was left for another one: the clock jumped over it."""
+        struck = self._cluster.causes.issuperset(("link loss", "clock jump"))
+        return struck and self._lost_s(("clock jump",)) > PATIENCE_S
 
     @property
     def _disturbed(self) -> bool:

@@ -11,8 +11,8 @@ from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.questions import Questions
-from omnireduce.transport.base import Control, Event
-from omnireduce.wire.control import Aborted, Cause, Report, decode_control
+from omnireduce.transport.base import Control, Event, Lost
+from omnireduce.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
 
 
 class Departures:
@@ -41,16 +41,35 @@ class Departures:
 
     def hear(self, connection: Connection, events: Sequence[Event]) -> None:
         """If a rank that leaves reports, let all ranks of its job stay: a collective goes on in memory, of which their
-        shard sees nothing."""
-        if connection.job is not None and any(isinstance(each, Control) and _is_report(each.body) for each in events):
-            for member in self.members(connection.job.generation):
-                self._connections.let_stay(member)
+        shard sees nothing. If one that stays fails, the others must not wait for it."""
+        for event in events:
+            message = _decoded(event)
+            if isinstance(message, Report):
+                for member in self._mates(connection):
+                    self._connections.let_stay(member)
+            elif connection in self._connections.staying and isinstance(event, Lost) and connection.job is not None:
+                self._end_stay(connection, Cause(connection.job.machine.name_of(connection.rank), event.reason))
+            elif connection in self._connections.staying and isinstance(message, Leave):
+                self._end_stay(connection, message.cause)
+
+    def _end_stay(self, connection: Connection, cause: Cause | None) -> None:
+        """A rank that stayed leaves. If that has a cause, tell the others."""
+        self._connections.let_leave(connection)
+        for member in self._mates(connection):
+            if cause is not None and member in self._connections.staying:
+                self._send_away(member, cause)
+
+    def _mates(self, connection: Connection) -> Sequence[Connection]:
+        return () if connection.job is None else self.members(connection.job.generation)
 
     def send_away(self, cause: Cause) -> None:
         """Tell those that were let stay why they must leave now."""
         for connection in tuple(self._connections.staying):
-            self._connections.say(connection, Aborted(cause))
-            self._connections.let_leave(connection)
+            self._send_away(connection, cause)
+
+    def _send_away(self, connection: Connection, cause: Cause) -> None:
+        self._connections.say(connection, Aborted(cause))
+        self._connections.let_leave(connection)
 
     def forget(self, connection: Connection) -> None:
         """Drop a connection that may wait for its job to begin."""
@@ -72,7 +91,7 @@ class Departures:
                 del self._members[connection.job.generation]
 
 
-def _is_report(body: bytes) -> bool:
+def _decoded(event: Event) -> ControlMessage | None:
     with suppress(ProtocolError):
-        return isinstance(decode_control(body), Report)
-    return False
+        return decode_control(event.body) if isinstance(event, Control) else None
+    return None

@@ -200,12 +200,13 @@ class ShardServer:
             self._aside.do(connection)
             events = self._reception.hear(connection, events)
             self._connections.update_interest(connection)
+        if not connection.leaving and connection.job is not None:
+            self._feed(connection, connection.job, events)
+            return
+        if connection.leaving and self._clock() < (self._drain_deadline or 0.0):
+            self._departures.hear(connection, events)
         if connection.leaving and (connection.link.over or connection.link.task is not None):
             self._departures.drop(connection)  # no last words before a handshake is over, and none is made for a leaver
-        elif connection.leaving and self._clock() < (self._drain_deadline or 0.0):
-            self._departures.hear(connection, events)
-        elif not connection.leaving and connection.job is not None:
-            self._feed(connection, connection.job, events)
 
     def _patience(self, longest_s: float) -> float:
         """How many seconds to wait. No deadline passes before `_wake_at`, the time when the wait ends."""
