@@ -126,6 +126,11 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
         zeros."""
         return self.kind in REDUCING
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether each rank lists what it brings: rows, or packets. Otherwise its blocks are found by scanning."""
+        return self.kind == "allreduce_rows" or self.kind in PACKED
+
     @cached_property
     def element(self) -> ElementType:
         """The type of element that travels."""

@@ -73,6 +73,12 @@ class Layout(NamedTuple):
         """The lowest block of `shard`, or `blocks` when the tensor is too small to have a block there."""
         return min(shard * self.stripe_blocks, self.blocks)
 
+    def next_block(self, shard: int, block: int) -> int:
+        """The lowest block of `shard` from `block` on, or `blocks` when there is none."""
+        stripe = block // self.stripe_blocks
+        ahead = (shard - stripe) % self.shards
+        return min((stripe + ahead) * self.stripe_blocks if ahead else block, self.blocks)
+
     def takes_part(self, shard: int) -> bool:
         """Whether `shard` owns a block, or is the first one, which keeps even empty tensors in order."""
         return shard == 0 or self.first_block(shard) < self.blocks

@@ -17,10 +17,10 @@ from samples import Array
 from omnireduce.descriptor import Descriptor, describe
 from omnireduce.dtypes import element_type
 from omnireduce.kernels.regions import DESCRIPTORS
-from omnireduce.layout import Layout, Stripes
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.exchange import HostExchange, region_bytes
+from omnireduce.protocol.hosts import Dealing, Neighbours
 from omnireduce.protocol.operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.packets import Packets, packed
 from omnireduce.protocol.rows import RowSet
@@ -96,7 +96,7 @@ class CountedLink(InprocLink):
 class InprocCluster:
     """`world_size` workers and `shards` aggregators.
 
-    With `one_host` the workers exchange tensors in memory that they share.
+    `hosts`: the ranks of each host, which exchange tensors in memory that they share; nothing given: none do.
 
     `record` may be set to a list that collects all block messages, `tamper` to a function that changes them under way.
     """
@@ -113,7 +113,7 @@ class InprocCluster:
         seed: int = 0,
         timeout_s: float = 60.0,
         message_bytes: int | None = None,
-        one_host: bool = False,
+        hosts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.world_size, self.shards, self.slots, self.stripe_blocks = world_size, shards, slots, stripe_blocks
         self.now, self.moved = 0.0, 0
@@ -133,14 +133,23 @@ class InprocCluster:
             for rank in range(world_size):
                 self._join(shard, rank)
         members = [f"rank {rank} (host h{rank}, pid {100 + rank})" for rank in range(world_size)]
+        self._slot_bytes = slot_bytes
+        neighbours = [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts)]
+        self.neighbours = {rank: each for each in neighbours for rank in each.ranks}
+        self.dealing = Dealing(shards, stripe_blocks, 0, slot_bytes if len(hosts) > 1 else 0)
         self.aggregators = [
             AggregatorMachine(
-                members, arena, results, message_bytes=message_bytes, stripes=Stripes(shard, shards, stripe_blocks)
+                members,
+                arena,
+                results,
+                message_bytes=message_bytes,
+                shard=shard,
+                dealing=self.dealing,
+                delegates=[each.delegate(shard) for each in neighbours] if len(hosts) > 1 else (),
             )
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
-        self.regions = self._guarded(world_size, region_bytes(slots, slot_bytes)) if one_host else None
-        self._slot_bytes = slot_bytes
+        self.regions = [self._guarded(len(ranks), region_bytes(slots, slot_bytes)) for ranks in hosts]
         self._message_bytes = [message_bytes] * shards if message_bytes else []
         self.hosts = [self._host(rank, members) for rank in range(world_size)]
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
@@ -172,13 +181,18 @@ class InprocCluster:
             timeout_s=timeout_s,
             message_bytes=self._message_bytes,
             host=self.hosts[rank],
+            neighbours=self.neighbours.get(rank),
         )
 
     def _host(self, rank: int, members: Sequence[str]) -> HostExchange | None:
-        if self.regions is None:
+        mates = self.neighbours.get(rank)
+        if mates is None or len(mates.ranks) == 1 < mates.hosts:
             return None
-        steps = self.random.choice([1, 1, 2, 16])
-        return HostExchange(self.regions, rank, members, self.slots, self._slot_bytes, steps=steps, looks=1)
+        steps, names = self.random.choice([1, 1, 2, 16]), [members[each] for each in mates.ranks]
+        return HostExchange(
+            self.regions[mates.host], mates.ranks.index(rank), names, self.slots, self._slot_bytes, mates,
+            steps=steps, looks=1,
+        )  # fmt: skip
 
     def _worker_driver(self, rank: int) -> Driver:
         def on_end(end: End) -> None:
@@ -208,9 +222,6 @@ class InprocCluster:
         self.workers[rank].submit(descriptor, operand, self.now)
         self._submitted[rank] += 1
 
-    def layout(self, elements: int, block_size: int) -> Layout:
-        return Layout(elements, block_size, self.shards, self.stripe_blocks)
-
     def allreduce(
         self,
         rank: int,
@@ -226,17 +237,17 @@ class InprocCluster:
         descriptor = describe("allreduce", name, element.name, x.shape, op, block_size)
         source, flat = x.reshape(-1), target.reshape(-1)
         source = flat if target is x else source
-        operand = DenseTensor(source, flat, self.layout(x.size, block_size), element.zero_mask)
+        operand = DenseTensor(source, flat, self.dealing.layout(descriptor), element.zero_mask)
         self.submit(rank, descriptor, operand)
         return target
 
     def rows(
         self, rank: int, numbers: Array, values: Array, n_rows: int, op: Any = "sum", *, memory: Memory | None = None
     ) -> RowSet:
-        length = values.shape[1]
-        operand = RowSet(numbers, values, self.layout(n_rows * length, length), memory or Pool().take)
-        dtype = element_type(values.dtype).name
-        self.submit(rank, describe("allreduce_rows", "", dtype, (n_rows, length), op), operand)
+        length, dtype = values.shape[1], element_type(values.dtype).name
+        descriptor = describe("allreduce_rows", "", dtype, (n_rows, length), op)
+        operand = RowSet(numbers, values, self.dealing.layout(descriptor), memory or Pool().take)
+        self.submit(rank, descriptor, operand)
         return operand
 
     def ragged(self, rank: int, x: Array, most: int) -> Packets:
@@ -245,7 +256,7 @@ class InprocCluster:
         descriptor = describe(
             "allgather_ragged", "", str(x.dtype), x.shape[1:], item_bytes=x.dtype.itemsize, parts=ranks, packets=most
         )
-        layout = Layout(descriptor.layout.elements, descriptor.layout.block_size, self.shards, self.stripe_blocks)
+        layout = self.dealing.layout(descriptor)
         operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), most=most)
         self.submit(rank, descriptor, operand)
         return operand
@@ -255,8 +266,9 @@ class InprocCluster:
         same = source is target
         target = target.view(np.uint8)
         source = target if same else source if source is None else source.view(np.uint8)
-        operand = DenseTensor(source, target, self.layout(target.size, block_size), element_type(np.uint8).zero_mask)
-        self.submit(rank, describe(kind, "", "uint8", target.shape, "sum", block_size, 0, 1), operand)
+        descriptor = describe(kind, "", "uint8", target.shape, "sum", block_size, 0, 1)
+        operand = DenseTensor(source, target, self.dealing.layout(descriptor), element_type(np.uint8).zero_mask)
+        self.submit(rank, descriptor, operand)
 
     # stepping
 
@@ -295,8 +307,7 @@ class InprocCluster:
 
     def _movement(self) -> int:
         """A number that grows with everything that moves."""
-        counters = 0 if self.regions is None else int(self.regions[:, : DESCRIPTORS * 8].view(np.int64).sum())
-        return self.moved + counters
+        return self.moved + sum(int(each[:, : DESCRIPTORS * 8].view(np.int64).sum()) for each in self.regions)
 
     def run(self, idle: Mapping[Driver, float] | None = None) -> None:
         """Step until every collective is finished on every rank; then nothing may be left over."""
@@ -315,7 +326,7 @@ class InprocCluster:
                 assert sorted(stream._free) == everything, f"rank {rank} lacks send slots"
         for shard, machine in enumerate(self.aggregators):
             assert machine.idle
-            assert sorted(machine._free) == everything, f"aggregator {shard} lacks result slots"
+            assert sorted(machine._slots.free) == everything, f"aggregator {shard} lacks result slots"
         for link in [link for links in (*self.up, *self.down) for link in links]:
             assert not link._under_way
             assert not link._held
@@ -341,4 +352,4 @@ def slot_bytes_for(blocks: int, block_bytes: int) -> int:
 def one_host(ranks: int, block_bytes: int, blocks: int, seed: int, **more: Any) -> InprocCluster:
     """Workers of one host whose slots hold so many blocks."""
     slot_bytes = slot_bytes_for(blocks, block_bytes)
-    return InprocCluster(ranks, slots=2, slot_bytes=slot_bytes, seed=seed, one_host=True, **more)
+    return InprocCluster(ranks, slots=2, slot_bytes=slot_bytes, seed=seed, hosts=[range(ranks)], **more)

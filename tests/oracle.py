@@ -20,10 +20,11 @@ STEPS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def reduce_in_rank_order(tensors: Sequence[Array], op: str) -> Array:
+def reduce_in_rank_order(tensors: Sequence[Array], op: str, *, divisor: int | None = None) -> Array:
     """Combine `tensors`, one of each rank, all of one shape and dtype; every argument stays as it is.
 
-    16-bit floats are kept in float32 and rounded once, a mean is a sum divided once, integers wrap, and NaN wins.
+    16-bit floats are kept in float32 and rounded once, a mean is a sum divided once (by `divisor`, else by the number
+    of tensors), integers wrap, and NaN wins.
     """
     dtype = tensors[0].dtype
     wide = np.dtype(np.float32) if dtype in HALVES else dtype
@@ -32,8 +33,17 @@ def reduce_in_rank_order(tensors: Sequence[Array], op: str) -> Array:
         for tensor in tensors[1:]:
             total = STEPS[op](total, tensor.astype(wide)).astype(wide)
         if op == "mean":
-            total = (total / wide.type(len(tensors))).astype(wide)
+            total = (total / wide.type(divisor or len(tensors))).astype(wide)
         return total.astype(dtype)
+
+
+def reduce_by_host(hosts: Sequence[Sequence[int]], tensors: Sequence[Array], op: str) -> Array:
+    """Combine the tensors of each host's ranks in order, rounded to their type, then those of the hosts. A mean is
+    divided once, in the end."""
+    if len(hosts) == 1:
+        return reduce_in_rank_order(tensors, op)
+    sums = [reduce_in_rank_order([tensors[rank] for rank in ranks], "sum" if op == "mean" else op) for ranks in hosts]
+    return reduce_in_rank_order(sums, op, divisor=len(tensors))
 
 
 def indices_of_runs(listed: Sequence[int], shards: int = 1, stripe_blocks: int = 64) -> list[int]:

@@ -98,10 +98,11 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _meta('"auto" picks for each link: shm on one host, verbs where both ends have it on the way, else tcp'),
     ] = "auto"
     host_exchange: Annotated[
-        Literal["auto", "off"],
+        Literal["auto", "sums", "off"],
         _meta(
             '"auto": where all ranks of a job are on one host, and of one user, they exchange tensors in memory that '
-            "they share, not through the aggregators"
+            'they share, not through the aggregators; "sums": also, each of several hosts sends one sum of a tensor, '
+            "which is faster where ranks share a host and tensors are dense"
         ),
     ] = "auto"
     spin_us: Annotated[

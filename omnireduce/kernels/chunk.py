@@ -35,15 +35,15 @@ BATCH = 16  # blocks that are planned, then reduced: they stay in the nearest ca
 @kernel
 def stage_part(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, start: int, stop: int, at: int,
-    skip: int,
+    skip: int, mask: np.uint64,
 ) -> int:  # fmt: skip
     """Copy the non-zero ones of blocks start…stop-1 to the slot at `at`, whose place `skip` is that of `start`; return
-    how many.
+    how many. Only bits in `mask` count.
 
     Every block is copied while it is scanned. The copy of a zero block is overwritten by the next.
     """
     s = state[0]
-    width, mask, in_place, count = s["width"], s["mask"], s["in_place"] != 0, 0
+    width, in_place, count = s["width"], s["in_place"] != 0, 0
     rows_at, indices_at = at + s["rows"] + skip * width, at + s["indices"] + skip
     ahead = 0 if s["is_dense"] else max(1, AHEAD // width)
     for block in range(start, stop):
@@ -196,7 +196,8 @@ def collect_part(state: Array, ints: Array, words: Array, target: Array, origin:
     """Take the result of the part of `rank` of a chunk. Returns how many blocks it has; -1: its region is not in
     order."""
     s = state[0]
-    width, in_place, me, low = s["width"], s["in_place"] != 0, s["me"], (1 << SOLE_SHIFT) - 1
+    width, me, low = s["width"], s["me"], (1 << SOLE_SHIFT) - 1
+    in_place = s["in_place"] != 0 and s["shards"] == 0  # what hosts add up may be zero where this rank has something
     first, start, stop = part_of(state, chunk, rank)
     at = slot_of(state, rank, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first

@@ -11,6 +11,12 @@ After each step the rank publishes how many chunks it has come to in all collect
 A rank takes a step as soon as the others' counters allow it. So several chunks are under way at once, each in a slot of
 the regions. Nothing is locked, and a rank that dies leaves nothing to clean up.
 
+With several hosts each chunk is a part of a stripe, and all of it is the part of the rank that sends this stripe to its
+shard. Then that rank takes two steps, and between them the shard adds what the other hosts have:
+
+    combine  add what the others staged to my own blocks, into my tensor
+    show     once the sum of all hosts is in my tensor, copy it to my region
+
 Rows of a sparse matrix, of which each rank has other ones, take two steps each: every rank needs all rows anyway.
 
     stage    first the numbers of my rows, a slot full at a time; then my rows of the next chunk of the union
@@ -24,19 +30,22 @@ large the result is.
 
 from __future__ import annotations
 
+import numpy as np
+
 from omnireduce.dtypes import Array
 from omnireduce.kernels.chunk import collect_part, combine_part, stage_part
-from omnireduce.kernels.jit import counter, give_way, kernel, publish
+from omnireduce.kernels.jit import give_way, kernel, publish
 from omnireduce.kernels.regions import (
-    ASLEEP,
     BEGUN,
     BEGUN_AT,
     COLLECTED,
     COMBINED,
     DESCRIPTORS,
-    LEFT,
     PLACE_WORDS,
     STAGED,
+    SUMMED,
+    anybody_sleeps,
+    has_arrived,
     is_tail,
     lowest,
     part_of,
@@ -44,10 +53,11 @@ from omnireduce.kernels.regions import (
 )
 from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_numbers, stage_rows, take_numbers
 
+ANY_BIT = np.uint64(0xFFFFFFFFFFFFFFFF)
 YIELD_EVERY = 64  # fruitless looks between two offers of the processor to others
 # What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it; WANTS: memory.
-WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED = range(7)
-DONE, DIFFERS, BROKEN, CALLED, WANTS = range(7, 12)
+WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED, SHOWN_ONE = range(8)
+DONE, DIFFERS, BROKEN, CALLED, WANTS = range(8, 13)
 
 
 @kernel
@@ -81,6 +91,13 @@ def _agree(state: Array, ints: Array) -> int:
 
 
 @kernel
+def _has_to_show(state: Array) -> bool:
+    """Whether the sum of all hosts is there of what this rank shows next."""
+    s = state[0]
+    return bool(s["shards"] and s["combined"] < s["summed"] and has_arrived(state, s["combined"]))
+
+
+@kernel
 def next_step(state: Array, ints: Array) -> int:
     """Which step the others' counters allow now: the one that helps them most. WAITS: none; DONE: all are taken."""
     s = state[0]
@@ -95,7 +112,9 @@ def next_step(state: Array, ints: Array) -> int:
             return UNION_LISTED if s["is_listing"] else DONE
         if chunk < s["combined"] and lowest(ints, state, COMBINED) > base + chunk:
             return COLLECTED_ONE
-        chunk = s["combined"]
+        chunk = s["summed"] if s["shards"] else s["combined"]
+        if _has_to_show(state):
+            return SHOWN_ONE
         if chunk < s["staged"] and lowest(ints, state, STAGED) > base + chunk:
             return COMBINED_ONE
     chunk = s["staged"]
@@ -117,7 +136,7 @@ def _stage(state: Array, ints: Array, words: Array, source: Array, target: Array
         count = 0
         if not s["silent"]:
             first, start, stop = part_of(state, chunk, rank)
-            count = stage_part(state, ints, words, source, target, origin, start, stop, at, start - first)
+            count = stage_part(state, ints, words, source, target, origin, start, stop, at, start - first, s["mask"])
         ints[at + rank] = count
         s["staged_blocks"] += count
 
@@ -149,8 +168,18 @@ def _combine(
         return False
     s["result_blocks"] += count
     _, start, stop = part_of(state, chunk, s["me"])
-    s["is_dense"] = 2 * count > stop - start
+    if stop > start:
+        s["is_dense"] = 2 * count > stop - start
     return True
+
+
+@kernel
+def _show(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int) -> None:
+    """Copy this rank's part of the result of a chunk to its region, -0 as it is."""
+    s = state[0]
+    first, start, stop = part_of(state, chunk, s["me"])
+    at = slot_of(state, s["me"], chunk)
+    ints[at + s["me"]] = stage_part(state, ints, words, target, target, origin, start, stop, at, start - first, ANY_BIT)
 
 
 @kernel
@@ -163,8 +192,38 @@ def _take(
         return _collect(state, ints, words, target, origin, chunk)
     if did == COMBINED_ONE:
         return _combine(state, ints, words, source, target, origin, chunk, places, plan, marked, scratch, bits)
+    if did == SHOWN_ONE:
+        _show(state, ints, words, target, origin, chunk)
+        return True
     _stage(state, ints, words, source, target, origin, chunk)
     return True
+
+
+@kernel
+def _place_of(state: Array, did: int) -> tuple[int, int]:
+    """The chunk that the step `did` is about, and the counter that says it is taken."""
+    s = state[0]
+    if did == STAGED_ONE:
+        return s["staged"], STAGED
+    if did == COLLECTED_ONE:
+        return s["collected"], COLLECTED
+    if did == COMBINED_ONE and s["shards"]:
+        return s["summed"], SUMMED
+    return s["combined"], COMBINED
+
+
+@kernel
+def _note(state: Array, line: int, chunks: int) -> None:
+    """So many chunks are dealt with now."""
+    s = state[0]
+    if line == STAGED:
+        s["staged"] = chunks
+    elif line == COLLECTED:
+        s["collected"] = chunks
+    elif line == SUMMED:
+        s["summed"] = chunks
+    else:
+        s["combined"] = chunks
 
 
 @kernel
@@ -191,11 +250,7 @@ def step(
         return did
     if did == AGREED:
         return _agree(state, ints)
-    chunk, line = s["staged"], STAGED
-    if did == COLLECTED_ONE:
-        chunk, line = s["collected"], COLLECTED
-    elif did == COMBINED_ONE:
-        chunk, line = s["combined"], COMBINED
+    chunk, line = _place_of(state, did)
     if is_tail(state, chunk):
         is_fine = _take(
             state, ints, words, source_tail, target_tail, s["full_blocks"], did, chunk, places, plan, marked, scratch,
@@ -205,12 +260,7 @@ def step(
         is_fine = _take(state, ints, words, source, target, 0, did, chunk, places, plan, marked, scratch, bits)
     if not is_fine:
         return BROKEN
-    if did == COLLECTED_ONE:
-        s["collected"] = chunk + 1
-    elif did == COMBINED_ONE:
-        s["combined"] = chunk + 1
-    else:
-        s["staged"] = chunk + 1
+    _note(state, line, chunk + 1)
     publish(ints, mine + line, s["base"] + chunk + 1)
     return did
 
@@ -334,36 +384,3 @@ def run_with_rows(
             return CALLED
         steps -= 1
     return did
-
-
-@kernel
-def anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
-    """Whether another rank sleeps that was not called since it fell asleep: odd numbers are sleeps."""
-    s = state[0]
-    for rank in range(s["ranks"]):
-        sleep = counter(ints, rank * s["region_words"] + ASLEEP)
-        if sleep % 2 == 1 and sleep != called[rank] and rank != s["me"]:
-            return True
-    return False
-
-
-@kernel
-def anybody_left(state: Array, ints: Array) -> bool:
-    """Whether a rank says that it takes no further step."""
-    s = state[0]
-    left = False
-    for rank in range(s["ranks"]):
-        left |= counter(ints, rank * s["region_words"] + LEFT) != 0
-    return left
-
-
-@kernel
-def get_counter(ints: Array, at: int) -> int:
-    """`counter`, for callers that are not compiled."""
-    return counter(ints, at)
-
-
-@kernel
-def set_counter(ints: Array, at: int, value: int) -> None:
-    """`publish`, for callers that are not compiled."""
-    publish(ints, at, value)

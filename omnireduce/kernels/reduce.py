@@ -73,12 +73,12 @@ def _accumulate(op: int, total: Array, item: Array) -> None:
 
 
 @kernel
-def _finish(op: int, total: Array, present: int, ranks: int) -> None:
-    """Let absent blocks take part in min and max as zeros, and divide a mean once."""
+def _finish(op: int, total: Array, present: int, ranks: int, divisor: int) -> None:
+    """Let absent blocks take part in min and max as zeros, and divide a mean once, by `divisor`."""
     zero = total.dtype.type(0)  # a plain 0 is an int64, which would make wider what it meets
     if op == MEAN:
         for i in range(total.size):
-            total[i] /= ranks
+            total[i] /= divisor
     elif present < ranks and op == MIN:
         for i in range(total.size):
             total[i] = zero if total[i] > zero else total[i]
@@ -125,8 +125,8 @@ def _combine_two(op: int, total: Array, arena: Array, left: int, right: int, own
 
 
 @kernel
-def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array) -> None:
-    """Reduce the block of each rank into `total`.
+def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array, divisor: int) -> None:
+    """Reduce the block of each rank into `total`. A mean is their sum, divided by `divisor`.
 
     `part`: int64 (ranks,), offsets into `arena`, or OWN for the block `own`, or ABSENT. One is there at least. `arena`,
     (elements,), `own` and `total`, (block size,), are of the reduced type.
@@ -152,17 +152,17 @@ def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array) -
     if op == PROD and present < ranks:
         _product(total, arena, part, own)
     elif op != SUM:
-        _finish(op, total, present, ranks)
+        _finish(op, total, present, ranks, divisor)
 
 
 @kernel
-def reduce_blocks(op: int, arena: Array, parts: Array, out: Array) -> None:
+def reduce_blocks(op: int, arena: Array, parts: Array, out: Array, divisor: int) -> None:
     """Reduce the entries of `parts` (int64, (entries, ranks), offsets into `arena` or ABSENT) into `out`.
 
-    `arena`: (elements,) of the reduced type; `out`: (entries, block size).
+    `arena`: (elements,) of the reduced type; `out`: (entries, block size). `divisor` as in `reduce_block`.
     """
     for k in range(parts.shape[0]):
-        reduce_block(op, arena, row_of(parts, k), arena, row_of(out, k))
+        reduce_block(op, arena, row_of(parts, k), arena, row_of(out, k), divisor)
 
 
 @kernel
@@ -171,7 +171,7 @@ def reduce_planned(op: int, arena: Array, plan: Array, own: Array, out: Array) -
     the `part`. `own`: (blocks, block size); `out`: (entries, block size)."""
     ranks = plan.shape[1] - 1
     for k in range(plan.shape[0]):
-        reduce_block(op, arena, span_of(row_of(plan, k), 1, ranks), row_of(own, plan[k, 0]), row_of(out, k))
+        reduce_block(op, arena, span_of(row_of(plan, k), 1, ranks), row_of(own, plan[k, 0]), row_of(out, k), ranks)
 
 
 @kernel
@@ -218,7 +218,7 @@ def _encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None
 
 @kernel
 def reduce_half_block(
-    op: int, brain: bool, arena: Array, part: Array, own: Array, total: Array, scratch: Array, bits: Array
+    op: int, brain: bool, arena: Array, part: Array, own: Array, total: Array, scratch: Array, bits: Array, divisor: int
 ) -> None:
     """`reduce_block` for float16 (or bfloat16 when `brain`): summed in float32, rounded once.
 
@@ -238,17 +238,17 @@ def reduce_half_block(
         if present > 0:
             _accumulate(op, row_of(scratch, 0), row_of(scratch, 1))
         present += 1
-    _finish(op, row_of(scratch, 0), present, part.size)
+    _finish(op, row_of(scratch, 0), present, part.size, divisor)
     _encode_half(brain, row_of(scratch, 0), row_of(bits, 0), total)
 
 
 @kernel
 def reduce_half_blocks(
-    op: int, brain: bool, arena: Array, parts: Array, out: Array, scratch: Array, bits: Array
+    op: int, brain: bool, arena: Array, parts: Array, out: Array, scratch: Array, bits: Array, divisor: int
 ) -> None:
     """`reduce_blocks` for float16 (or bfloat16 when `brain`); see `reduce_half_block`."""
     for k in range(parts.shape[0]):
-        reduce_half_block(op, brain, arena, row_of(parts, k), arena, row_of(out, k), scratch, bits)
+        reduce_half_block(op, brain, arena, row_of(parts, k), arena, row_of(out, k), scratch, bits, divisor)
 
 
 @kernel
@@ -259,4 +259,4 @@ def reduce_half_planned(
     ranks = plan.shape[1] - 1
     for k in range(plan.shape[0]):
         part, mine = span_of(row_of(plan, k), 1, ranks), row_of(own, plan[k, 0])
-        reduce_half_block(op, brain, arena, part, mine, row_of(out, k), scratch, bits)
+        reduce_half_block(op, brain, arena, part, mine, row_of(out, k), scratch, bits, ranks)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import LINE_BYTES, counter, kernel
+from omnireduce.kernels.jit import LINE_BYTES, counter, kernel, publish
 
 LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor
 PLACE_WORDS = 2 + EXTRA_WORDS  # what a rank says of a collective: the length of its descriptor, in bytes, and these
 ROWS_AT = PLACE_WORDS - 1  # behind them how many rows the rank brings
 # Where a region has its counters, in words: each on a cache line of its own.
-BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT = (line * LINE for line in range(6))
+BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT, SUMMED = (line * LINE for line in range(7))
 BEGUN_AT = BEGUN + 1  # two words: when the rank began this collective and the one before, in nanoseconds
 DESCRIPTORS = 8 * LINE  # two places: the next collective has the other one
 SLOTS = DESCRIPTORS + 2 * PLACE_WORDS + 4  # the first slot, at a cache line
@@ -32,13 +32,15 @@ STATE = np.dtype(
             "me", "ranks", "slots", "region_words", "slot_words",  # of the group
             "number", "base", "has_begun", "has_agreed",  # of the collective; chunks in all collectives before it
             "chunks", "staged", "combined", "collected",  # of these chunks so far
-            "full_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
+            "full_blocks", "tail_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
             "width", "size",  # of a block, in words and in elements
             "in_place", "silent", "storage", "op", "is_dense",
             "staged_blocks", "own_blocks", "result_blocks", "collected_blocks",  # so far
             "taken",  # steps
             "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
             "number_chunks", "is_listing", "wants_room", "union", "staged_rows",  # of rows; see `rows`
+            "shards", "stripe_blocks",  # of several hosts, which deal stripes to shards; no shards: there is one host
+            "summed", "arrived",  # chunks that this host has summed; below this block the sums of all hosts are there
         )
     ]
     + [("mask", np.uint64)]
@@ -64,14 +66,40 @@ def is_tail(state: Array, chunk: int) -> bool:
 
 
 @kernel
-def part_of(state: Array, chunk: int, part: int) -> tuple[int, int, int]:
-    """The first block of a chunk; the first block of its part `part`, and the one behind its last."""
+def _range_of(state: Array, chunk: int) -> tuple[int, int]:
+    """The first block of a chunk, and how many it has."""
     s = state[0]
-    first, count = s["full_blocks"], 1
-    if not is_tail(state, chunk):
-        first = chunk * s["chunk_blocks"]
-        count = min(s["chunk_blocks"], s["full_blocks"] - first)
+    if is_tail(state, chunk):
+        return s["full_blocks"], s["tail_blocks"]
+    first = chunk * s["chunk_blocks"]
+    return first, min(s["chunk_blocks"], s["full_blocks"] - first)
+
+
+@kernel
+def _delegate_of(state: Array, block: int) -> int:
+    """The rank that sends the stripe of this block to its shard, for all ranks of the host."""
+    s = state[0]
+    rank: int = block // s["stripe_blocks"] % s["shards"] % s["ranks"]
+    return rank
+
+
+@kernel
+def part_of(state: Array, chunk: int, part: int) -> tuple[int, int, int]:
+    """The first block of a chunk; the first block of its part `part`, and the one behind its last. With several hosts
+    all of a chunk is the part of one rank."""
+    s = state[0]
+    first, count = _range_of(state, chunk)
+    if s["shards"]:
+        return first, first, first + (count if _delegate_of(state, first) == part else 0)
     return first, first + count * part // s["ranks"], first + count * (part + 1) // s["ranks"]
+
+
+@kernel
+def has_arrived(state: Array, chunk: int) -> bool:
+    """Whether this rank waits for no shard before it can show its part of a chunk."""
+    s = state[0]
+    first, count = _range_of(state, chunk)
+    return bool(_delegate_of(state, first) != s["me"] or s["arrived"] >= first + count)
 
 
 @kernel
@@ -80,3 +108,36 @@ def slot_of(state: Array, rank: int, chunk: int) -> int:
     s = state[0]
     at: int = rank * s["region_words"] + SLOTS + (s["base"] + chunk) % s["slots"] * s["slot_words"]
     return at
+
+
+@kernel
+def anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
+    """Whether another rank sleeps that was not called since it fell asleep: odd numbers are sleeps."""
+    s = state[0]
+    for rank in range(s["ranks"]):
+        sleep = counter(ints, rank * s["region_words"] + ASLEEP)
+        if sleep % 2 == 1 and sleep != called[rank] and rank != s["me"]:
+            return True
+    return False
+
+
+@kernel
+def anybody_left(state: Array, ints: Array) -> bool:
+    """Whether a rank says that it takes no further step."""
+    s = state[0]
+    left = False
+    for rank in range(s["ranks"]):
+        left |= counter(ints, rank * s["region_words"] + LEFT) != 0
+    return left
+
+
+@kernel
+def get_counter(ints: Array, at: int) -> int:
+    """`counter`, for callers that are not compiled."""
+    return counter(ints, at)
+
+
+@kernel
+def set_counter(ints: Array, at: int, value: int) -> None:
+    """`publish`, for callers that are not compiled."""
+    publish(ints, at, value)

@@ -10,21 +10,12 @@ import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.kernels.claims import Kernel, in_turn
-from omnireduce.kernels.exchange import (
-    anybody_left,
-    anybody_sleeps,
-    await_step,
-    get_counter,
-    next_step,
-    run,
-    run_with_rows,
-    set_counter,
-)
+from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.pack import pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
-from omnireduce.kernels.regions import SLOTS, STATE
+from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleeps, get_counter, set_counter
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 
@@ -71,10 +62,10 @@ def _of_aggregator() -> Iterator[Kernel]:
     row = np.zeros((1, 8), np.uint8)
     yield partial(leave_out, one, 0, row, row.copy())
     for storage in STORAGES:
-        yield partial(reduce_blocks, OPS["sum"], np.zeros(8, storage), parts, np.zeros((1, 8), storage))
+        yield partial(reduce_blocks, OPS["sum"], np.zeros(8, storage), parts, np.zeros((1, 8), storage), 1)
     half, scratch = np.zeros(8, np.uint16), np.zeros((2, 8), np.float32)
     yield partial(
-        reduce_half_blocks, OPS["sum"], True, half, parts, half.reshape(1, 8), scratch, scratch.view(np.uint32)
+        reduce_half_blocks, OPS["sum"], True, half, parts, half.reshape(1, 8), scratch, scratch.view(np.uint32), 1
     )
 
 

@@ -5,6 +5,7 @@ What its ranks exchanged in memory they report: this shard sees nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from typing import NamedTuple
 
@@ -43,12 +44,13 @@ class Account:
         self.traffic = Traffic()
         self._late_s = [0.0] * ranks
         self._begun_at = 0.0
-        self._to_join = 0
+        self._senders = self._to_join = 0
         self._reports: dict[int, tuple[Report, float]] = {}  # the last of each rank, and when it came
 
-    def begin(self, now: float) -> None:
-        """The first message of a collective is here."""
-        self._begun_at, self._to_join = now, len(self._late_s)
+    def begin(self, senders: int, now: float) -> None:
+        """The first message of a collective is here; so many ranks bring blocks to it."""
+        self._begun_at = now
+        self._senders = self._to_join = senders
 
     def join(self, rank: int, now: float) -> None:
         """The first message of `rank` is here."""
@@ -63,7 +65,7 @@ class Account:
         if descriptor.reduces:  # in other collectives ranks send all or nothing by design
             blocks = union.shape.stripes.count(union.shape.blocks)
             traffic.blocks = min(traffic.blocks + blocks, MOST)
-            traffic.rank_blocks = min(traffic.rank_blocks + blocks * len(self._late_s), MOST)
+            traffic.rank_blocks = min(traffic.rank_blocks + blocks * self._senders, MOST)
             traffic.own_blocks = min(traffic.own_blocks + union.received_blocks, MOST)
             traffic.union_blocks = min(traffic.union_blocks + done.sent_blocks, MOST)
 
@@ -75,6 +77,13 @@ class Account:
         if max([*report.late, *report.behind], default=0) >= ranks or len(report.late) != len(report.late_s):
             raise ProtocolError(f"a report about ranks that do not exist: {report}")
         self._reports[rank] = report, now
+
+    def last_of(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that wait for nobody, and whom the others of them wait for, as they have reported last."""
+        found = set[int]()
+        for rank in ranks:
+            found.update((self._reports[rank][0].behind if rank in self._reports else ()) or (rank,))
+        return sorted(found)
 
     def waiting(self, now: float) -> Wait | None:
         """The longest wait for ranks that a rank has reported."""

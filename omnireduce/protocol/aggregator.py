@@ -8,18 +8,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from omnireduce.descriptor import Descriptor, decode_descriptor, told_apart
+from omnireduce.descriptor import Descriptor, decode_descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.layout import ALL_STRIPES, Stripes
 from omnireduce.protocol.account import Account, Wait
+from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
+from omnireduce.protocol.result_slots import ResultSlots
+from omnireduce.protocol.senders import Senders
 from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
 from omnireduce.wire.words import listed, shown
 
 BUDGET = Budget()
+ONE_SHARD = Dealing()
 WHAT_CHARACTERS = 500  # of what a rank says about the collective under way
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
@@ -41,7 +45,8 @@ class AggregatorMachine:
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows r ×
     slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. The blocks of a result
     take no more than `message_bytes` together (None: no more than fit in a slot), unless one block alone takes more.
-    `stripes`: the stripes of this shard, in tensors of more than `whole_bytes`. Ranks in `inline` get results as bytes,
+    `dealing`: how tensors are dealt to shards, of which this one is number `shard`. Where hosts send sums, rank
+    `delegates[h]` sends those of host h to this shard. Ranks in `inline` get results as bytes,
     not in slots that all ranks share: their results leave out what they have already.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
@@ -59,8 +64,9 @@ class AggregatorMachine:
         results: Array,
         *,
         message_bytes: int | None = None,
-        stripes: Stripes = ALL_STRIPES,
-        whole_bytes: int = 0,
+        shard: int = 0,
+        dealing: Dealing = ONE_SHARD,
+        delegates: Sequence[int] = (),
         inline: Iterable[int] = (),
         warn_after_s: float = 1.0,
         budget: Budget = BUDGET,
@@ -69,15 +75,17 @@ class AggregatorMachine:
         self._ranks = [_Rank(name) for name in members]
         self._gone: set[int] = set()  # ranks that have left
         self._arena, self._results = arena, results
-        self._slot_count, self._stripes, self._whole_bytes = len(results), stripes, whole_bytes
+        self._slot_count = len(results)
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
         shape = self._slot_count, min(results.shape[1], room_for(self._message_bytes))
         self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
-        self._free = list(range(self._slot_count))
-        self._readers: list[set[int]] = [set() for _ in range(self._slot_count)]
+        self._slots = ResultSlots(self._slot_count)
         self._filling = -1  # the result slot being filled, -1 for none
-        self._reduction = reduction(len(members), arena, results, self._message_bytes, budget)
-        self._current: Reduction | None = None  # `_reduction`, while a collective is under way
+        work_space = len(members), arena, results, self._message_bytes, budget
+        self._senders = Senders(len(members), delegates, dealing, shard, lambda many: reduction(many, *work_space))
+        first = dict.fromkeys([*delegates, *range(len(members))])  # those who can begin a collective
+        self._in_turn = [(rank, self._ranks[rank]) for rank in first]
+        self._current: Reduction | None = None  # while a collective is under way
         self.quantum, self._round_work = budget.work, ROUND_WORK + RANK_WORK * len(members)
         self.spent, self.more = 0, False
         self._descriptor: Descriptor | None = None
@@ -97,7 +105,7 @@ class AggregatorMachine:
     @property
     def deadline(self) -> float | None:
         """When `timer` must be called, if nothing happens before."""
-        if self._current is None or self.ended is not None:
+        if self.idle or self.ended is not None:
             return None
         return self._quiet_since + max(self._warn_after_s, 2 * (self._warned_at - self._quiet_since))
 
@@ -105,23 +113,28 @@ class AggregatorMachine:
         """Whom the collective under way waits for; None when no collective is under way."""
         if self.ended is not None:
             return None
+        if self._current is None and not self.idle:
+            late = [rank for rank in self._senders.delegates if not self._ranks[rank].inbox]
+            return self._wait("the next collective", late, now)
         if self._current is None:
             wait = self.account.waiting(now)
-            names = [] if wait is None else [self._ranks[rank].name for rank in wait.ranks]
-            return wait and wait._replace(what=shown(wait.what[:WHAT_CHARACTERS]), who=listed(names))
-        ranks = [] if self.more else self._waited_for(self._current)
-        who = listed([self._ranks[rank].name for rank in ranks]) or "the aggregator, which is busy"
-        return Wait(f"collective {self._number} ({self._descriptor})", ranks, len(ranks), who, now - self._quiet_since)
+            return wait and wait._replace(what=shown(wait.what[:WHAT_CHARACTERS]), who=self.named(wait.ranks))
+        ranks = [] if self.more else self.account.last_of(self._waited_for(self._current))
+        return self._wait(f"collective {self._number} ({self._descriptor})", ranks, now)
+
+    def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
+        who = self.named(ranks) or "the aggregator, which is busy"
+        return Wait(what, ranks, len(ranks), who, now - self._quiet_since)
 
     @property
     def slots_in_use(self) -> tuple[int, int]:
         """Receive slots with messages that are still needed; result slots being filled, or not yet read by all."""
         held = sum(len(rank.inbox) + (rank.open_row >= 0) for rank in self._ranks)
-        return held, self._slot_count - len(self._free)
+        return held, self._slot_count - len(self._slots.free)
 
-    def name_of(self, rank: int) -> str:
-        """What errors call a rank."""
-        return self._ranks[rank].name
+    def named(self, ranks: Iterable[int]) -> str:
+        """What errors call these ranks."""
+        return listed([self._ranks[rank].name for rank in ranks])
 
     def has_left(self, rank: int) -> bool:
         """The rank has said that it leaves, cleanly."""
@@ -141,7 +154,7 @@ class AggregatorMachine:
 
     def credited(self, rank: int, slot: int, now: float) -> Iterator[Effect]:
         """`rank` has read result slot `slot`."""
-        self._release(rank, slot)
+        self._slots.release(rank, slot)
         return iter(())
 
     def told(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
@@ -205,7 +218,7 @@ class AggregatorMachine:
 
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
-        if self._current is None:
+        if self._current is None and (not self._senders.delegates or self.idle):
             self._quiet_since = now
         self.spent, self.more, moved = 0, False, True
         while moved and self.ended is None:
@@ -215,13 +228,14 @@ class AggregatorMachine:
             self.spent += self._round_work
             try:
                 taken = self._take_messages(now)
-            except _BrokenRuleError as broken:
+            except BrokenRuleError as broken:
                 yield from self._violation(broken.rank, broken.error)
                 return
-            if self._current is None:
+            missed = self._missed if self._gone else []
+            if missed:
+                yield from self.abort(self._ranks_gone_cause(missed), "left")
                 return
-            if self._gone:
-                yield from self.abort(self._ranks_gone_cause(), "left")
+            if self._current is None:
                 return
             if taken and self.spent >= self.quantum:
                 continue
@@ -233,18 +247,20 @@ class AggregatorMachine:
                 yield self._emit(self._current)
 
     def _take_messages(self, now: float) -> bool:
-        """Open the next messages, and go on with long ones; return whether there were any. Raises _BrokenRuleError."""
-        moved, union = False, self._reduction.union
-        for rank, state in enumerate(self._ranks):
-            if (state.inbox and state.open_row < 0) or rank in union.hungry:
+        """Open the next messages, and go on with long ones; return whether there were any. Raises BrokenRuleError."""
+        moved, senders = False, self._senders
+        for rank, state in self._in_turn:
+            union = senders.reduction.union
+            is_hungry = union.hungry and senders.places.get(rank) in union.hungry
+            if (state.inbox and state.open_row < 0) or is_hungry:
                 try:
-                    if rank in union.hungry:
-                        self.spent += union.feed(rank)
+                    if is_hungry:
+                        self.spent += union.feed(senders.places[rank])
                         moved = True
                     else:
                         moved |= self._open_next(rank, state, now)
                 except ProtocolError as error:
-                    raise _BrokenRuleError(rank, error) from error
+                    raise BrokenRuleError(rank, error) from error
                 if moved and self.spent >= self.quantum:
                     break
         return moved
@@ -252,19 +268,25 @@ class AggregatorMachine:
     def _open_next(self, rank: int, state: _Rank, now: float) -> bool:
         """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
         row, header = state.inbox[0]
+        senders = self._senders
         if self._current is None:
+            if senders.delegates and rank not in senders.delegates:
+                return False  # it has no part in some collectives: only a delegate knows which one is next
             self._begin(rank, row, header)
-            self.account.begin(now)
+            self.account.begin(len(senders.ranks), now)
         elif not state.joined:
-            self._compare(rank, row, header)
-        elif self._current.union.ended(rank):
+            if not self._compare(rank, row, header):
+                return False
+        elif senders.reduction.union.ended(senders.places[rank]):
             return False  # a later collective's
         elif header.extra_bytes:
             raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
+        if rank not in senders.places:
+            raise ProtocolError(f"a message of collective {self._number}, of which another rank has its host's sum")
         state.inbox.popleft()
-        self.spent += self._reduction.union.open(rank, row, header)
+        self.spent += senders.reduction.union.open(senders.places[rank], row, header)
         state.open_row = row
         if not state.joined:
             state.joined = True
@@ -280,30 +302,27 @@ class AggregatorMachine:
             )
         if header.collective < self._number:
             raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
-        shard, shards, stripe_blocks = self._stripes
-        layout = descriptor.layout.dealt(shards, stripe_blocks, self._whole_bytes, descriptor.block_bytes)
-        self._reduction.begin(descriptor, layout.stripes(shard))
-        self._current, self._descriptor, self._number = self._reduction, descriptor, header.collective
+        self._current = self._senders.begin(descriptor)
+        self._descriptor, self._number = descriptor, header.collective
         self._first = rank, extra
 
-    def _compare(self, rank: int, row: int, header: Header) -> None:
-        """All ranks must submit the same collective in the same place. Raises ProtocolError."""
+    def _compare(self, rank: int, row: int, header: Header) -> bool:
+        """All ranks must submit the same collective in the same place. Returns False for a later one of a rank that has
+        no part in this one. Raises ProtocolError."""
+        if rank not in self._senders.places and header.collective > self._number:
+            return False
         extra = message_extra(self._arena[row], header)
         first, expected = self._first
-        number = header.collective
-        if (number, extra) != (self._number, expected):
+        if (header.collective, extra) != (self._number, expected):
             assert self._descriptor is not None
-            words = told_apart(self._descriptor, decode_descriptor(extra))
-            sides = sorted(zip((first, rank), (self._number, number), words, strict=True))
-            place = " as number {}" if number != self._number else ""
-            said = "; ".join(f"rank {each} called {what}{place.format(at)}" for each, at, what in sides)
-            raise _MismatchError(f"collective {self._number}: {said}")
+            raise mismatch((first, self._number, self._descriptor), (rank, header.collective, extra))
+        return True
 
     def _merge(self, current: Reduction) -> bool:
         if self._filling < 0:
-            if not self._free:
+            if not self._slots.free:
                 return False
-            self._filling = self._free.pop()
+            self._filling = self._slots.free.pop()
         work = 0 if current.full else current.merge(self._filling, self.quantum - self.spent)
         self.spent += work
         return work > 0
@@ -311,25 +330,29 @@ class AggregatorMachine:
     def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
         """Give back the slots that are used up; return whether there were any. Other messages may wait behind them."""
         returned = False
-        for rank, state in enumerate(self._ranks):
-            if state.open_row >= 0 and current.union.exhausted(rank):
+        for rank, place in self._senders.places.items():
+            state = self._ranks[rank]
+            if state.open_row >= 0 and current.union.exhausted(place):
                 yield Return(rank, state.open_row - rank * self._slot_count)
                 state.open_row, returned = -1, True
         return returned
 
     def _worth_sending(self, current: Reduction, moved: bool) -> bool:
-        """Send full slots and the end at once; a half-full slot only while no input waits."""
+        """Send full slots and the end at once; a half-full slot only while no input waits. Hosts go on with results
+        only, however few."""
         if self._filling < 0:
             return False
-        return current.full or current.union.complete or (not moved and current.half_full)
+        is_enough = current.has_news if self._senders.waits else current.half_full
+        return current.full or current.union.complete or (not moved and is_enough)
 
     def _emit(self, current: Reduction) -> Send:
         slot, self._filling = self._filling, -1
         complete = current.union.complete
-        memories = {rank: memory[slot] for rank, memory in self._shorter.items()}
+        senders = self._senders.ranks
+        memories = {self._senders.places[rank]: self._shorter[rank][slot] for rank in senders if rank in self._shorter}
         nbytes, shorter = current.seal(slot, self._number, memories)
         self.spent += nbytes * (len(memories) or 1)
-        self._readers[slot] = set(range(len(self._ranks)))
+        self._slots.send(slot, senders)
         if complete:
             assert self._descriptor is not None
             self.account.complete(self._descriptor, current)
@@ -337,21 +360,14 @@ class AggregatorMachine:
             self._number += 1
             for state in self._ranks:
                 state.joined = False
-        return Send(ALL, slot, nbytes, shorter)
-
-    def _release(self, rank: int, slot: int) -> None:
-        readers = self._readers[slot]
-        if rank in readers:
-            readers.remove(rank)
-            if not readers:
-                self._free.append(slot)
+        return Send(senders, slot, nbytes, shorter and {senders[at]: shorter[at] for at in shorter})
 
     def _waited_for(self, current: Reduction) -> list[int]:
         """The ranks that have not read their results, if no result slot is free; else those with the lowest
         frontier."""
-        if self._filling < 0 and not self._free:
-            return sorted(set().union(*self._readers))
-        return current.union.laggards
+        if self._filling < 0 and not self._slots.free:
+            return self._slots.readers
+        return [self._senders.ranks[place] for place in current.union.laggards]
 
     # departures
 
@@ -360,31 +376,24 @@ class AggregatorMachine:
             yield from self._violation(rank, ProtocolError("left twice"))
             return
         self._gone.add(rank)
-        for slot in range(self._slot_count):
-            self._release(rank, slot)
+        self._slots.release_all(rank)
         yield Tell(rank, Goodbye())
         if len(self._gone) == len(self._ranks) and self.ended is None:
             self.ended = End(None)
             yield self.ended
 
-    def _ranks_gone_cause(self) -> Cause:
-        gone = listed([self._ranks[rank].name for rank in sorted(self._gone)])
-        return Cause(gone, f"had shut down when collective {self._number} ({self._descriptor}) began")
+    @property
+    def _missed(self) -> list[int]:
+        """The ranks that have left, though blocks of theirs are waited for. Of hosts not all ranks bring some."""
+        needed = self._senders.delegates if self._current is None else self._senders.ranks
+        return [] if self.idle else [rank for rank in needed if rank in self._gone]
+
+    def _ranks_gone_cause(self, missed: list[int]) -> Cause:
+        what = "the next collective" if self._current is None else f"collective {self._number} ({self._descriptor})"
+        return Cause(self.named(missed), f"had shut down when {what} began")
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
-        if isinstance(error, _MismatchError):
+        if isinstance(error, MismatchError):
             low, high = sorted((self._first[0], rank))
             return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"), "mismatch")
         return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"), "violation", rank)
-
-
-class _BrokenRuleError(Exception):
-    """`rank` broke the protocol."""
-
-    def __init__(self, rank: int, error: ProtocolError) -> None:
-        super().__init__(rank, error)
-        self.rank, self.error = rank, error
-
-
-class _MismatchError(ProtocolError):
-    """Two ranks submitted different collectives in the same place."""

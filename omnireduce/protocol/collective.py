@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.operands import Operand
+from omnireduce.protocol.operands import HostSum, Operand
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Collective:
-    """One collective under way on this worker."""
+    """One collective under way on this worker. `sender`: the number that shards know it by; `host_sum`: what they get
+    of a host of several ranks, in place of the operand of one."""
 
     number: int
     descriptor: Descriptor
     operand: Operand
-    parts_left: int  # shards, and the host, from which results are still to come
+    sender: int
+    parts_left: int = 0  # shards, and the host, from which results are still to come
+    host_sum: HostSum | None = None
+    sent: Operand = field(init=False)  # what goes to the shards
+
+    def __post_init__(self) -> None:
+        self.sent = self.operand if self.host_sum is None else self.host_sum

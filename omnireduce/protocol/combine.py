@@ -39,15 +39,18 @@ class Format(NamedTuple):
 
 
 class Combiner:
-    """Combines parts in `slots`, uint8 (ranks × slots, bytes), into blocks of `results`, uint8 (slots, slot bytes).
+    """Combines parts of `ranks` senders in `slots`, uint8 (rows, bytes), into blocks of `results`, uint8 (slots, slot
+    bytes). A mean is their sum, divided by `divisor`.
 
     A result takes no more than `most_blocks`, and their bytes no more than `message_bytes`, unless one alone takes
     more. `piece_bytes`: all ranks' parts of a block that are combined in one step.
     """
 
     def __init__(
-        self, ranks: int, slots: Array, results: Array, *, message_bytes: int, most_blocks: int, piece_bytes: int
-    ) -> None:
+        self, ranks: int, slots: Array, results: Array,
+        *, divisor: int, message_bytes: int, most_blocks: int, piece_bytes: int,
+    ) -> None:  # fmt: skip
+        self._divisor = divisor
         self._ranks, self._slots, self._results = ranks, slots, results
         self._message_bytes, self._most_blocks, self._piece_bytes = message_bytes, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
@@ -93,10 +96,11 @@ class Combiner:
         if form.half:
             scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
             reduce_half_blocks(
-                self._op, form.brain, form.source, parts, out, scratch=scratch, bits=scratch.view(np.uint32)
-            )
+                self._op, form.brain, form.source, parts, out,
+                scratch=scratch, bits=scratch.view(np.uint32), divisor=self._divisor,
+            )  # fmt: skip
         else:
-            reduce_blocks(self._op, form.source, parts, out)
+            reduce_blocks(self._op, form.source, parts, out, self._divisor)
 
     def combine_piece(self, part: Array, row: Array, column: int) -> int:
         """Combine one block from element `column` on, as far as one step goes; return how far that was."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.effects import Tell
+from omnireduce.protocol.hosts import Neighbours
 from omnireduce.wire.control import Seat, Welcome
 
 
@@ -36,7 +37,8 @@ class Joined(NamedTuple):
     """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
 
     `generation` is that of the first aggregator. `seat` proves later that this worker was in this generation. Tensors
-    of up to `whole_bytes` go to the first aggregator as a whole.
+    of up to `whole_bytes` go to the first aggregator as a whole. `neighbours`: with whom it shares memory; None where
+    each rank sends its own blocks.
     """
 
     welcomes: list[Welcome]
@@ -45,10 +47,11 @@ class Joined(NamedTuple):
     generation: int
     whole_bytes: int
     seat: Seat | None
+    neighbours: Neighbours | None = None
 
 
 class Meet(NamedTuple):
-    """Meet the other ranks, which can share memory: this is rank `rank` of `size`, and `token` is where."""
+    """Meet the other ranks of this host: this is number `rank` of `size` among them, and `token` is where."""
 
     token: bytes
     rank: int

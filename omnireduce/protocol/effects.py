@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -17,12 +17,12 @@ ABORT_KINDS: tuple[str, ...] = get_args(AbortKind)
 
 
 class Send(NamedTuple):
-    """Send `nbytes` of send slot `slot` to `peer`, or to ALL. A peer in `instead` gets the message given there (uint8).
+    """Send `nbytes` of send slot `slot` to each of `peers`. A peer in `instead` gets the message given there (uint8).
 
     Such a message, too, stays as it is until the peer has returned the credit of the slot.
     """
 
-    peer: int
+    peers: Sequence[int]
     slot: int
     nbytes: int
     instead: Mapping[int, Array] = MappingProxyType({})

@@ -22,22 +22,15 @@ from omnireduce.kernels.exchange import (
     DONE,
     WAITS,
     WANTS,
-    anybody_left,
-    anybody_sleeps,
     await_step,
-    get_counter,
     next_step,
     run,
     run_with_rows,
-    set_counter,
 )
 from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import (
     ASLEEP,
-    BEGUN,
     BEGUN_AT,
-    COLLECTED,
-    COMBINED,
     DESCRIPTORS,
     EXTRA_WORDS,
     LEFT,
@@ -45,25 +38,28 @@ from omnireduce.kernels.regions import (
     PLACE_WORDS,
     ROWS_AT,
     SLOTS,
-    STAGED,
     STATE,
     STORAGES,
+    anybody_left,
+    anybody_sleeps,
+    get_counter,
+    set_counter,
 )
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
+from omnireduce.protocol.host_account import HostAccount
+from omnireduce.protocol.host_delays import late_ranks
 from omnireduce.protocol.host_faults import HostError, difference
 from omnireduce.protocol.host_rows import HostRows
+from omnireduce.protocol.hosts import Neighbours, chunk_blocks
 from omnireduce.protocol.operands import RowBlocks, TensorBlocks
 from omnireduce.status import LISTED
+from omnireduce.wire.blocks import capacity
 from omnireduce.wire.control import Report
 
 PAGE = 4096
 EXTRA_BYTES = 4096  # of a slot, for counts and what fills cache lines: a block that fits the slots of links fits here
 BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
-MOST_LATE_S = 3600.0  # in one collective
-CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
-SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
-CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor is cut, so that ranks work at the same time
 _STORAGE_OF = {
     each.name: STORAGES.index(each.name if each.is_half else each.storage.name)
     for each in (*ELEMENT_TYPES.values(), BOOL)
@@ -84,20 +80,13 @@ def region_bytes(slots: int, slot_bytes: int) -> int:
     return (SLOTS * 8 + slots * (slot_bytes + EXTRA_BYTES) + PAGE - 1) // PAGE * PAGE
 
 
-def _lowest_of_others(counters: Array) -> Array:
-    """For each rank, the lowest counter of the other ranks."""
-    if counters.size < 2:
-        return np.full(counters.size, np.iinfo(np.int64).max)
-    lowest, second = np.sort(counters)[:2]
-    found: Array = np.where(counters == lowest, second, lowest)
-    return found
-
-
 class HostExchange:
-    """What rank `me` of a host exchanges with the others.
+    """What rank `me` of a host, counted within the host, exchanges with the others.
 
     `regions`: uint8 (ranks, region bytes), as `region_bytes` says; this rank writes its own, and reads the others'.
-    `names` says who the ranks are, in errors and warnings. One turn takes up to `steps` steps, and ends after `looks`
+    `names` says who the ranks are, in errors and warnings, and `neighbours` which ranks of the job they are; nothing
+    given: all of them. With several hosts a collective goes on when `summed` blocks have gone to the shards and
+    `arrived` said that the sums of all hosts have come. One turn takes up to `steps` steps, and ends after `looks`
     looks at the others' counters that allowed none.
     """
 
@@ -108,13 +97,15 @@ class HostExchange:
         names: Sequence[str],
         slots: int,
         slot_bytes: int,
+        neighbours: Neighbours | None = None,
         *,
         steps: int = STEPS,
         looks: int = LOOKS,
     ) -> None:
         ranks = len(regions)
+        self.neighbours = neighbours or Neighbours(tuple(range(ranks)))
         self._steps, self._looks = steps, looks
-        self.names, self._me, self._ranks = names, me, ranks
+        self.names, self.me, self._ranks = names, me, ranks
         self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
         self._region_words, self._slot_words = regions.shape[1] // 8, (slot_bytes + EXTRA_BYTES) // 8
         self._counts = (ranks + LINE - 1) // LINE * LINE
@@ -133,8 +124,7 @@ class HostExchange:
         self._is_prepared = False  # the state is that of the first collective of the queue
         self._rests = False
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
-        self._totals = {"collectives": 0, "blocks": 0, "own_blocks": 0, "union_blocks": 0}
-        self._late_s: dict[int, float] = {}
+        self._account = HostAccount()
         self.moved_at = 0.0  # when a step was taken last
 
     # collectives
@@ -158,13 +148,14 @@ class HostExchange:
 
     def report(self, now: float) -> Report:
         """What came of the collectives so far, and whom this rank waits for."""
-        late = sorted(self._late_s, key=lambda rank: -self._late_s[rank])[:LISTED]
-        behind = self.waited_for()
+        late_s = self._account.late_s
+        late = sorted(late_s, key=lambda rank: -late_s[rank])[:LISTED]
+        behind, numbers = self.waited_for(), self.neighbours.ranks
         what = f"collective {self._queue[0][0].number} ({self._queue[0][0].descriptor})" if behind else ""
         return Report(
-            **self._totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
-            late=late, late_s=[self._late_s[rank] for rank in late],
-            what=what, behind=behind[:LISTED], total=len(behind),
+            **self._account.totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
+            late=[numbers[rank] for rank in late], late_s=[late_s[rank] for rank in late],
+            what=what, behind=[numbers[rank] for rank in behind[:LISTED]], total=len(behind),
             waited_s=max(0.0, now - self.moved_at) if behind else 0.0,
         )  # fmt: skip
 
@@ -178,8 +169,8 @@ class HostExchange:
         while self._queue:
             collective, blocks = self._queue[0]
             if not self._is_prepared:
-                self._ints[self._me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
-                self._prepare(collective.descriptor, blocks)
+                self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
+                self._prepare(collective, blocks)
             did = self._run(blocks) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
             if self._state[0]["taken"] != self._taken:
                 self._taken, self.moved_at = int(self._state[0]["taken"]), now
@@ -219,12 +210,14 @@ class HostExchange:
             room.make_room(self._state, blocks)
         return did
 
-    def _prepare(self, descriptor: Descriptor, blocks: TensorBlocks | RowBlocks) -> None:
-        layout, element = descriptor.layout, descriptor.element
+    def _prepare(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> None:
+        descriptor, layout = collective.descriptor, collective.operand.layout
+        element, op, shards = descriptor.element, descriptor.op, layout.shards if self._has_others else 0
         full, shape = layout.full_blocks, self._shape(layout.full_blocks, descriptor.block_bytes)
         chunks, in_place, silent, mask, brought, number_chunks = 1, False, False, np.uint64(0), 0, 1
         if isinstance(blocks, TensorBlocks):
             chunks, number_chunks = -(-full // shape.chunk_blocks) + (full < layout.blocks), 0
+            chunks = max(chunks, 1 if shards else 0)  # also where there is nothing to sum, hosts wait for each other
             in_place, silent, mask = blocks.in_place, blocks.silent, blocks.mask
         else:  # the first chunk: what number chunks follow is known once all ranks have begun
             brought = len(blocks.numbers)
@@ -232,25 +225,25 @@ class HostExchange:
             self._scratch = np.zeros((2, layout.block_size), np.float32)
             self._bits = self._scratch.view(np.uint32)
         self._state[0] = (
-            *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, *shape,
+            *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, layout.blocks - full, *shape,
             descriptor.block_bytes // 8, layout.block_size, in_place, silent,
-            _STORAGE_OF[element.name], op_code(descriptor.op, element), 0, 0, 0, 0, 0, 0, 0, 0, 0,
-            number_chunks, number_chunks, 0, 0, 0, mask,
+            _STORAGE_OF[element.name], op_code("sum" if shards and op == "mean" else op, element),
+            0, 0, 0, 0, 0, 0, 0, 0, 0,
+            number_chunks, number_chunks, 0, 0, 0, shards, layout.stripe_blocks, 0, -1, mask,
         )  # fmt: skip
         self._taken = 0
         self._write(descriptor.encoded, brought)
         self._is_prepared = True
 
     def _shape(self, full_blocks: int, block_bytes: int) -> Shape:
-        wanted = min(CHUNK_BYTES, max(SMALL_CHUNK_BYTES, full_blocks * block_bytes // CHUNKS_AT_ONCE))
-        room = (self._slot_words - self._counts - LINE) // (block_bytes // 8 + 1)
-        chunk_blocks = max(1, min(wanted // block_bytes, room))
-        return Shape(chunk_blocks, self._counts, self._counts + (chunk_blocks + LINE - 1) // LINE * LINE)
+        room = capacity(self._slot_words * 8 - EXTRA_BYTES, block_bytes)
+        blocks = chunk_blocks(full_blocks, block_bytes, max(1, room))
+        return Shape(blocks, self._counts, self._counts + (blocks + LINE - 1) // LINE * LINE)
 
     def _write(self, encoded: bytes, rows: int) -> None:
         """Put the descriptor of the current collective where the others compare it, and how many rows this rank
         brings."""
-        at = self._descriptor_at(self._me)
+        at = self._descriptor_at(self.me)
         self._ints[at] = len(encoded)
         padded = encoded + bytes(-len(encoded) % 8)
         self._ints[at + 1 : at + 1 + len(padded) // 8] = np.frombuffer(padded, np.int64)
@@ -265,23 +258,38 @@ class HostExchange:
         results = 0 if s["number_chunks"] else s["result_blocks"]  # the sums of rows are everybody's own work
         self.sent_bytes += int(s["staged_blocks"] + results) * block_bytes
         self.received_bytes += int(s["collected_blocks"]) * block_bytes
-        self._count(descriptor)
+        if not self._has_others:  # else the shards count
+            self._account.count(s, descriptor)
         self._chunks += int(s["chunks"])
         self._begun += 1
         self._queue.popleft()
         self._rows.clear()
         self._is_prepared = False
 
-    def _count(self, descriptor: Descriptor) -> None:
-        s, totals = self._state[0], self._totals
-        if s["late_ns"] > 0 and self._me == 0:  # one rank says it for all; a rank can write any time into its region
-            last = int(s["last"])
-            self._late_s[last] = min(self._late_s.get(last, 0.0) + min(int(s["late_ns"]) / 1e9, MOST_LATE_S), 1e9)
-        totals["collectives"] += 1
-        if descriptor.reduces:  # in other collectives ranks send all or nothing by design
-            totals["blocks"] += descriptor.layout.blocks
-            totals["own_blocks"] += int(s["staged_blocks"] + s["own_blocks"])
-            totals["union_blocks"] += int(s["result_blocks"])
+    # several hosts
+
+    @property
+    def _has_others(self) -> bool:
+        return self.neighbours.hosts > 1
+
+    @property
+    def current(self) -> Collective | None:
+        """The collective that is exchanged now."""
+        return self._queue[0][0] if self._queue else None
+
+    @property
+    def summed_blocks(self) -> int:
+        """Up to which block this host has its sum of the current collective; -1: not even that of nothing."""
+        s = self._state[0]
+        blocks = int(s["full_blocks"] + s["tail_blocks"])
+        if self._is_prepared and s["summed"] == s["chunks"]:
+            return blocks
+        return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
+
+    def arrived(self, blocks: int) -> None:
+        """Of the current collective the sums of all hosts are here, up to this block of what this rank shows."""
+        if self._is_prepared:
+            self._state[0]["arrived"] = blocks
 
     # waiting
 
@@ -341,7 +349,7 @@ class HostExchange:
         return int(get_counter(self._ints, rank * self._region_words + line))
 
     def _publish(self, line: int, value: int) -> None:
-        set_counter(self._ints, self._me * self._region_words + line, value)
+        set_counter(self._ints, self.me * self._region_words + line, value)
 
     def _sleepers(self) -> Iterator[Wake]:
         """Wake the ranks that sleep, once each time."""
@@ -349,7 +357,7 @@ class HostExchange:
             return
         for rank in range(self._ranks):
             sleep = self._read(rank, ASLEEP)
-            if sleep % 2 and rank != self._me and sleep != self._called[rank]:
+            if sleep % 2 and rank != self.me and sleep != self._called[rank]:
                 self._called[rank] = sleep
                 yield Wake(rank)
 
@@ -357,20 +365,8 @@ class HostExchange:
         """The other ranks that could take a step, but have not: those that wait for others themselves are not named."""
         if not self._is_prepared:
             return []
-        s = self._state[0]
-        begun, *chunks = (self._counters(line) for line in (BEGUN, STAGED, COMBINED, COLLECTED))
-        late = begun <= s["number"]
-        staged, combined, collected = (each - s["base"] for each in chunks)
-        could = (staged < s["chunks"]) & (_lowest_of_others(collected) > staged - s["slots"])
-        if not late.any():
-            could |= (combined < staged) & (_lowest_of_others(staged) > combined)
-            could |= (collected < combined) & (_lowest_of_others(combined) > collected)
-        return [rank for rank in np.flatnonzero(late | could).tolist() if rank != self._me]
-
-    def _counters(self, line: int) -> Array:
-        """A counter of each rank."""
-        found: Array = self._ints.reshape(self._ranks, self._region_words)[:, line].copy()
-        return found
+        counters = self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
+        return late_ranks(counters, self._state[0])
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""
@@ -383,7 +379,7 @@ class HostExchange:
 
     def _difference(self, collective: Collective) -> Exception:
         encoded = [self._encoded(rank) for rank in range(self._ranks)]
-        return difference(collective.number, encoded, int(self._state[0]["culprit"]))
+        return difference(collective.number, encoded, int(self._state[0]["culprit"]), self.neighbours.ranks)
 
     def _encoded(self, rank: int) -> bytes:
         at = self._descriptor_at(rank)

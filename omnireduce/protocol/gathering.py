@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -15,8 +15,6 @@ from omnireduce.status import LISTED, JobStatus
 from omnireduce.wire.control import Hello, Pending
 from omnireduce.wire.words import shown
 
-MOST_IN_MEMORY = 256  # ranks of one host: each maps the memory of all
-
 
 def worker_name(rank: int, host: str, pid: int) -> str:
     """How errors call a worker."""
@@ -26,12 +24,6 @@ def worker_name(rank: int, host: str, pid: int) -> str:
 def member_name(hello: Hello) -> str:
     """How errors call the worker that sent this hello."""
     return worker_name(hello.rank, hello.host, hello.pid)
-
-
-def share_memory(hellos: Sequence[Hello]) -> bool:
-    """Whether the ranks of these hellos, all of one job, exchange tensors in memory. The first shard decides."""
-    keys = {hello.memory for hello in hellos}
-    return hellos[0].shard == 0 and 1 < len(hellos) <= MOST_IN_MEMORY and len(keys) == 1 and "" not in keys
 
 
 class Meeting(NamedTuple):

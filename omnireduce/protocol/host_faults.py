@@ -32,13 +32,14 @@ class ShortageError(Exception):
         self.rank, self.rows = rank, rows
 
 
-def difference(number: int, encoded: Sequence[bytes], culprit: int) -> Exception:
+def difference(number: int, encoded: Sequence[bytes], culprit: int, ranks: Sequence[int]) -> Exception:
     """What the first rank has begun as collective `number`, and another that has begun something else; `encoded` are
-    the descriptors of all ranks. One that cannot be read is the fault of `culprit`."""
+    the descriptors of all ranks of the host, which are `ranks` of the job. One that cannot be read is the fault of
+    `culprit`."""
     other = next((rank for rank in range(1, len(encoded)) if encoded[rank] != encoded[0]), 0)
     try:
         words = told_apart(decode_descriptor(encoded[0]), decode_descriptor(encoded[other]))
     except ProtocolError:
         return HostError(culprit)
-    said = "; ".join(f"rank {rank} called {what}" for rank, what in zip((0, other), words, strict=True))
+    said = "; ".join(f"rank {ranks[each]} called {what}" for each, what in zip((0, other), words, strict=True))
     return DifferenceError(other, f"collective {number}: {said}")

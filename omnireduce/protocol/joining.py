@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, JoiningEffect, Meet, Notice
 from omnireduce.protocol.effects import Tell, error_of
-from omnireduce.protocol.gathering import MOST_IN_MEMORY
 from omnireduce.protocol.handshake import Candidate
+from omnireduce.protocol.hosts import Neighbours
 from omnireduce.secret import Secret
 from omnireduce.wire.control import Aborted, ControlMessage, Hello, Newcomers, Pending, Refused, Seat, Waiting, Welcome
 from omnireduce.wire.words import shown
@@ -267,10 +267,20 @@ class Joining:
             return
         seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
-        place = Joined(welcomes, rank, size, first.generation, first.whole_bytes, first.seat)
-        if first.meeting is not None and self._hello.memory and 1 < size <= MOST_IN_MEMORY:
+        neighbours = None
+        if first.neighbours:
+            neighbours = Neighbours(first.neighbours, first.host, first.hosts)
+            shares_none = len(neighbours.ranks) > 1 and not self._hello.memory
+            if shares_none or not _is_possible(neighbours, rank, size):
+                error = TransportError(f"aggregator {self._addresses[0]} gave no place among the ranks of this host")
+                yield from self.failed(error, now)
+                return
+        place = Joined(
+            welcomes, rank, size, first.generation, first.whole_bytes, seat=first.seat, neighbours=neighbours
+        )
+        if first.meeting is not None and neighbours is not None and len(neighbours.ranks) > 1:
             self._place = place
-            yield Meet(first.meeting, rank, size)
+            yield Meet(first.meeting, neighbours.ranks.index(rank), len(neighbours.ranks))
         else:
             self._has_joined = True
             yield place
@@ -323,6 +333,13 @@ class Joining:
         names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
         note = f" ({shown(pending.note)})" if pending.note else ""
         return f"rank {names} of job '{self._hello.job}' at aggregator {address}{note}"
+
+
+def _is_possible(neighbours: Neighbours, rank: int, size: int) -> bool:
+    """Whether these can be the ranks of the host of `rank`, in a job of `size` ranks."""
+    ranks, host, hosts = neighbours
+    ascend = all(low < high for low, high in zip(ranks, (*ranks[1:], size), strict=True))
+    return ascend and rank in ranks and host < hosts <= size and (hosts > 1 or len(ranks) == size)
 
 
 def unreachable(address: str, transport: str, reason: str) -> TransportError:

@@ -118,6 +118,13 @@ class _Blocks:
             self.short[:] = self.tail.view(np.uint8)[0, : self.short.size]
 
 
+class _Part(NamedTuple):
+    """What `_Blocks` shows of a tensor."""
+
+    full: Array
+    tail: Array
+
+
 class DenseTensor:
     """A tensor whose non-zero blocks are found by scanning.
 
@@ -133,11 +140,15 @@ class DenseTensor:
         self.block_bytes = layout.block_size * target.itemsize
         self.nbytes = target.nbytes
         self._mask = zero_mask
-        self._target = _Blocks(target, self.block_bytes)
+        self._blocks = _Blocks(target, self.block_bytes)
+        self._target: _Blocks | _Part = self._blocks
         self._in_place = source is target
         self._silent = source is None
         self._cleared = False
-        self._source = self._target if source is None or self._in_place else _Blocks(source, self.block_bytes)
+        self.ready = layout.blocks  # up to this block it can be packed
+        self._source: _Blocks | _Part = self._target
+        if source is not None and not self._in_place:
+            self._source = _Blocks(source, self.block_bytes)
 
     @property
     def blocks(self) -> TensorBlocks:
@@ -151,18 +162,18 @@ class DenseTensor:
         if not self._silent:
             return self.layout.first_block(shard)
         if not self._cleared:  # not earlier: the target is ours only once the collective is under way
-            self._target.clear()
+            self._blocks.clear()
             self._cleared = True
         return self.layout.blocks
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        layout, full, count = self.layout, self.layout.full_blocks, 0
-        if cursor < full:
+        layout, full, stop, count = self.layout, self.layout.full_blocks, self.ready, 0
+        if cursor < full and cursor < stop:
             count, cursor = pack_blocks(
-                self._source.full, self._target.full, in_place=self._in_place, mask=self._mask, cursor=cursor,
-                span=span, stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
+                self._source.full[:stop], self._target.full[:stop], in_place=self._in_place, mask=self._mask,
+                cursor=cursor, span=span, stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
             )  # fmt: skip
-        if cursor == full < layout.blocks:
+        if cursor == full < stop:
             count, cursor = self._pack_tail(shard, count, rows, indices)
         return Packed(count, cursor, cursor)
 
@@ -198,4 +209,35 @@ class DenseTensor:
             self._target.tail[0] = rows[unchanged.size - 1 - (np.count_nonzero(unchanged) if left_out else 0)]
 
     def finish(self) -> None:
-        self._target.store_tail()
+        self._blocks.store_tail()
+
+
+class HostSum(DenseTensor):
+    """The sum of the ranks of a host, in the target of `operand`, which is a dense tensor of one of them. The shards
+    get it block by block, as soon as it is there: up to block `ready`. Their results take its place."""
+
+    def __init__(self, operand: Operand) -> None:
+        blocks = operand.blocks
+        assert isinstance(blocks, TensorBlocks)
+        self.layout, self.block_bytes, self.nbytes = operand.layout, operand.block_bytes, operand.nbytes
+        self._mask = blocks.mask
+        self._source = self._target = _Part(blocks.target, blocks.target_tail)
+        self._in_place, self._silent = True, False
+        self.ready = -1  # not even nothing
+
+    def start(self, shard: int) -> int:
+        return self.layout.first_block(shard)
+
+    def may_pack(self, cursor: int) -> bool:
+        """Whether what follows at this cursor is there."""
+        return cursor < self.ready or self.ready == self.layout.blocks
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        packed = super().pack(shard, cursor, span, rows, indices)
+        if packed.cursor != self.ready or self.ready >= self.layout.full_blocks:
+            return packed
+        cursor = min(self.layout.next_block(shard, self.ready), self.layout.full_blocks)
+        return Packed(packed.block_count, cursor, cursor)
+
+    def finish(self) -> None:
+        """The operand has the result."""

@@ -41,27 +41,31 @@ class MakeReduction(Protocol):
     """`Reduction`, or what makes one that is observed."""
 
     def __call__(
-        self, ranks: int, arena: Array, results: Array, message_bytes: int, budget: Budget, /
+        self, senders: int, divisor: int, arena: Array, results: Array, message_bytes: int, budget: Budget, /
     ) -> Reduction: ...
 
 
 class Reduction:
     """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one of them.
 
-    `arena`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes).
-    The blocks of a result take no more than `message_bytes` together, unless one block alone takes more. `union`: the
-    blocks that the ranks have brought.
+    `senders` ranks bring blocks, each for itself or for its host. A mean is divided by `divisor`. `arena`: uint8 (ranks
+    × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes). The blocks of a result
+    take no more than `message_bytes` together, unless one block alone takes more. `union`: the blocks that the senders
+    have brought.
     """
 
-    def __init__(self, ranks: int, arena: Array, results: Array, message_bytes: int, budget: Budget) -> None:
-        self._ranks, self._results = ranks, results
+    def __init__(
+        self, senders: int, divisor: int, arena: Array, results: Array, message_bytes: int, budget: Budget
+    ) -> None:
+        self._ranks, self._results = senders, results
         self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
         self._runs = np.empty((self._numbers.size // 2, 2), np.int64)  # of these numbers
-        self._parts = np.empty((max(1, PLANNED // ranks), ranks), np.int64)
-        self.union = Union(ranks, arena, budget.window)
+        self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
+        self.union = Union(senders, arena, budget.window)
         self._combiner = Combiner(
-            ranks, arena, results,
-            message_bytes=message_bytes, most_blocks=self._numbers.size, piece_bytes=budget.piece_bytes,
+            senders, arena, results,
+            divisor=divisor, message_bytes=message_bytes, most_blocks=self._numbers.size,
+            piece_bytes=budget.piece_bytes,
         )  # fmt: skip
 
     @property
@@ -79,10 +83,16 @@ class Reduction:
         self.written = 0
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.sent_blocks = 0  # of this collective, without `written`
+        self._sealed = 0  # up to which block
 
     @property
     def full(self) -> bool:
         return self.written == self._format.capacity
+
+    @property
+    def has_news(self) -> bool:
+        """There is something that no result has said yet."""
+        return self.written > 0 or self.union.watermark > self._sealed
 
     @property
     def half_full(self) -> bool:
@@ -136,7 +146,7 @@ class Reduction:
         cut_short = self.full and not self.union.used_up
         frontier = int(numbers[-1]) % MAX_BLOCKS + 1 if cut_short else self.union.watermark
         self.sent_blocks += self.written
-        self.written = 0
+        self.written, self._sealed = 0, frontier
         _, shards, stripe_blocks = self.union.shape.stripes
         runs = self._runs[: list_runs(numbers, shards, stripe_blocks, self._runs)]
         nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, runs=runs)

@@ -20,11 +20,8 @@ from omnireduce.wire.control import Waiting
 class ShardStream:
     """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
 
-    def __init__(
-        self, shard: int, send_slots: Array, receive_slots: Array, rank: int, scan_span: int, message_bytes: int
-    ) -> None:
+    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, message_bytes: int) -> None:
         self.shard, self._message_bytes = shard, message_bytes
-        self._rank = rank
         self._send_slots, self._receive_slots = send_slots, receive_slots
         self._free = list(range(len(send_slots)))
         self._span = scan_span
@@ -55,6 +52,14 @@ class ShardStream:
         waited_s = 0.0 if self.waiting is None else self.waiting.seconds
         return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
 
+    def missing_from(self, collective: Collective) -> int:
+        """The first block of a collective of which this shard owes the result; -1 where it owes all of nothing."""
+        layout = collective.operand.layout
+        if not any(each is collective for each in self._incoming):
+            return layout.blocks
+        frontier = self._result_frontier if self.owes(collective) else 0
+        return layout.next_block(self.shard, frontier) if layout.blocks else -1
+
     def owes(self, collective: Collective) -> bool:
         """Whether results of the oldest collective under way are still to come from this shard."""
         return bool(self._incoming) and self._incoming[0] is collective
@@ -63,8 +68,11 @@ class ShardStream:
         """Pack and seal one message, if there is something to send and a slot to send it in."""
         if not self._outgoing or not self._free:
             return None
-        collective, slot = self._outgoing[0], self._free.pop()
-        operand, extra = collective.operand, b""
+        collective, extra = self._outgoing[0], b""
+        operand, host_sum = collective.sent, collective.host_sum
+        if host_sum is not None and not host_sum.may_pack(max(self._cursor, host_sum.start(self.shard))):
+            return None
+        slot = self._free.pop()
         if self._cursor < 0:
             self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
         memory = self._send_slots[slot]
@@ -79,7 +87,7 @@ class ShardStream:
         if frontier == layout.blocks:
             self._outgoing.popleft()
             self._cursor, self._sent_frontier = -1, 0
-        return Send(self.shard, slot, nbytes)
+        return Send((self.shard,), slot, nbytes)
 
     def received(self, slot: int, nbytes: int) -> Collective | None:
         """Place a result message; return the collective if this shard has now delivered all of it."""
@@ -88,7 +96,7 @@ class ShardStream:
         if not self._incoming or header.collective != self._incoming[0].number or message_extra(memory, header):
             raise ProtocolError(f"a result out of order: {header}")
         collective = self._incoming[0]
-        operand = collective.operand
+        operand = collective.sent
         blocks = operand.layout.blocks
         packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
         if header.block_bytes != operand.block_bytes or not self._result_frontier <= header.frontier <= packed:
@@ -98,7 +106,7 @@ class ShardStream:
         low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
         listed = self._listed(memory, header, stripes, indices)
         fitting = admit_marked(
-            listed, self._rank, low, high, shard=stripes.shard, shards=stripes.shards,
+            listed, collective.sender, low, high, shard=stripes.shard, shards=stripes.shards,
             stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
         )  # fmt: skip
         if fitting < indices.size:

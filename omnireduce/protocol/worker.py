@@ -12,7 +12,9 @@ from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host_faults import DifferenceError, HostError, ShortageError
-from omnireduce.protocol.operands import Operand
+from omnireduce.protocol.hosts import Neighbours
+from omnireduce.protocol.operands import HostSum, Operand
+from omnireduce.protocol.patience import Patience
 from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.wire.blocks import largest_block
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
@@ -20,7 +22,6 @@ from omnireduce.wire.words import listed, shown
 
 WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
 REPORT_S = 1.0  # between two reports to the first shard, while there is something to report
-LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
 
 
 class WorkerMachine:
@@ -29,8 +30,9 @@ class WorkerMachine:
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
     in errors; `me` names this worker, whose number is `rank`. The blocks of a message to shard i take no more than
     `message_bytes[i]` together (nothing given: no more than fit in a slot), unless one block alone takes more. A
-    collective that takes longer than `timeout_s` ends the job. `host`: with what all ranks of the job exchange
-    tensors, if they share a host; then shards get none.
+    collective that takes longer than `timeout_s` ends the job. `host`: with what the ranks of this host exchange
+    tensors. If they are all ranks of the job, shards get none. Else, as `neighbours` says, shards get tensors by host:
+    one of its ranks sends the sum of all.
     """
 
     def __init__(
@@ -44,19 +46,17 @@ class WorkerMachine:
         timeout_s: float,
         message_bytes: Sequence[int] = (),
         host: HostExchange | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         most = message_bytes or [send.shape[1] for send, _ in slots]
-        self._streams = [
-            ShardStream(i, send, receive, rank, scan_span, most[i]) for i, (send, receive) in enumerate(slots)
-        ]
+        self._streams = [ShardStream(i, send, receive, scan_span, most[i]) for i, (send, receive) in enumerate(slots)]
         self.rank, self.host = rank, host
+        self._neighbours = neighbours or Neighbours((rank,))
         largest = [largest_block(send.shape[1]) for send, _ in slots]
         self.largest_block_bytes = min([*largest, *([host.largest_block_bytes] if host is not None else [])])
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
+        self._patience = Patience(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
-        self._oldest_since = 0.0
-        self._late_s = 0.0  # how long after its time limit this was noticed; 0: in time
-        self._longest: Waiting | None = None  # the longest wait during the oldest collective
         self._next = 0
         self._waiting_for = ""
         self._warned_at_s = self._said_at = self._report_at = 0.0
@@ -99,8 +99,9 @@ class WorkerMachine:
 
     @property
     def _overdue_at(self) -> float:
-        grace_s = self._late_s + LATE * self._timeout_s if self._late_s else 0.0
-        return self._oldest_since + self._timeout_s + grace_s
+        oldest, patience = self._under_way[0], self._patience
+        knows_less = oldest.host_sum is not None and not any(each.owes(oldest) for each in self._streams)
+        return patience.ends_at + knows_less * 2 * patience.moment_s  # than those who wait for the shards
 
     def _warn_at(self, host: HostExchange) -> float:
         """When to say whom this rank waits for, and each time again that the wait has doubled."""
@@ -117,12 +118,13 @@ class WorkerMachine:
     def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
         """Queue a collective and return its number."""
         assert self.ended is None, "submit after the end"
-        host = self.host
-        taking_part = [] if host is not None else self._taking_part(operand)
-        collective = Collective(self._next, descriptor, operand, len(taking_part) + (host is not None))
+        collective = self._new_collective(descriptor, operand)
+        taking_part = self._taking_part(collective)
+        host = self.host if self._neighbours.hosts == 1 or collective.host_sum is not None else None
+        collective.parts_left = len(taking_part) + (host is not None)
         self._next += 1
         if not self._under_way:
-            self._oldest_since, self._late_s, self._longest = now, 0.0, None
+            self._patience.begin(now)
         for stream in taking_part:
             stream.submit(collective)
             if not self._under_way:
@@ -132,11 +134,25 @@ class WorkerMachine:
         self._under_way.append(collective)
         return collective.number
 
-    def _taking_part(self, operand: Operand) -> list[ShardStream]:
-        return [stream for stream in self._streams if operand.layout.takes_part(stream.shard)]
+    def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
+        if not self._neighbours.send_sums_of(descriptor):
+            return Collective(self._next, descriptor, operand, self.rank)
+        host_sum = None if self.host is None else HostSum(operand)
+        return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=host_sum)
+
+    def _taking_part(self, collective: Collective) -> list[ShardStream]:
+        """The shards that this rank sends blocks to."""
+        if self.host is not None and self._neighbours.hosts == 1:
+            return []
+        streams = [each for each in self._streams if collective.operand.layout.takes_part(each.shard)]
+        sums, delegate = collective.host_sum is not None, self._neighbours.delegate
+        return [each for each in streams if delegate(each.shard) == self.rank] if sums else streams
 
     def advance(self, now: float) -> Iterator[Effect]:
-        """Pack and send as long as there are free slots, shard by shard in turn."""
+        """Take the steps that the other ranks of this host allow. Pack and send as long as there are free slots, shard
+        by shard in turn."""
+        if self.host is not None and self.ended is None and self._accused is None:
+            yield from self._exchange(self.host, now)
         busy = self.ended is None
         while busy:
             busy = False
@@ -145,12 +161,11 @@ class WorkerMachine:
                 if message is not None:
                     busy = True
                     yield message
-        if self.host is not None and self.ended is None and self._accused is None:
-            yield from self._exchange(self.host, now)
 
     def _exchange(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Take the steps that the other ranks of this host allow."""
         is_done = False
+        self._hand_over(host)
         try:
             for outcome in host.advance(now):
                 if isinstance(outcome, Wake):
@@ -158,14 +173,18 @@ class WorkerMachine:
                 else:
                     outcome.parts_left -= 1
                     is_done = True
+                    if outcome.host_sum is not None:
+                        outcome.host_sum.ready = outcome.operand.layout.blocks
         except DifferenceError as error:
             what = f"submitted different collectives: {error}"
-            self._accuse(Cause(f"ranks 0 and {error.rank}", what, mismatch=True), now)
+            first, other = self._neighbours.ranks[0], self._neighbours.ranks[error.rank]
+            self._accuse(Cause(f"ranks {first} and {other}", what, mismatch=True), now)
         except HostError as error:
             self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
         except ShortageError as error:  # one that lies looks like one with many rows: so both are named
             what = f"{error}, of which {host.names[error.rank]} brought {error.rows}"
             self._accuse(Cause(self._me, what), now)
+        self._hand_over(host)
         if is_done and self.ended is None:
             yield from self._complete(now)
         if self.ended is not None:
@@ -173,6 +192,14 @@ class WorkerMachine:
         if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
             yield from self._report(host, now)
         yield from self._end_if_deserted(host, now)
+
+    def _hand_over(self, host: HostExchange) -> None:
+        """Of several hosts: what this one has summed may go to the shards, and what has come back may be shown."""
+        current = host.current
+        if current is not None and current.host_sum is not None:
+            current.host_sum.ready = host.summed_blocks
+            streams = self._taking_part(current)
+            host.arrived(min([each.missing_from(current) for each in streams], default=current.operand.layout.blocks))
 
     def _accuse(self, cause: Cause, now: float) -> None:
         """End the job because of what memory shows, unless an aggregator has told already why it is over."""
@@ -218,7 +245,8 @@ class WorkerMachine:
                 yield from self._end(Cause(self._sender(shard), f"protocol error: {error}"))
                 return
             self._under_way.popleft()
-            self._oldest_since, self._late_s, self._longest, self._waiting_for = now, 0.0, None, ""
+            self._patience.begin(now)
+            self._waiting_for = ""
             yield Finish(collective.number)
         if self._retired:
             yield from self._end_if_retired()
@@ -246,8 +274,8 @@ class WorkerMachine:
             stream = self._streams[shard]
             stream.heard(now, message)
             about_oldest = self._under_way and stream.owes(self._under_way[0])
-            if about_oldest and (self._longest is None or message.seconds > self._longest.seconds):
-                self._longest = message
+            if about_oldest:
+                self._patience.heard(message)
             news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who
             if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
@@ -280,7 +308,7 @@ class WorkerMachine:
         if shard is not None:
             return f"aggregator {self._addresses[shard]}"
         assert self.host is not None
-        return self._named([rank for rank in range(len(self.host.names)) if rank != self.rank])
+        return self._named([rank for rank in range(len(self.host.names)) if rank != self.host.me])
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; end the job if its oldest collective is overdue.
@@ -295,8 +323,8 @@ class WorkerMachine:
             yield from self._end(self._accused)
         elif self.host is not None and now < deadline:
             yield from self._say_who(self.host, now)
-        elif not self._late_s and (now - deadline >= LATE * self._timeout_s or self._is_old_news):
-            self._late_s = max(now - deadline, 1e-6)
+        elif not self._patience.late_s and (now - deadline >= self._patience.moment_s or self._is_old_news):
+            self._patience.late_s = max(now - deadline, 1e-6)
         else:
             yield from self._end(self._overdue(now))
 
@@ -344,23 +372,11 @@ class WorkerMachine:
         if late:
             return Cause(self._named(late), reason, timeout=True)
         owing = [stream for stream in self._streams if stream.owes(oldest)]
-        hanging = [each for each in owing if each.hangs(now, self._oldest_since, self._timeout_s)]
-        waits = [each.waiting for each in owing if each.waiting is not None]
-        if hanging:
-            silent_s = now - max(self._oldest_since, *(each.heard_at for each in hanging))
-            reason += f"; nothing came from there for {silent_s:.1f} s: is it stopped or overloaded?"
-            return Cause(
-                listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
-            )
-        long_wait = self._longest is not None and self._longest.seconds >= self._timeout_s / 2
-        if self._late_s and not long_wait:  # what this worker reads now may be old: it cannot judge others
-            reason += f"; it noticed that {self._late_s:.1f} s late: was it stopped or overloaded?"
-            return Cause(self._me, reason, timeout=True)
-        if waits:
-            return Cause(max(waits, key=lambda each: each.seconds).who, reason, timeout=True)
-        if self._longest is not None and long_wait:
-            return Cause(self._longest.who, f"{reason}; {self._longest.seconds:.1f} s of it all waited", timeout=True)
-        return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
+        if oldest.host_sum is not None and not owing:  # other ranks of this host wait for the shards, and know more
+            waits = [each.waiting for each in self._streams if each.waiting is not None]
+            longest = max(waits, key=lambda each: each.seconds, default=None)
+            return Cause(self._sender(None) if longest is None else longest.who, reason, timeout=True)
+        return self._patience.cause(now, reason, owing)
 
     def _end_if_retired(self) -> Iterator[Effect]:
         """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one. In memory
@@ -379,6 +395,6 @@ class WorkerMachine:
         elif self.host is not None and cause is not None:
             yield from self.host.leave(RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
-            if stream.shard != told_by:
+            if stream.shard != told_by or (cause is not None and cause.orderly):
                 yield Tell(stream.shard, Leave(cause))
         yield self.ended

@@ -128,13 +128,13 @@ class Driver:
                 self._on_wake(effect.rank)
 
     def _send(self, effect: Send) -> None:
-        if effect.peer == ALL:
-            # these gather until the end of the turn: waking all ranks for each result costs more
-            for peer, link in enumerate(self.links):
-                link.send(effect.slot, effect.nbytes, effect.instead.get(peer))
-        else:
-            self.links[effect.peer].send(effect.slot, effect.nbytes)
-            self.links[effect.peer].flush()  # the peer can merge this while the next message is packed
+        instead = effect.instead
+        for peer in effect.peers:
+            self.links[peer].send(effect.slot, effect.nbytes, instead.get(peer) if instead else None)
+        # Many gather until the end of the turn: waking all ranks for each result costs more. One can merge its message
+        # while the next one is packed.
+        if not effect.peers[1:]:
+            self.links[effect.peers[0]].flush(self.flush_bytes)
 
     def _handle(self, peer: int, event: Event, now: float) -> Iterable[Effect]:
         machine = self.machine

@@ -12,8 +12,9 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 TOKEN_BYTES = 16
+MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -110,6 +111,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
     team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
     memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
+    sums: bool = False  # of several hosts each may send one sum, if all workers say so
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +137,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
     the worker's place in an elastic job. `whole_bytes`: the least of those that the ranks sent. `meeting`: where the
-    ranks meet that share memory; all of them do, or none.
+    ranks of this worker's host meet, which are `neighbours`, ascending; its host is number `host` of `hosts`. Without
+    neighbours each rank of the job sends its own blocks.
     """
 
     generation: _Positive
@@ -143,6 +146,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     note: _Text = ""
     seat: Seat | None = None
     meeting: _Token | None = None
+    neighbours: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=MOST_NEIGHBOURS)] = ()
+    host: _U32 = 0
+    hosts: _U32 = 1
     whole_bytes: _I32 = 0
 
 

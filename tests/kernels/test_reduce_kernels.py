@@ -29,10 +29,11 @@ def reduce_entries(dtype: str, op: str, arena: Array, parts: Array, out: Array) 
     if element.is_half:
         scratch = np.full((2, out.shape[1]), np.nan, np.float32)
         reduce_half_blocks(
-            op_code(op, element), dtype == "bfloat16", arena, parts, out, scratch, scratch.view(np.uint32)
-        )
+            op_code(op, element), dtype == "bfloat16", arena, parts, out, scratch, scratch.view(np.uint32),
+            parts.shape[1],
+        )  # fmt: skip
     else:
-        reduce_blocks(op_code(op, element), arena, parts, out)
+        reduce_blocks(op_code(op, element), arena, parts, out, parts.shape[1])
 
 
 def expected_entry(arena: Array, offsets: Array, size: int, op: str) -> Array:

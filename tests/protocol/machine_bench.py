@@ -12,7 +12,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.layout import Layout
 from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import ALL, Effect, End, Finish, Return, Send, Tell, Warn
+from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.wire.blocks import seal
@@ -43,7 +43,7 @@ class Bench:
             assert self.ended is None or last_words, f"{effect} after the end"
             self.effects.append(effect)
             if isinstance(effect, Send):
-                for peer in range(self.peers) if effect.peer == ALL else [effect.peer]:
+                for peer in effect.peers:
                     assert (peer, effect.slot) not in self.under_way, "a slot was sent twice without a credit"
                     self.under_way.add((peer, effect.slot))
             elif isinstance(effect, Return):

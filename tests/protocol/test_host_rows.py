@@ -71,13 +71,13 @@ def test_allreduce_rows(
 @settings(max_examples=60)
 @given(seed=SEEDS, ranks=st.integers(1, 4), slots=st.integers(1, 3))
 def test_numbers_that_do_not_fit_one_slot(seed: int, ranks: int, slots: int) -> None:
-    cluster = InprocCluster(ranks, slots=slots, slot_bytes=slot_bytes_for(1, 1), seed=seed, one_host=True)
+    cluster = InprocCluster(ranks, slots=slots, slot_bytes=slot_bytes_for(1, 1), seed=seed, hosts=[range(ranks)])
     check_bytes(cluster, [some_rows(np.random.default_rng((seed, rank)), "uint8", 3000, 1) for rank in range(ranks)])
 
 
 def test_a_union_that_is_not_listed_in_one_step() -> None:
     numbers = [np.arange(0, 2 * AT_ONCE, 2), np.arange(AT_ONCE, 3 * AT_ONCE // 2, 3), np.arange(7)]
-    cluster = InprocCluster(3, slot_bytes=1 << 16, seed=1, one_host=True)
+    cluster = InprocCluster(3, slot_bytes=1 << 16, seed=1, hosts=[range(3)])
     check_bytes(cluster, [(each, (each % 50).astype(np.uint8).reshape(-1, 1)) for each in numbers])
 
 
@@ -150,12 +150,11 @@ def test_who_waits_for_a_third_rank_is_not_named(rows: int) -> None:
 def blamed_after(change: Callable[[Array], None], rows: int = 5) -> str:
     """Rank 1 has begun and staged its numbers, then changes its region before rank 0 looks; what rank 0 says."""
     cluster = one_host(2, 32, 4, 1)
-    assert cluster.regions is not None
     for rank in range(2):
         cluster.rows(rank, np.arange(rows), np.ones((rows, 8), np.float32), 20)
     for _ in range(2):
         cluster.worker_drivers[1].advance()
-    region = cluster.regions[1].view(np.int64)
+    region = cluster.regions[0][1].view(np.int64)
     assert region[SLOTS : SLOTS + rows].tolist() == list(range(rows))
     change(region)
     cluster.settle(paused=[cluster.worker_drivers[1]])
@@ -186,12 +185,11 @@ def test_numbers_that_do_not_ascend_or_are_out_of_range(at: int, number: int) ->
 
 def test_more_rows_than_there_is_memory_for() -> None:
     cluster = one_host(2, 32, 4, 1)
-    assert cluster.regions is not None
     for rank in range(2):
         cluster.rows(rank, np.arange(5), np.ones((5, 8), np.float32), 1 << 47)
     for _ in range(2):
         cluster.worker_drivers[1].advance()
-    cluster.regions[1].view(np.int64)[DESCRIPTORS + ROWS_AT] = 1 << 47
+    cluster.regions[0][1].view(np.int64)[DESCRIPTORS + ROWS_AT] = 1 << 47
     cluster.settle(paused=[cluster.worker_drivers[1]])
     assert said_by(cluster, 0) == (
         f"rank 0 (host h0, pid 100): no memory for the numbers of {5 + (1 << 47)} rows, "
@@ -215,7 +213,6 @@ def test_a_result_that_there_is_no_memory_for() -> None:
 def test_whatever_stands_in_the_memory_of_another_rank(seed: int, ranks: int, noise: float) -> None:
     """A rank may spoil its own job, and ends it at the most; nothing outside of the regions is touched."""
     cluster, rng = one_host(ranks, 32, 4, seed), np.random.default_rng(seed)
-    assert cluster.regions is not None
     inputs = [some_rows(rng, "float32", 50, 8) for _ in range(ranks)]
     brought = [(numbers.copy(), values.copy()) for numbers, values in inputs]
     operands = [cluster.rows(rank, *each, 50) for rank, each in enumerate(inputs)]
@@ -226,7 +223,7 @@ def test_whatever_stands_in_the_memory_of_another_rank(seed: int, ranks: int, no
                 cluster.worker_drivers[rank].advance()
         if turn < honest:
             continue
-        words = cluster.regions[liar].view(np.int64)
+        words = cluster.regions[0][liar].view(np.int64)
         some = rng.random(words.size) < noise
         words[some] = rng.choice([-1, 0, 1, 2, 3, 7, 1 << 48, 1 << 62, -(1 << 63)], int(some.sum()))
     cluster.check_guards()

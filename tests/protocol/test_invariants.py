@@ -17,7 +17,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.kernels.merge import admit_indices
 from omnireduce.kernels.runs import expand_runs
-from omnireduce.layout import ALL_STRIPES
+from omnireduce.layout import ALL_STRIPES, Layout
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
 from omnireduce.wire.blocks import HEADER_BYTES, seal
@@ -63,7 +63,7 @@ def recorded_run(seed: int) -> tuple[InprocCluster, list[list[list[int]]], list[
 
 
 def owned(cluster: InprocCluster, blocks: list[int], shard: int) -> list[int]:
-    return [block for block in blocks if cluster.layout(0, BLOCK).owner(block) == shard]
+    return [block for block in blocks if Layout(0, BLOCK, cluster.shards, cluster.stripe_blocks).owner(block) == shard]
 
 
 @given(seed=SEEDS)
@@ -354,7 +354,7 @@ def test_i7_a_result_for_a_collective_that_was_not_sent_reaches_nothing() -> Non
     before = short.copy()
     stream = cluster.workers[0]._streams[0]
     free, stream._free = stream._free, []
-    layout = cluster.layout(target.size, BLOCK)
+    layout = Layout(target.size, BLOCK, cluster.shards, cluster.stripe_blocks)
     operand = DenseTensor(target, target, layout, element_type(np.float32).zero_mask)
     cluster.submit(0, Descriptor("allreduce", "", "float32", target.shape, block_size=BLOCK), operand)
     cluster.worker_drivers[0].advance()

@@ -221,7 +221,7 @@ def test_a_half_full_result_leaves_when_no_input_waits() -> None:
     half_merged(bench)
     sent = [effect for effect in bench.effects if isinstance(effect, Send)]
     one_block = message(0, 1, [0])(np.zeros(4096, np.uint8))
-    assert [(effect.peer, effect.nbytes) for effect in sent] == [(ALL, one_block)]
+    assert [(effect.peers, effect.nbytes) for effect in sent] == [((0, 1), one_block)]
 
 
 # time
@@ -253,12 +253,12 @@ def test_a_shard_without_a_block_takes_no_part() -> None:
     bench = worker()
     submit(bench, BLOCK)  # one block: the first shard's
     bench.advance()
-    assert [effect.peer for effect in bench.effects if isinstance(effect, Send)] == [0]
+    assert [effect.peers for effect in bench.effects if isinstance(effect, Send)] == [(0,)]
     bench.receive(0, message(0, 1, [0]))
     assert [effect for effect in bench.effects if isinstance(effect, Finish)] == [Finish(0)]
     submit(bench)
     bench.advance()
-    assert {effect.peer for effect in bench.effects if isinstance(effect, Send)} == {0, 1}
+    assert {effect.peers for effect in bench.effects if isinstance(effect, Send)} == {(0,), (1,)}
 
 
 def test_aggregator_takes_the_collectives_that_it_has_a_part_in() -> None:

@@ -24,7 +24,7 @@ def fed(indices: list[int], window: int, runs: Runs = ()) -> Reduction:
     Rank 0 lists its blocks as `runs`, if there are any.
     """
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
-    found = Reduction(RANKS, arena, results, SLOT_BYTES, Budget(window=window))
+    found = Reduction(RANKS, RANKS, arena, results, SLOT_BYTES, Budget(window=window))
     descriptor = Descriptor("allreduce", "", "int64", (BLOCKS * BLOCK,), block_size=BLOCK)
     found.begin(descriptor, ALL)
     for rank, (own, listed) in enumerate([(indices, runs), (list(range(BLOCKS)), ())]):
@@ -80,7 +80,9 @@ def test_no_collective_completes_before_the_last_run_was_seen(window: int, lengt
 
 def test_the_formats_that_were_used_last_are_kept_and_no_more() -> None:
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
-    combiner = Combiner(RANKS, arena, results, message_bytes=SLOT_BYTES, most_blocks=100, piece_bytes=1 << 20)
+    combiner = Combiner(
+        RANKS, arena, results, divisor=RANKS, message_bytes=SLOT_BYTES, most_blocks=100, piece_bytes=1 << 20
+    )
 
     def begin(block_size: int) -> object:
         return combiner.begin(Descriptor("allreduce", "", "int64", (64,), block_size=8 * block_size))

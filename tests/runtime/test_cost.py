@@ -157,7 +157,7 @@ def test_an_exchange_costs_one_send_per_rank_and_direction(exchange: Exchange, m
     ("kernel", "arguments", "wide"),
     [
         (pack._pack_run, "(u8[:,::1], u8[:,::1], b1, u8, i8, i8, i8, u8[:,::1], i8[::1], i8)", "v?por"),
-        (reduce.reduce_blocks, "(i8, f4[::1], i8[:,::1], f4[:,::1])", "v?addps"),
+        (reduce.reduce_blocks, "(i8, f4[::1], i8[:,::1], f4[:,::1], i8)", "v?addps"),
     ],
     ids=["pack", "reduce"],
 )

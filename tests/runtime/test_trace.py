@@ -187,7 +187,7 @@ def parts(server: ShardServer, comm: Communicator) -> list[type]:
     """The types of everything that could be a wrapper."""
     comm.allreduce(np.ones(8, np.float32))
     (job,) = server._jobs.values()
-    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, job.machine._reduction]
+    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, job.machine._senders.reduction]
     return [type(each) for each in found]
 
 

@@ -57,7 +57,7 @@ def main(
     if mutation:
         mutate.install(_known(mutation))
     from . import campaign
-    from .draw import FIRST_OF_HOSTS
+    from .draw import FIRST_OF_HOSTS, FIRST_OF_SEVERAL
     from .faults import FROM_THE_START
     from .plan import KINDS
 
@@ -66,8 +66,10 @@ def main(
         raise click.BadParameter(f"--fault {fault!r}: expected one of {events}")
     if replay is not None:
         sys.exit(0 if campaign.replay(campaign.Task(replay, fault, event), click.echo) else 1)
-    of_hosts = range(FIRST_OF_HOSTS, FIRST_OF_HOSTS + hosts)
-    numbers = [*itertools.chain(*seeds), *of_hosts, *_new_seeds(new - new // 2), *_new_seeds(new // 2, FIRST_OF_HOSTS)]
+    firsts = FIRST_OF_HOSTS, FIRST_OF_SEVERAL
+    of_hosts = [first + number for number in range(hosts // 2) for first in firsts]
+    fresh = [_new_seeds(count, first) for count, first in ((new - new // 2, 0), *((new // 4, each) for each in firsts))]
+    numbers = [*itertools.chain(*seeds, of_hosts, *fresh)]
     total, more = campaign.Campaign(), f" --mutation {shlex.quote(mutation)}" if mutation else ""
     stopped = _stopped_by_ctrl_c()
     for outcome in campaign.run_all((campaign.Task(seed, fault, event) for seed in numbers), jobs):

@@ -45,8 +45,8 @@ def audit_turn(server: ShardServer, budget: Budget, merged: dict[int, int]) -> I
         machine, current = job.machine, job.machine._current
         total = machine.account.traffic.union_blocks
         total += current.sent_blocks + current.written if current is not None else 0
-        ranks = len(machine._ranks)
-        most = 1 + max(0, budget.work - ROUND_WORK - ranks * RANK_WORK) // (ranks * BLOCK_WORK)
+        ranks, senders = len(machine._ranks), len(machine._senders.delegates or machine._ranks)
+        most = 1 + max(0, budget.work - ROUND_WORK - ranks * RANK_WORK) // (senders * BLOCK_WORK)
         if total - merged.get(job.generation, 0) > most:
             yield f"{job} merged {total - merged.get(job.generation, 0)} blocks in one turn, of {most}"
         merged[job.generation] = total
@@ -94,12 +94,12 @@ def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
 
 
 def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
-    unread = [slot for slot, readers in enumerate(machine._readers) if readers]
+    unread, free = machine._slots.unread, machine._slots.free
     filling = [machine._filling] if machine._filling >= 0 else []
-    if sorted(machine._free + unread + filling) != list(range(machine._slot_count)):
-        yield f"result slots: {machine._free} free, {unread} unread, {filling} being filled, of {machine._slot_count}"
-    if machine._reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._ranks):
-        yield f"{machine._reduction.work_bytes} bytes of work space for {len(machine._ranks)} ranks"
+    if sorted(free + unread + filling) != list(range(machine._slot_count)):
+        yield f"result slots: {free} free, {unread} unread, {filling} being filled, of {machine._slot_count}"
+    if machine._senders.reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._ranks):
+        yield f"{machine._senders.reduction.work_bytes} bytes of work space for {len(machine._ranks)} ranks"
     if len(machine._gone) == len(machine._ranks):
         yield "all ranks have left, and it goes on"
 

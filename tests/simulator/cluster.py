@@ -64,6 +64,7 @@ class Cluster:
         ]
         self.strangers: list[Stranger | ForeignSurvivor] = []
         self.workers: list[Worker] = []
+        self.hosts: dict[tuple[str, str, int], dict[int, tuple[int, ...]]] = {}
         self.history: list[Worker] = []  # those of the main part, kept when the epilogue begins
         self.ranks: list[list[Worker | None]] = [[None] * job.ranks for job in plan.jobs]
         self._attempts = [[job.attempts] * job.ranks for job in plan.jobs]
@@ -144,7 +145,7 @@ class Cluster:
     def _worker(self, job: JobPlan, rank: int) -> Worker:
         pid = next(self._pids)
         host = f"{job.name}/{rank}"
-        clock = job.name if job.one_host else host
+        clock = f"{job.name} on {rank % job.hosts}" if job.hosts > 1 else job.name if job.hosts else host
         return Worker(self, job, rank, pid, self._latency(host), self._ahead_s(clock))
 
     def _enter(self, job: int, rank: int, at: float, *, first: bool = False) -> None:

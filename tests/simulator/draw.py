@@ -10,6 +10,7 @@ from .tamper import LIES, RULES
 from .workload import draw_collective
 
 FIRST_OF_HOSTS = 10**12  # from this seed on, the ranks of most jobs share a host; older seeds stay as they are
+FIRST_OF_SEVERAL = 2 * 10**12  # from this seed on, most jobs have several hosts
 OFTEN = {"tampering": 6, "lying shard": 6}  # there are many ways to break a rule
 
 
@@ -24,7 +25,8 @@ def draw_plan(seed: int) -> Plan:
     jobs = tuple(_draw_elastic(joining, job) for job in jobs)
     if seed >= FIRST_OF_HOSTS:
         hosts = random.Random(f"{seed}/hosts")
-        jobs = tuple(replace(job, one_host=hosts.random() < 0.8) for job in jobs)
+        several = [2, 2, 2, 3] if seed >= FIRST_OF_SEVERAL else [1]
+        jobs = tuple(replace(job, hosts=hosts.choice(several) if hosts.random() < 0.8 else 0) for job in jobs)
     options: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     if rng.random() < 0.85:

@@ -92,7 +92,7 @@ class JobPlan:
     smallest: int = 0
     settle_s: float = 0.0
     launch: str = ""
-    one_host: bool = False  # its ranks exchange tensors in memory
+    hosts: int = 0  # on which its ranks are, in turn, and exchange tensors in memory; 0: no two of them share one
 
     @property
     def idle_s(self) -> float:

@@ -14,7 +14,7 @@ import pytest
 
 from .campaign import Task, report, run_all
 from .cluster import Cluster
-from .draw import FIRST_OF_HOSTS, draw_plan, fault_at
+from .draw import FIRST_OF_HOSTS, FIRST_OF_SEVERAL, draw_plan, fault_at
 from .faults import FROM_THE_START
 from .plan import KINDS
 
@@ -51,6 +51,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_HOSTS + 1008: "an aggregator stopped, and ranks waited in memory for one that had not begun",
     FIRST_OF_HOSTS + 5834: "the same, where it had not come to where the ranks meet",
     FIRST_OF_HOSTS + 9216: "a rank blamed one that waited itself, and had ended the job already",
+    FIRST_OF_SEVERAL + 3189: "ranks that send no sums were ahead of those that do, and of a shard",
     97060384: "many short spans of four ranks took longer than the limit, behind as many of the collective before",
     88010929: "the same, and so few of them had a result that all seemed to wait for one rank",
     91000850: "a connection broke before the hello, and a clock jumped over all the time that was left",
@@ -84,8 +85,9 @@ def test_never_wrong_and_never_stuck(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_ranks_that_share_hosts(chunk: int) -> None:
-    assert_good(range(FIRST_OF_HOSTS + chunk, FIRST_OF_HOSTS + SEEDS, CHUNKS))
+@pytest.mark.parametrize("first", [FIRST_OF_HOSTS, FIRST_OF_SEVERAL])
+def test_ranks_that_share_hosts(first: int, chunk: int) -> None:
+    assert_good(range(first + chunk, first + SEEDS // 2, CHUNKS))
 
 
 def test_seeds_that_failed_once() -> None:

@@ -17,6 +17,7 @@ from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffe
 from omnireduce.protocol.effects import End, Tell, error_of
 from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
+from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.joining import Joining
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
@@ -31,7 +32,7 @@ from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Seat, encode_contro
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan
-from .workload import Collective, Work
+from .workload import Collective, Hosts, Work
 from .world import Process, World
 
 
@@ -50,6 +51,7 @@ class Cluster(Protocol):
     secret: Secret | None
 
     workers: list[Worker]
+    hosts: dict[tuple[str, str, int], dict[int, tuple[int, ...]]]
 
     def connect(self, client: Process, shard: int) -> SimLink | None:
         """A connection to a shard, or None when nobody listens there."""
@@ -122,6 +124,12 @@ class Worker(Process):
         return name.partition(" (")[2] if self.job.smallest else name  # ranks change when a job is formed anew
 
     @property
+    def hosts(self) -> Hosts:
+        """The ranks of each host in this generation of its job; nothing where none share memory."""
+        found = self.cluster.hosts.get(self._generation, {})
+        return tuple(found[host] for host in sorted(found))
+
+    @property
     def done(self) -> bool:
         """All of its work is complete."""
         return self.completed == len(self.program)
@@ -144,7 +152,7 @@ class Worker(Process):
     @property
     def overslept_s(self) -> float:
         """For how long it has been stopped beyond the time limit of its oldest collective."""
-        limit = self._machine._oldest_since + self.protocol.timeout_s - self._ahead_s
+        limit = self._machine._patience.since + self.protocol.timeout_s - self._ahead_s
         return min(self.world.now(), self._stalled_until) - limit
 
     def start(self) -> None:
@@ -176,7 +184,7 @@ class Worker(Process):
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
             protocol.timeout_s, whole_bytes=protocol.whole_bytes, tcp_message_bytes=protocol.message_bytes,
             smallest=self.job.smallest, settle_s=self.job.settle_s, launch=self.job.launch,
-            memory=f"{zlib.crc32(self.job.name.encode()):032x}" if self.job.one_host else "",
+            memory=self._memory_key, sums=self.job.hosts > 1,
         )  # fmt: skip
         if seat is not None:
             hello = replace(hello, survived=seat.formation, ticket=seat.ticket)
@@ -184,6 +192,12 @@ class Worker(Process):
         self.joining = Joining(hello, addresses, self.secret, protocol.join_timeout_s)
         self._perform(self.joining.start(self.now()))
         self.wake()
+
+    @property
+    def _memory_key(self) -> str:
+        """The same for the ranks of one host."""
+        job = self.job
+        return f"{zlib.crc32(f'{job.name}/{self.rank % job.hosts}'.encode()):032x}" if job.hosts else ""
 
     def _visit(self) -> None:
         """Hear what the shards say, and what time it is."""
@@ -249,8 +263,13 @@ class Worker(Process):
                 link.map_slots()
             else:
                 link.attach(private_slots(*shape), private_slots(*shape))
-        host = None if self._group is None else self._host_exchange(self._group, joined.rank)
-        self.place, self._seat, self._whole_bytes = (joined.rank, joined.size), joined.seat, joined.whole_bytes
+        host = None if self._group is None else self._host_exchange(self._group, joined)
+        self.place, self._seat, neighbours = (joined.rank, joined.size), joined.seat, joined.neighbours
+        slot_bytes = 0 if neighbours is None or neighbours.hosts == 1 else protocol.slot_bytes
+        self._generation = self.job.name, self.job.launch, joined.generation
+        if neighbours is not None:
+            self.cluster.hosts.setdefault(self._generation, {})[neighbours.host] = neighbours.ranks
+        self._dealing = Dealing(protocol.shards, protocol.stripe_blocks, joined.whole_bytes, slot_bytes)
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in self.links],
             [link.peer for link in self.links],
@@ -262,6 +281,7 @@ class Worker(Process):
                 protocol.message_bytes if link.kind == "tcp" else protocol.slot_bytes for link in self.links
             ],
             host=host,
+            neighbours=neighbours,
         )
         self.driver = Driver(
             self._machine, self.links, self.now,
@@ -274,12 +294,15 @@ class Worker(Process):
         self._close_by = None
         self.log(f"joined as rank {joined.rank} of {joined.size}")
 
-    def _host_exchange(self, group: Group, rank: int) -> HostExchange:
-        names = [worker_name(number, f"host{each.rank}", each.pid) for number, each in enumerate(group.members)]
-        steps = self._random.choice([1, 2, 16])
+    def _host_exchange(self, group: Group, joined: Joined) -> HostExchange:
+        assert joined.neighbours is not None
+        members = zip(joined.neighbours.ranks, group.members, strict=True)
+        names = [worker_name(number, f"host{each.rank}", each.pid) for number, each in members]
+        me, protocol = joined.neighbours.ranks.index(joined.rank), self.protocol
         return HostExchange(
-            group.regions, rank, names, self.protocol.slots, self.protocol.slot_bytes, steps=steps, looks=1
-        )
+            group.regions, me, names, protocol.slots, protocol.slot_bytes, joined.neighbours,
+            steps=self._random.choice([1, 2, 16]), looks=1,
+        )  # fmt: skip
 
     def _wake_other(self, rank: int) -> None:
         assert self._group is not None
@@ -316,10 +339,8 @@ class Worker(Process):
                 return
             what = self.program[self._submitted]
             self._submitted += 1
-            descriptor, protocol = what.descriptor(), self.protocol
-            layout = descriptor.layout.dealt(
-                protocol.shards, protocol.stripe_blocks, self._whole_bytes, descriptor.block_bytes
-            )
+            descriptor = what.descriptor()
+            layout = self._dealing.layout(descriptor)
             work = Work(what, *self.place, layout, self._pool)
             number = self._machine.submit(descriptor, work.operand, now)
             self._under_way[number] = work

@@ -16,9 +16,10 @@ from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import RowSet
 from omnireduce.runtime.member.pool import Pool
-from tests.oracle import is_number, reduce_in_rank_order
+from tests.oracle import is_number, reduce_by_host
 from tests.samples import sparse_tensor
 
+Hosts = tuple[tuple[int, ...], ...]
 KINDS = {
     "allreduce": 8,
     "allreduce_rows": 3,
@@ -100,9 +101,10 @@ def contribution(what: Collective, rank: int, ranks: int) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def expected(what: Collective, ranks: int) -> Array:
-    """The oracle: all contributions combined in rank order by NumPy."""
-    return reduce_in_rank_order([_contribution(what, rank, ranks) for rank in range(ranks)], what.op)
+def expected(what: Collective, ranks: int, hosts: Hosts = ()) -> Array:
+    """The oracle: all contributions combined in rank order by NumPy. `hosts`: the ranks of each, if hosts send sums."""
+    brought = [_contribution(what, rank, ranks) for rank in range(ranks)]
+    return reduce_by_host(hosts or [range(ranks)], brought, what.op)
 
 
 def wrong_elements(found: Array, oracle: Array) -> int:

@@ -14,6 +14,7 @@ from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
+from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
@@ -62,7 +63,9 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     make_exchange: MakeExchange = HostExchange
     if config.trace.folder:
         links, make_engine, make_exchange = trace_worker(config.trace, job, joined.rank, joined.size, links)
-    host = None if arrival.group is None else make_exchange(*_host(config, joined.rank, arrival.group))
+    host = None
+    if arrival.group is not None and joined.neighbours is not None:
+        host = make_exchange(*_host(config, joined.rank, arrival.group, joined.neighbours))
     machine = WorkerMachine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
@@ -74,6 +77,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
             config.protocol.tcp_message_bytes if link.kind == "tcp" else config.protocol.slot_bytes for link in links
         ],
         host=host,
+        neighbours=joined.neighbours,
     )
     machine.newcomers = arrival.newcomers
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
@@ -81,10 +85,14 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log, bells))
 
 
-def _host(config: Config, rank: int, group: HostGroup) -> tuple[Array, int, list[str], int, int]:
+def _host(
+    config: Config, rank: int, group: HostGroup, neighbours: Neighbours
+) -> tuple[Array, int, list[str], int, int, Neighbours]:
     """What a host exchange is made of."""
-    names = [worker_name(number, socket.gethostname(), pid) for number, pid in enumerate(group.pids)]
-    return group.regions, rank, names, config.protocol.slots, config.protocol.slot_bytes
+    pids = zip(neighbours.ranks, group.pids, strict=True)
+    names = [worker_name(number, socket.gethostname(), pid) for number, pid in pids]
+    me, protocol = neighbours.ranks.index(rank), config.protocol
+    return group.regions, me, names, protocol.slots, protocol.slot_bytes, neighbours
 
 
 def _give_up(arrival: Arrival, cause: Cause) -> None:

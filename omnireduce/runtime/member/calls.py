@@ -16,6 +16,7 @@ from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
+from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import RowSet
 from omnireduce.runtime.member.arguments import (
@@ -72,21 +73,19 @@ class WithPool(Protocol):
 
 class Place(NamedTuple):
     """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
-    elements; tensors of up to `whole_bytes` go to one shard; parts that travel in packets have up to `part_bytes`;
-    `with_pool` lends memory for results."""
+    elements; `dealing`: which shard gets what; parts that travel in packets have up to `part_bytes`; `with_pool` lends
+    memory for results."""
 
     rank: int
     size: int
-    shards: int
     owner: threading.Thread
     block_size: int
-    stripe_blocks: int
-    whole_bytes: int
+    dealing: Dealing
     part_bytes: int
     with_pool: WithPool
 
     def layout(self, descriptor: Descriptor) -> Layout:
-        return descriptor.layout.dealt(self.shards, self.stripe_blocks, self.whole_bytes, descriptor.block_bytes)
+        return self.dealing.layout(descriptor)
 
 
 def reduction(

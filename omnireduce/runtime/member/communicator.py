@@ -18,6 +18,7 @@ from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
+from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.assemble import assemble
@@ -201,9 +202,11 @@ class Communicator(Collectives):
     def _made_of(self, arrival: Arrival) -> tuple[list[Link], WorkerMachine, Member]:
         links, machine, engine = assemble(self.config, self._job, arrival)
         joined, protocol = arrival.joined, self.config.protocol
+        by_host = joined.neighbours is not None and joined.neighbours.hosts > 1
+        slot_bytes = protocol.slot_bytes if by_host else 0
         place = Place(
-            rank=joined.rank, size=joined.size, shards=len(links), owner=threading.current_thread(),
-            block_size=protocol.block_size, stripe_blocks=protocol.stripe_blocks, whole_bytes=joined.whole_bytes,
+            rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
+            dealing=Dealing(len(links), protocol.stripe_blocks, joined.whole_bytes, slot_bytes),
             part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, self._pool),
         )  # fmt: skip
         return links, machine, Member(place, engine)

@@ -38,7 +38,7 @@ class Engine(Interruptible):
     def __init__(
         self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, bells: Sequence[int] = ()
     ) -> None:
-        self._lookout = Lookout(links, machine.host, bells, machine.rank)  # first: it may fail
+        self._lookout = Lookout(links, machine.host, bells)  # first: it may fail
         self._machine, self._links = machine, links
         self._longest_spin_s = self._spin_s = spin_s
         self._driver = Driver(

@@ -18,13 +18,13 @@ PEEKED = [(-1, 0)]  # there is news that no descriptor told
 
 
 class Lookout:
-    """`links`, one per shard, and `host`, whose ranks ring `bells`, an eventfd each, that of `rank` for this one. It
-    closes the bells. Raises OSError."""
+    """`links`, one per shard, and `host`, whose ranks ring `bells`, an eventfd each. It closes the bells. Raises
+    OSError."""
 
-    def __init__(self, links: Sequence[Link], host: HostExchange | None, bells: Sequence[int], rank: int) -> None:
+    def __init__(self, links: Sequence[Link], host: HostExchange | None, bells: Sequence[int]) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._links, self._host, self._bells = links, host, list(bells)
-        self._bell = self._bells[rank] if self._bells else -1
+        self._bell = -1 if host is None else self._bells[host.me]
         self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
         self._poll = select.poll()
         for descriptor in (self._wake, self._bell):

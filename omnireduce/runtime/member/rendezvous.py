@@ -60,7 +60,8 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
         whole_bytes=whole_bytes(config),
         tcp_message_bytes=config.protocol.tcp_message_bytes,
         launch=launch,
-        memory=memory_key() if config.transport.host_exchange == "auto" else "",
+        memory="" if config.transport.host_exchange == "off" else memory_key(),
+        sums=config.transport.host_exchange == "sums",
     )
 
 

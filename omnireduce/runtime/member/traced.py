@@ -11,6 +11,7 @@ from omnireduce.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.exchange import STEPS, HostExchange
+from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.operands import Operand, Packed, RowBlocks, TensorBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
@@ -20,7 +21,7 @@ from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
 
-MakeExchange = Callable[[Array, int, Sequence[str], int, int], HostExchange]
+MakeExchange = Callable[[Array, int, Sequence[str], int, int, Neighbours], HostExchange]
 Progress = dict[What, tuple[int, int]]  # of each kind of step: how many were taken, and of how many blocks
 
 

@@ -48,7 +48,7 @@ class Departures:
                 for member in self._mates(connection):
                     self._connections.let_stay(member)
             elif connection in self._connections.staying and isinstance(event, Lost) and connection.job is not None:
-                self._end_stay(connection, Cause(connection.job.machine.name_of(connection.rank), event.reason))
+                self._end_stay(connection, Cause(connection.job.machine.named([connection.rank]), event.reason))
             elif connection in self._connections.staying and isinstance(message, Leave):
                 self._end_stay(connection, message.cause)
 

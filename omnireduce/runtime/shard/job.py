@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
-from omnireduce.layout import Stripes
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End
-from omnireduce.protocol.gathering import member_name, share_memory
+from omnireduce.protocol.gathering import member_name
+from omnireduce.protocol.hosts import Dealing, hosts_of
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
@@ -101,7 +101,8 @@ class Job:
         self._since, self._spec = clock(), hellos[0]
         self._whole_bytes = min(hello.whole_bytes for hello in hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
-        self._meeting = secrets.token_bytes(TOKEN_BYTES) if share_memory(hellos) else None
+        self._hosts = hosts_of(hellos)
+        self._meetings = [secrets.token_bytes(TOKEN_BYTES) for _ in self._hosts]
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
             self._arena = undo.enter_context(closing(Region(ranks * slots, slot_bytes)))
@@ -125,13 +126,16 @@ class Job:
         over_tcp = [
             hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
         ]
+        spec, hosts = self._spec, self._hosts if len(self._hosts) > 1 else ()
+        delegates = [host.delegate(spec.shard) for host in hosts]
         return AggregatorMachine(
             [member_name(hello) for hello in hellos],
             self._arena.slots,
             self._results.slots,
             message_bytes=min(over_tcp, default=None),
-            stripes=Stripes(self._spec.shard, self._spec.shards, self._spec.stripe_blocks),
-            whole_bytes=self._whole_bytes,
+            shard=spec.shard,
+            dealing=Dealing(spec.shards, spec.stripe_blocks, self._whole_bytes, spec.slot_bytes if delegates else 0),
+            delegates=delegates,
             inline=[rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
             budget=self._budget,
@@ -140,7 +144,11 @@ class Job:
 
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, undo: ExitStack) -> Welcome:
         """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
-        link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes, meeting=self._meeting)
+        link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes)
+        for host, meeting in zip(self._hosts, self._meetings, strict=True):
+            if rank in host.ranks and hello.shard == 0:
+                number, hosts = host.host, host.hosts
+                welcome = replace(welcome, meeting=meeting, neighbours=host.ranks, host=number, hosts=hosts)
         if hello.shard == 0:
             welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation, hello.ticket))
         send_slots = self._results.slots

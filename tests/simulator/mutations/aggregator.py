@@ -7,6 +7,8 @@ from .base import Mutation
 _MACHINE = "omnireduce.protocol.aggregator"
 _REDUCTION = "omnireduce.protocol.reduction"
 _UNION = "omnireduce.protocol.union"
+_SENDERS = "omnireduce.protocol.senders"
+_SLOTS = "omnireduce.protocol.result_slots"
 _COMBINE = "omnireduce.protocol.combine"
 _WIRE = "omnireduce.wire.blocks"
 _DESCRIPTOR = "omnireduce.descriptor"
@@ -16,29 +18,29 @@ MUTATIONS = (
         "shard returns a slot that it still reads",
         _MACHINE,
         "a rank overwrites blocks that are not merged yet",
-        "state.open_row >= 0 and current.union.exhausted(rank)",
+        "state.open_row >= 0 and current.union.exhausted(place)",
         "state.open_row >= 0",
     ),
     Mutation(
         "shard frees a result at its first reader",
-        _MACHINE,
+        _SLOTS,
         "a result is overwritten that other ranks still read",
-        "            if not readers:\n                self._free.append(slot)",
-        "            self._free.append(slot)\n            readers.clear()",
+        "            if not readers:\n                self.free.append(slot)",
+        "            self.free.append(slot)\n            readers.clear()",
     ),
     Mutation(
         "shard frees a result never",
-        _MACHINE,
+        _SLOTS,
         "credits of ranks are lost one by one",
-        "            if not readers:\n                self._free.append(slot)",
-        "            if not readers and self._number % 4:\n                self._free.append(slot)",
+        "            if not readers:\n                self.free.append(slot)",
+        "            if not readers and rank % 4:\n                self.free.append(slot)",
     ),
     Mutation(
         "shard does not compare collectives",
         _MACHINE,
         "ranks that submit different collectives get a sum of both",
-        "        if (number, extra) != (self._number, expected):\n",
-        "        if (number, extra) != (self._number, expected) and rank < 0:\n",
+        "        if (header.collective, extra) != (self._number, expected):\n",
+        "        if (header.collective, extra) != (self._number, expected) and rank < 0:\n",
     ),
     Mutation(
         "a call does not tell its shape",
@@ -60,8 +62,8 @@ MUTATIONS = (
         "shard waits for those who left",
         _MACHINE,
         "the others hear of an early leave only by a time-out",
-        "            if self._gone:\n",
-        "            if self._gone and self._warn_after_s < 0:\n",
+        "            if missed:\n",
+        "            if missed and self._warn_after_s < 0:\n",
         within=2000,
     ),
     Mutation(
@@ -75,8 +77,8 @@ MUTATIONS = (
         "shard blames those who wait for credits",
         _MACHINE,
         "when results are not read, ranks are named that only cannot go on",
-        "        if self._filling < 0 and not self._free:\n",
-        "        if self._filling < -1 and not self._free:\n",
+        "        if self._filling < 0 and not self._slots.free:\n",
+        "        if self._filling < -1 and not self._slots.free:\n",
         within=4000,
     ),
     Mutation(
@@ -201,15 +203,15 @@ MUTATIONS = (
         "one memory for all that leaves something out",
         _MACHINE,
         "a message is overwritten that is not sent yet",
-        "{rank: memory[slot] for rank, memory in self._shorter",
-        "{rank: memory[0] for rank, memory in self._shorter",
+        "self._shorter[rank][slot] for",
+        "self._shorter[rank][0] for",
     ),
     Mutation(
         "small tensors are divided on the shard",
-        _MACHINE,
+        _SENDERS,
         "a shard takes blocks of a small tensor for those of another",
-        "begin(descriptor, layout.stripes(shard))",
-        "begin(descriptor, self._stripes)",
+        "self._dealing.layout(descriptor).stripes",
+        "self._dealing._replace(whole_bytes=0).layout(descriptor).stripes",
     ),
     Mutation(
         "a rank may leave out blocks",

@@ -37,7 +37,7 @@ MUTATIONS = (
         "mean of those that contributed",
         _REDUCE,
         "ranks whose block is zero do not count",
-        "            total[i] /= ranks\n",
+        "            total[i] /= divisor\n",
         "            total[i] /= present\n",
     ),
     Mutation(

@@ -6,6 +6,7 @@ from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.worker"
 _STREAM = "omnireduce.protocol.shard_stream"
+_PATIENCE = "omnireduce.protocol.patience"
 _OPERANDS = "omnireduce.protocol.operands"
 _ROWS = "omnireduce.protocol.rows"
 
@@ -94,22 +95,22 @@ MUTATIONS = (
         "worker counts its pauses",
         _MACHINE,
         "the time between two collectives counts as time of the next",
-        "            self._oldest_since, self._late_s, self._longest = now, 0.0, None\n        for stream",
-        "            self._late_s, self._longest = 0.0, None\n        for stream",
+        "            self._patience.begin(now)\n        for stream",
+        "            self._patience.begin(self._patience.since)\n        for stream",
     ),
     Mutation(
         "worker never blames a shard",
-        _MACHINE,
+        _PATIENCE,
         "a hanging aggregator is not named",
         "        if hanging:\n",
-        "        if hanging and self._timeout_s < 0:\n",
+        "        if hanging and self.timeout_s < 0:\n",
     ),
     Mutation(
         "worker believes what it reads late",
-        _MACHINE,
+        _PATIENCE,
         "a rank that was stopped says that all moves on, because of what came while it could not look",
-        "if self._late_s and not long_wait",
-        "if self._late_s > 1e9",
+        "if self.late_s and not long_wait",
+        "if self.late_s > 1e9",
         test="tests/simulator/test_scenarios.py::"
         "test_a_rank_that_was_stopped_does_not_believe_that_what_it_reads_has_just_come",
     ),
@@ -117,8 +118,8 @@ MUTATIONS = (
         "worker keeps bad news to itself",
         _MACHINE,
         "the other shards, and by them the other ranks, do not hear who failed",
-        "            if stream.shard != told_by:\n                yield Tell(stream.shard, Leave(cause))\n",
-        "            if told_by is None:\n                yield Tell(stream.shard, Leave(cause))\n",
+        "                yield Tell(stream.shard, Leave(cause))\n",
+        "                if told_by is None:\n                    yield Tell(stream.shard, Leave(cause))\n",
     ),
     Mutation(
         "worker waits for one goodbye only",
@@ -172,8 +173,8 @@ MUTATIONS = (
         "the short last block is not stored",
         _OPERANDS,
         "its result stays in the copy",
-        "        self._target.store_tail()\n",
-        "        self._target.tail = self._target.tail\n",
+        "        self._blocks.store_tail()\n",
+        "        self._blocks.tail = self._blocks.tail\n",
     ),
     Mutation(
         "a zero tail is not cleared",
@@ -186,7 +187,7 @@ MUTATIONS = (
         "who receives a broadcast keeps what it had",
         _OPERANDS,
         "blocks that the root has as zeros are not overwritten",
-        "            self._target.clear()\n",
+        "            self._blocks.clear()\n",
         "",
     ),
     Mutation(

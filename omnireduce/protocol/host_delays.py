@@ -1,0 +1,33 @@
+"""Which ranks of a host hold the others up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.regions import BEGUN, COLLECTED, COMBINED, STAGED, SUMMED
+
+
+def _lowest_of_others(counters: Array) -> Array:
+    """For each rank, the lowest counter of the other ranks."""
+    if counters.size < 2:
+        return np.full(counters.size, np.iinfo(np.int64).max)
+    lowest, second = np.sort(counters)[:2]
+    found: Array = np.where(counters == lowest, second, lowest)
+    return found
+
+
+def late_ranks(counters: Array, s: Any) -> list[int]:
+    """The ranks, but `me`, that could take a step and have not. `counters`: int64 (ranks, words), how each region
+    begins; `s`: an element of STATE."""
+    begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
+    late = begun <= s["number"]
+    staged, combined, collected = (each - s["base"] for each in (staged, combined, collected))
+    could = (staged < s["chunks"]) & (_lowest_of_others(collected) > staged - s["slots"])
+    if not late.any():
+        summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
+        could |= (summed < staged) & (_lowest_of_others(staged) > summed)
+        could |= (collected < combined) & (_lowest_of_others(combined) > collected)
+    return [rank for rank in np.flatnonzero(late | could).tolist() if rank != s["me"]]

@@ -1,0 +1,72 @@
+"""Which ranks of a job share a host, and who of them exchanges sums with which shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.layout import Layout
+from omnireduce.wire.blocks import capacity
+from omnireduce.wire.control import MOST_NEIGHBOURS, Hello
+
+CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
+SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
+CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor is cut, so that ranks work at the same time
+
+
+class Neighbours(NamedTuple):
+    """The ranks of host number `host` of `hosts`, ascending; they share memory."""
+
+    ranks: tuple[int, ...]
+    host: int = 0
+    hosts: int = 1
+
+    def send_sums_of(self, descriptor: Descriptor) -> bool:
+        """Whether each host brings the sum of its ranks. Rows every rank brings itself."""
+        return self.hosts > 1 and not descriptor.has_rows
+
+    def delegate(self, shard: int) -> int:
+        """The rank that exchanges the host's sums with this shard."""
+        return self.ranks[shard % len(self.ranks)]
+
+
+def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
+    """The hosts of a job, in the order of their first ranks; `hellos[r]` is that of rank r. Empty where no two ranks
+    share memory, or not all want several hosts to send sums: then each rank sends its own blocks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, hello in enumerate(hellos):
+        hosts.setdefault(hello.memory or f"rank {rank}", []).append(rank)
+    sizes = [len(ranks) for ranks in hosts.values()]
+    wanted = len(hosts) == 1 or all(hello.sums for hello in hellos)
+    if not wanted or not 2 <= max(sizes) <= MOST_NEIGHBOURS:
+        return []
+    return [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
+
+
+def chunk_blocks(blocks: int, block_bytes: int, room: int) -> int:
+    """How many blocks a chunk has of a tensor of `blocks` full blocks, where `room` of them fit a slot."""
+    wanted = min(CHUNK_BYTES, max(SMALL_CHUNK_BYTES, blocks * block_bytes // CHUNKS_AT_ONCE))
+    return max(1, min(wanted // block_bytes, room))
+
+
+class Dealing(NamedTuple):
+    """How blocks are dealt to `shards` shards: in stripes of `stripe_blocks`, or all to the first one if the tensor has
+    no more than `whole_bytes`. Where hosts send sums of tensors, a stripe is a chunk, as it fits `slot_bytes`; else
+    that is 0."""
+
+    shards: int = 1
+    stripe_blocks: int = 64
+    whole_bytes: int = 0
+    slot_bytes: int = 0
+
+    def by_host(self, descriptor: Descriptor) -> bool:
+        """Whether one rank of each host brings what all its ranks have. Rows every rank brings itself."""
+        return self.slot_bytes > 0 and not descriptor.has_rows
+
+    def layout(self, descriptor: Descriptor) -> Layout:
+        """The tensor of a collective, with its stripes dealt to the shards."""
+        layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, self.stripe_blocks
+        if self.slot_bytes and self.by_host(descriptor):
+            stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(self.slot_bytes, block_bytes))
+        return layout.dealt(self.shards, stripe_blocks, self.whole_bytes, block_bytes)

@@ -1,0 +1,61 @@
+"""How long the oldest collective of a worker may take, and whose fault it is that it takes longer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnireduce.protocol.shard_stream import ShardStream
+from omnireduce.wire.control import Cause, Waiting
+from omnireduce.wire.words import listed
+
+LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
+
+
+class Patience:
+    """That of the worker `me`, which waits up to `timeout_s` for the aggregators `addresses`."""
+
+    def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
+        self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
+        self.since = 0.0
+        self.late_s = 0.0  # how long after the time limit this was noticed; 0: in time
+        self._longest: Waiting | None = None  # the longest wait
+
+    def begin(self, now: float) -> None:
+        """Another collective is the oldest one."""
+        self.since, self.late_s, self._longest = now, 0.0, None
+
+    def heard(self, waiting: Waiting) -> None:
+        """A shard says whom the oldest collective waits for."""
+        if self._longest is None or waiting.seconds > self._longest.seconds:
+            self._longest = waiting
+
+    @property
+    def ends_at(self) -> float:
+        """When the time limit is over, or the moment more that a worker has which noticed that late."""
+        grace_s = self.late_s + self.moment_s if self.late_s else 0.0
+        return self.since + self.timeout_s + grace_s
+
+    @property
+    def moment_s(self) -> float:
+        """What is short beside the time limit."""
+        return LATE * self.timeout_s
+
+    def cause(self, now: float, reason: str, owing: Sequence[ShardStream]) -> Cause:
+        """Whose fault it is: that of shards, of those `owing` results, which hang, or of ranks that come late."""
+        hanging = [each for each in owing if each.hangs(now, self.since, self.timeout_s)]
+        waits = [each.waiting for each in owing if each.waiting is not None]
+        if hanging:
+            silent_s = now - max(self.since, *(each.heard_at for each in hanging))
+            reason += f"; nothing came from there for {silent_s:.1f} s: is it stopped or overloaded?"
+            return Cause(
+                listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
+            )
+        long_wait = self._longest is not None and self._longest.seconds >= self.timeout_s / 2
+        if self.late_s and not long_wait:  # what this worker reads now may be old: it cannot judge others
+            reason += f"; it noticed that {self.late_s:.1f} s late: was it stopped or overloaded?"
+            return Cause(self._me, reason, timeout=True)
+        if waits:
+            return Cause(max(waits, key=lambda each: each.seconds).who, reason, timeout=True)
+        if self._longest is not None and long_wait:
+            return Cause(self._longest.who, f"{reason}; {self._longest.seconds:.1f} s of it all waited", timeout=True)
+        return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)

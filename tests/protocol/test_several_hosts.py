@@ -1,0 +1,134 @@
+"""Property tests of jobs on several hosts, of which each sends its sum: against NumPy in the same order, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from harness import InprocCluster, slot_bytes_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_results, bits, reduce_by_host, reduce_in_rank_order
+from samples import CASES, Array, sparse_tensor
+
+from omnireduce.dtypes import ELEMENT_TYPES
+
+SEEDS = st.integers(0, 2**32 - 1)
+SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])
+HOSTS = st.lists(st.integers(1, 4), min_size=2, max_size=3).filter(lambda sizes: max(sizes) > 1)
+
+
+def spread(sizes: Sequence[int], seed: int) -> list[list[int]]:
+    """Ranks of hosts of these sizes, in any order; hosts in the order of their first ranks."""
+    ranks = np.random.default_rng(seed).permutation(sum(sizes)).tolist()
+    hosts = [sorted(ranks[sum(sizes[:at]) : sum(sizes[: at + 1])]) for at in range(len(sizes))]
+    return sorted(hosts)
+
+
+def several_hosts(
+    hosts: Sequence[Sequence[int]], block_bytes: int, blocks: int, seed: int, shards: int
+) -> InprocCluster:
+    ranks = sum(map(len, hosts))
+    return InprocCluster(
+        ranks, slots=2, slot_bytes=slot_bytes_for(blocks, block_bytes), seed=seed, hosts=hosts, shards=shards
+    )
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+@settings(max_examples=25)
+@given(
+    seed=SEEDS, sizes=HOSTS, elements=SIZES, octets=st.integers(1, 4), blocks=st.integers(1, 9),
+    shards=st.integers(1, 4), more=st.integers(1, 3),
+)  # fmt: skip
+def test_allreduce(
+    dtype: str, op: str, seed: int, sizes: list[int], elements: int, octets: int, blocks: int, shards: int, more: int
+) -> None:
+    block_size, hosts = 8 * octets, spread(sizes, seed)
+    cluster = several_hosts(hosts, block_size * ELEMENT_TYPES[dtype].itemsize, blocks, seed, shards)
+    rng = np.random.default_rng(seed)
+    runs = []
+    for _ in range(more):
+        inputs = [sparse_tensor(rng, dtype, elements, block_size, rng.random()) for _ in range(sum(sizes))]
+        found, kept = [], []
+        for rank, x in enumerate(inputs):
+            out = None
+            if rng.random() < 0.5:
+                out = np.full(elements, 3, x.dtype)
+                kept.append((x, x.copy()))
+            found.append(cluster.allreduce(rank, x.copy() if out is None else x, out, op=op, block_size=block_size))
+        runs.append((inputs, found, kept))
+    cluster.run()
+    for inputs, found, kept in runs:
+        assert_results(found, reduce_by_host(hosts, inputs, op))
+        for x, before in kept:
+            assert bits(x) == bits(before), "the input of an out-of-place collective changed"
+
+
+@settings(max_examples=100)
+@given(seed=SEEDS, sizes=HOSTS, size=SIZES, root=st.integers(0, 11), shards=st.integers(1, 3))
+def test_bytes_arrive_as_they_are(seed: int, sizes: list[int], size: int, root: int, shards: int) -> None:
+    cluster, rng = several_hosts(spread(sizes, seed), 8, 9, seed, shards), np.random.default_rng(seed)
+    sent, ranks = rng.integers(0, 3, size).astype(np.uint8), sum(sizes)
+    targets: list[Array] = [np.full(size, 7, np.uint8) for _ in range(ranks)]
+    for rank, target in enumerate(targets):
+        if rank == root % ranks:
+            target[:] = sent
+        cluster.move_bytes(rank, "broadcast", target if rank == root % ranks else None, target)
+    cluster.run()
+    for target in targets:
+        assert bits(target) == bits(sent)
+
+
+@settings(max_examples=100)
+@given(seed=SEEDS, sizes=HOSTS, shards=st.integers(1, 3))
+def test_rows_and_dense_tensors_mix(seed: int, sizes: list[int], shards: int) -> None:
+    hosts, ranks = spread(sizes, seed), sum(sizes)
+    cluster, rng = several_hosts(hosts, 32, 4, seed, shards), np.random.default_rng(seed)
+    dense = [[rng.integers(-9, 9, 50).astype(np.float32) for _ in range(ranks)] for _ in range(2)]
+    expected = [reduce_in_rank_order(tensors, "sum") for tensors in dense]
+    numbers = np.arange(0, 20, 2)
+    rows = []
+    for rank in range(ranks):
+        cluster.allreduce(rank, dense[0][rank])
+        rows.append(cluster.rows(rank, numbers, np.ones((10, 8), np.float32), 20))
+        cluster.allreduce(rank, dense[1][rank])
+    cluster.run()
+    assert_results(dense[0], expected[0])
+    assert_results(dense[1], expected[1])
+    for each in rows:
+        assert np.array_equal(each.result[0], numbers)
+        assert np.array_equal(each.result[1], np.full((10, 8), ranks, np.float32))
+
+
+def test_nobody_passes_a_barrier_before_all_hosts_are_there() -> None:
+    cluster = several_hosts([[0, 1], [2, 3]], 8, 4, 1, 2)
+    for rank in (0, 1, 2):
+        cluster.move_bytes(rank, "barrier", None, np.empty(0, np.uint8))
+    cluster.settle()
+    assert cluster.finished == [[], [], [], []]
+    cluster.move_bytes(3, "barrier", None, np.empty(0, np.uint8))
+    cluster.run()
+
+
+@pytest.mark.parametrize("other", [1, 2, 3])
+def test_different_collectives_end_the_job_on_all_ranks(other: int) -> None:
+    cluster = several_hosts([[0, 1], [2, 3]], 32, 4, 1, 1)
+    for rank in range(4):
+        cluster.allreduce(rank, np.ones(20 if rank != other else 30, np.float32))
+    cluster.settle()
+    [culprit] = cluster.culprits()
+    assert culprit in {f"ranks 0 and {other}", f"ranks 2 and {other}", "ranks 0 and 2", "ranks 2 and 3"}
+
+
+@pytest.mark.parametrize("other", range(4))
+def test_rows_beside_a_tensor_end_the_job_on_all_ranks(other: int) -> None:
+    cluster = several_hosts([[0, 1], [2, 3]], 32, 4, 1, 1)
+    for rank in range(4):
+        if rank == other:
+            cluster.rows(rank, np.arange(3), np.ones((3, 8), np.float32), 20)
+        else:
+            cluster.allreduce(rank, np.ones(20, np.float32))
+    cluster.settle()
+    [culprit] = cluster.culprits()
+    assert str(other) in culprit

@@ -1,0 +1,98 @@
+"""Ranks of several hosts, as threads that believe so: each host sends one sum, and all ranks get the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, Ranks, configured, unique_job
+from oracle import bits, reduce_by_host
+
+from omnireduce import AbortedError, Communicator
+from omnireduce.runtime.member import rendezvous
+
+HOSTS = ((0, 2), (1, 3), (4,))
+RANKS = 5
+HOST_OF = {rank: host for host, ranks in enumerate(HOSTS) for rank in ranks}
+BLOCKS, BLOCK = 300, 256
+
+
+@pytest.fixture
+def rank_of_thread(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Let each thread have the memory key of the host of its rank."""
+    here = threading.local()
+
+    def key() -> str:
+        return hashlib.sha256(b"%d" % HOST_OF[here.rank]).hexdigest()[:32]
+
+    monkeypatch.setattr(rendezvous, "memory_key", key)
+    return here
+
+
+def run(
+    here: threading.local, addresses: Sequence[str], kind: str, work: Callable[[Communicator], object]
+) -> list[object]:
+    """What `work` returns on each rank of a job."""
+    config, job = configured(addresses, f"transport.kind={kind}", "transport.host_exchange=sums"), unique_job("hosts")
+
+    def rank(number: int) -> object:
+        here.rank = number
+        with Communicator(config, rank=number, size=RANKS, job=job) as comm:
+            return work(comm)
+
+    return list(Ranks(RANKS, rank).results())
+
+
+def tensor(rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    rng = np.random.default_rng(rank)
+    blocks, values = rng.random(BLOCKS) < 0.3, rng.standard_normal(BLOCKS * BLOCK).astype(np.float32)
+    return np.where(np.repeat(blocks, BLOCK), values, np.float32(0))
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_collective(rank_of_thread: threading.local, kind: str, shards: int) -> None:
+    def work(comm: Communicator) -> tuple[bytes, list[int]]:
+        me = comm.rank
+        found = bits(comm.allreduce(tensor(me)))
+        comm.barrier()
+        everybody = comm.allgather(np.arange(me, me + 3))
+        assert everybody.tolist() == [[rank, rank + 1, rank + 2] for rank in range(RANKS)]
+        numbers, rows = comm.allreduce_rows(np.array([me, 7]), np.ones((2, 4), np.float32), 100)
+        assert numbers.tolist() == [*range(RANKS), 7]
+        assert rows[-1].tolist() == [RANKS] * 4
+        assert comm.allreduce(np.full(5, me, np.float32), op="mean").tolist() == [2.0] * 5
+        assert comm.broadcast(np.full(9, me), root=3).tolist() == [3] * 9
+        return found, list(comm.statistics().shard_bytes)
+
+    with Daemon(shards) as daemon:
+        results = run(rank_of_thread, daemon.addresses, kind, work)
+    found = [each[0] for each in results if isinstance(each, tuple)]
+    assert set(found) == {bits(reduce_by_host(HOSTS, [tensor(rank) for rank in range(RANKS)], "sum"))}
+    moved = [each[1] for each in results if isinstance(each, tuple)]
+    for shard in range(shards):
+        delegates = {ranks[shard % len(ranks)] for ranks in HOSTS}
+        least = min(moved[rank][shard] for rank in delegates)
+        most = max(moved[rank][shard] for rank in set(range(RANKS)) - delegates)
+        assert most < least / 10, "a rank that is no delegate sent tensors"
+
+
+def test_a_rank_that_fails_is_named_on_all_hosts(rank_of_thread: threading.local) -> None:
+    def work(comm: Communicator) -> tuple[str, str]:
+        if comm.rank == 2:
+            comm.allreduce(tensor(comm.rank))
+            comm._engine.abort("its work failed")
+            return "", ""
+        try:
+            for _ in range(3):
+                comm.allreduce(tensor(comm.rank))
+        except AbortedError as error:
+            return error.culprit[:6], error.reason
+        return "nobody", ""
+
+    with Daemon(2) as daemon:
+        ends = run(rank_of_thread, daemon.addresses, "shm", work)
+    assert set(ends) == {("", ""), ("rank 2", "its work failed")}
