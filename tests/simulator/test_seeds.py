@@ -54,6 +54,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_SEVERAL + 3189: "ranks that send no sums were ahead of those that do, and of a shard",
     97060384: "many short spans of four ranks took longer than the limit, behind as many of the collective before",
     88010929: "the same, and so few of them had a result that all seemed to wait for one rank",
+    156700767: "the same, in a later attempt of a job in which a rank had been frozen",
     91000850: "a connection broke before the hello, and a clock jumped over all the time that was left",
     91077439: "the same, long after another fault",
     91083647: "the same, of a rank that formed no job anew",

@@ -143,7 +143,9 @@ class Verdicts:
                 self._cluster.causes.add(reasons.TIME)
             return
         moves_on = MOVES_ON in error.reason
-        if moves_on or not reasons.plausible(error, self._causes):
+        culprits = self._cluster.culprits(worker.job.name)
+        explained = reasons.plausible(error, self._causes) and self._explained_delay(error, self._causes, culprits)
+        if moves_on or not explained:
             self._allow_for_many_messages(worker)
         if moves_on:
             self._judge_who_moves_on(worker)
