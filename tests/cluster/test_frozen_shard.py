@@ -52,7 +52,7 @@ def test_ranks_that_share_memory_go_on_beside_stopped_shards() -> None:
                 expect_round(worker, "round", number + 100)
 
 
-@pytest.mark.parametrize("transport", KINDS)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])  # it is about connections before RDMA begins
 def test_a_worker_that_gave_up_asks_again_before_the_shard_has_read_that(transport: str) -> None:
     """The shard finds all at once: the first hello, the end of that connection, and the second hello."""
     with Daemon(1) as daemon:
