@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from local_cluster import Daemon, Ranks, configured, unique_job, workers
 from transports import KINDS, MEMORY, over
 
 from omnireduce import ClosedError
-from omnireduce.runtime.member.rendezvous import hello_of, join
+from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 
 
 @contextmanager
@@ -59,15 +60,22 @@ def test_a_worker_that_gave_up_asks_again_before_the_shard_has_read_that(transpo
         config, job = configured(daemon.addresses, *over(transport)), unique_job()
         hellos = [hello_of(config, job, "", rank, 2) for rank in range(2)]
 
+        said = threading.Event()  # rank 0 has said its second hello
+
         def go_on(rank: int) -> bool:
-            if rank == 0:  # its second hello is on its way now
+            if rank == 0:
                 os.kill(daemon.shard_pids[0], signal.SIGCONT)
+                said.set()
             return False
+
+        def come(rank: int) -> Arrival:
+            assert rank == 0 or said.wait(FAILURE_S)  # else the first hello of rank 0 would do for a job
+            return join(config, hellos[rank], None, lambda: go_on(rank))
 
         with stopped(daemon.shard_pids[0]):
             with pytest.raises(ClosedError):
                 join(config, hellos[0], None, lambda: True)
-            arrivals = Ranks(2, lambda rank: join(config, hellos[rank], None, lambda: go_on(rank))).results()
+            arrivals = Ranks(2, come).results()
         assert [arrival.joined.rank for arrival in arrivals] == [0, 1]
         for arrival in arrivals:
             for link in arrival.links:
