@@ -128,7 +128,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def has_rows(self) -> bool:
-        """Whether each rank lists what it brings: rows, or packets. Otherwise its blocks are found by scanning."""
+        """Whether each rank lists what it brings: rows, or packets. Otherwise its blocks are found by scanning, and of
+        several hosts each may send a sum."""
         return self.kind == "allreduce_rows" or self.kind in PACKED
 
     @cached_property

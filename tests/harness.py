@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from oracle import indices_of_runs
+from oracle import bits, indices_of_runs
 from samples import Array
 
 from omnireduce.descriptor import Descriptor, describe
@@ -269,6 +269,17 @@ class InprocCluster:
         descriptor = describe(kind, "", "uint8", target.shape, "sum", block_size, 0, 1)
         operand = DenseTensor(source, target, self.dealing.layout(descriptor), element_type(np.uint8).zero_mask)
         self.submit(rank, descriptor, operand)
+
+    def check_broadcast(self, seed: int, size: int, root: int) -> None:
+        """Let all ranks get the bytes of one, over bytes of their own."""
+        sent = np.random.default_rng(seed).integers(0, 3, size).astype(np.uint8)
+        targets: list[Array] = [np.full(size, 7, np.uint8) for _ in range(self.world_size)]
+        targets[root][:] = sent
+        for rank, target in enumerate(targets):
+            self.move_bytes(rank, "broadcast", target if rank == root else None, target)
+        self.run()
+        for target in targets:
+            assert bits(target) == bits(sent)
 
     # stepping
 

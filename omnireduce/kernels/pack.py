@@ -58,6 +58,7 @@ def pack_blocks(
     in_place: bool,
     mask: np.uint64,
     cursor: int,
+    limit: int,
     span: int,
     stripe: int,
     shards: int,
@@ -67,14 +68,14 @@ def pack_blocks(
     """Copy the shard's non-zero blocks from block `cursor` on into `rows`, their numbers into `indices`.
 
     `source`, `target`: uint64 (blocks, words per block), the same memory when `in_place`. `rows`: uint64 (capacity,
-    words per block). Stops when `rows` is full, after `span` blocks, or at the end. Zero blocks are cleared in
+    words per block). Stops when `rows` is full, after `span` blocks, or at block `limit`. Zero blocks are cleared in
     `target`; the row behind the last block is scratch. Returns (blocks packed, next cursor); every block of the shard
     below the next cursor is dealt with.
     """
-    blocks, count = source.shape[0], 0
+    limit, count = min(limit, source.shape[0]), 0
     skip = (shards - 1) * stripe
-    while cursor < blocks and span > 0:
-        stop = min(cursor + span, blocks)
+    while cursor < limit and span > 0:
+        stop = min(cursor + span, limit)
         if shards > 1:
             stop = min(stop, (cursor // stripe + 1) * stripe)
         count, reached = _pack_run(
@@ -86,7 +87,7 @@ def pack_blocks(
             break
         if shards > 1 and cursor % stripe == 0:
             cursor += skip
-    return count, min(cursor, blocks)
+    return count, min(cursor, limit)
 
 
 @kernel

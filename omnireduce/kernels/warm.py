@@ -71,7 +71,7 @@ def _of_aggregator() -> Iterator[Kernel]:
 
 def _of_worker() -> Iterator[Kernel]:
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
-    yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
+    yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, 1, words.copy(), index.copy())
     rows = words.view(np.uint8)
     yield partial(pack_rows, index, rows, 0, 1, 1, 0, rows.copy(), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):

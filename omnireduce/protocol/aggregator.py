@@ -46,8 +46,8 @@ class AggregatorMachine:
     slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. The blocks of a result
     take no more than `message_bytes` together (None: no more than fit in a slot), unless one block alone takes more.
     `dealing`: how tensors are dealt to shards, of which this one is number `shard`. Where hosts send sums, rank
-    `delegates[h]` sends those of host h to this shard. Ranks in `inline` get results as bytes,
-    not in slots that all ranks share: their results leave out what they have already.
+    `delegates[h]` sends those of host h to this shard. Ranks in `inline` get results as bytes, not in slots that all
+    ranks share: their results leave out what they have already.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
     the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
@@ -283,8 +283,6 @@ class AggregatorMachine:
             raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
-        if rank not in senders.places:
-            raise ProtocolError(f"a message of collective {self._number}, of which another rank has its host's sum")
         state.inbox.popleft()
         self.spent += senders.reduction.union.open(senders.places[rank], row, header)
         state.open_row = row
@@ -316,6 +314,8 @@ class AggregatorMachine:
         if (header.collective, extra) != (self._number, expected):
             assert self._descriptor is not None
             raise mismatch((first, self._number, self._descriptor), (rank, header.collective, extra))
+        if rank not in self._senders.places:
+            raise ProtocolError(f"a message of collective {self._number}, of which another rank has its host's sum")
         return True
 
     def _merge(self, current: Reduction) -> bool:

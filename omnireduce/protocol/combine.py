@@ -23,7 +23,7 @@ class Format(NamedTuple):
 
     `source`: the receive slots, (elements,). `rows`: the results, (slots, capacity of a slot, block size). `capacity`:
     blocks of a result. `columns`: elements of a block that are combined in one step. `byte_work`, `block_work`: what
-    one byte, and one block of all ranks, counts for the budget.
+    one byte, and one block of all senders, counts for the budget.
     """
 
     block_size: int
@@ -39,19 +39,19 @@ class Format(NamedTuple):
 
 
 class Combiner:
-    """Combines parts of `ranks` senders in `slots`, uint8 (rows, bytes), into blocks of `results`, uint8 (slots, slot
+    """Combines parts of so many `senders` in `slots`, uint8 (rows, bytes), into blocks of `results`, uint8 (slots, slot
     bytes). A mean is their sum, divided by `divisor`.
 
     A result takes no more than `most_blocks`, and their bytes no more than `message_bytes`, unless one alone takes
-    more. `piece_bytes`: all ranks' parts of a block that are combined in one step.
+    more. `piece_bytes`: all senders' parts of a block that are combined in one step.
     """
 
     def __init__(
-        self, ranks: int, slots: Array, results: Array,
+        self, senders: int, slots: Array, results: Array,
         *, divisor: int, message_bytes: int, most_blocks: int, piece_bytes: int,
     ) -> None:  # fmt: skip
         self._divisor = divisor
-        self._ranks, self._slots, self._results = ranks, slots, results
+        self._senders, self._slots, self._results = senders, slots, results
         self._message_bytes, self._most_blocks, self._piece_bytes = message_bytes, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
         self._formats: dict[tuple[str, int], Format] = {}  # by dtype and block size, the one used last behind
@@ -76,7 +76,7 @@ class Combiner:
         fitting = capacity(self._slots.shape[1], block_bytes)
         blocks = self._results[:, HEADER_BYTES : HEADER_BYTES + fitting * block_bytes].view(element.storage)
         byte_work = HALF_WORK if element.is_half else 1
-        columns = max(1, self._piece_bytes // (self._ranks * element.storage.itemsize))
+        columns = max(1, self._piece_bytes // (self._senders * element.storage.itemsize))
         return Format(
             block_size=descriptor.layout.block_size,
             block_bytes=block_bytes,
@@ -87,7 +87,7 @@ class Combiner:
             capacity=min(fitting, self._most_blocks, max(1, self._message_bytes // block_bytes)),
             columns=min(columns, HALF_COLUMNS) if element.is_half else columns,
             byte_work=byte_work,
-            block_work=self._ranks * (block_bytes * byte_work + BLOCK_WORK),
+            block_work=self._senders * (block_bytes * byte_work + BLOCK_WORK),
         )
 
     def combine(self, parts: Array, out: Array) -> None:

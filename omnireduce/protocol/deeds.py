@@ -37,8 +37,7 @@ class Joined(NamedTuple):
     """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
 
     `generation` is that of the first aggregator. `seat` proves later that this worker was in this generation. Tensors
-    of up to `whole_bytes` go to the first aggregator as a whole. `neighbours`: with whom it shares memory; None where
-    each rank sends its own blocks.
+    of up to `whole_bytes` go to the first aggregator as a whole. `neighbours`: with whom it shares memory.
     """
 
     welcomes: list[Welcome]
@@ -47,7 +46,7 @@ class Joined(NamedTuple):
     generation: int
     whole_bytes: int
     seat: Seat | None
-    neighbours: Neighbours | None = None
+    neighbours: Neighbours
 
 
 class Meet(NamedTuple):

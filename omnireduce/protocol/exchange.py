@@ -85,8 +85,8 @@ class HostExchange:
 
     `regions`: uint8 (ranks, region bytes), as `region_bytes` says; this rank writes its own, and reads the others'.
     `names` says who the ranks are, in errors and warnings, and `neighbours` which ranks of the job they are; nothing
-    given: all of them. With several hosts a collective goes on when `summed` blocks have gone to the shards and
-    `arrived` said that the sums of all hosts have come. One turn takes up to `steps` steps, and ends after `looks`
+    given: all of them. With several hosts the shards get what `summed_blocks` says, and `arrived` is told what has come
+    back. One turn takes up to `steps` steps, and ends after `looks`
     looks at the others' counters that allowed none.
     """
 
@@ -107,6 +107,7 @@ class HostExchange:
         self._steps, self._looks = steps, looks
         self.names, self.me, self._ranks = names, me, ranks
         self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
+        self._slot_bytes = slot_bytes
         self._region_words, self._slot_words = regions.shape[1] // 8, (slot_bytes + EXTRA_BYTES) // 8
         self._counts = (ranks + LINE - 1) // LINE * LINE
         self._state = np.zeros(1, STATE)
@@ -236,8 +237,7 @@ class HostExchange:
         self._is_prepared = True
 
     def _shape(self, full_blocks: int, block_bytes: int) -> Shape:
-        room = capacity(self._slot_words * 8 - EXTRA_BYTES, block_bytes)
-        blocks = chunk_blocks(full_blocks, block_bytes, max(1, room))
+        blocks = chunk_blocks(full_blocks, block_bytes, capacity(self._slot_bytes, block_bytes))
         return Shape(blocks, self._counts, self._counts + (blocks + LINE - 1) // LINE * LINE)
 
     def _write(self, encoded: bytes, rows: int) -> None:

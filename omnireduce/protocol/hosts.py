@@ -16,15 +16,12 @@ CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor is cut, so that ranks wor
 
 
 class Neighbours(NamedTuple):
-    """The ranks of host number `host` of `hosts`, ascending; they share memory."""
+    """The ranks of host number `host` of `hosts`, ascending; they share memory, and of several hosts each sends sums.
+    Where no ranks share memory, each has only itself, and there is one host."""
 
     ranks: tuple[int, ...]
     host: int = 0
     hosts: int = 1
-
-    def send_sums_of(self, descriptor: Descriptor) -> bool:
-        """Whether each host brings the sum of its ranks. Rows every rank brings itself."""
-        return self.hosts > 1 and not descriptor.has_rows
 
     def delegate(self, shard: int) -> int:
         """The rank that exchanges the host's sums with this shard."""
@@ -60,13 +57,14 @@ class Dealing(NamedTuple):
     whole_bytes: int = 0
     slot_bytes: int = 0
 
-    def by_host(self, descriptor: Descriptor) -> bool:
-        """Whether one rank of each host brings what all its ranks have. Rows every rank brings itself."""
-        return self.slot_bytes > 0 and not descriptor.has_rows
+    @classmethod
+    def among(cls, hosts: int, shards: int, stripe_blocks: int, whole_bytes: int, slot_bytes: int) -> Dealing:
+        """That of a job on so many hosts that send sums; one: it sends none."""
+        return cls(shards, stripe_blocks, whole_bytes, slot_bytes if hosts > 1 else 0)
 
     def layout(self, descriptor: Descriptor) -> Layout:
         """The tensor of a collective, with its stripes dealt to the shards."""
         layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, self.stripe_blocks
-        if self.slot_bytes and self.by_host(descriptor):
+        if self.slot_bytes and not descriptor.has_rows:
             stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(self.slot_bytes, block_bytes))
         return layout.dealt(self.shards, stripe_blocks, self.whole_bytes, block_bytes)

@@ -267,7 +267,7 @@ class Joining:
             return
         seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
-        neighbours = None
+        neighbours = Neighbours((rank,))
         if first.neighbours:
             neighbours = Neighbours(first.neighbours, first.host, first.hosts)
             shares_none = len(neighbours.ranks) > 1 and not self._hello.memory
@@ -278,7 +278,7 @@ class Joining:
         place = Joined(
             welcomes, rank, size, first.generation, first.whole_bytes, seat=first.seat, neighbours=neighbours
         )
-        if first.meeting is not None and neighbours is not None and len(neighbours.ranks) > 1:
+        if first.meeting is not None and len(neighbours.ranks) > 1:
             self._place = place
             yield Meet(first.meeting, neighbours.ranks.index(rank), len(neighbours.ranks))
         else:

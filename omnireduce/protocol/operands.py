@@ -118,112 +118,99 @@ class _Blocks:
             self.short[:] = self.tail.view(np.uint8)[0, : self.short.size]
 
 
-class _Part(NamedTuple):
-    """What `_Blocks` shows of a tensor."""
+class _Scanned:
+    """A dense tensor whose non-zero blocks are found by scanning. `ready`: up to this block it can be packed."""
 
-    full: Array
-    tail: Array
+    row_dtype = WORD
+
+    def __init__(self, blocks: TensorBlocks, layout: Layout, block_bytes: int, nbytes: int, ready: int) -> None:
+        self.blocks, self.layout, self.block_bytes, self.nbytes, self.ready = blocks, layout, block_bytes, nbytes, ready
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        layout, blocks, full, count = self.layout, self.blocks, self.layout.full_blocks, 0
+        if cursor < full:
+            count, cursor = pack_blocks(
+                blocks.source, blocks.target, in_place=blocks.in_place, mask=blocks.mask, cursor=cursor,
+                limit=self.ready, span=span, stripe=layout.stripe_blocks, shards=layout.shards,
+                rows=rows, indices=indices,
+            )  # fmt: skip
+        if cursor == full < self.ready:
+            count, cursor = self._pack_tail(shard, count, rows, indices)
+        return Packed(count, cursor, cursor)
+
+    def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
+        block, blocks = self.layout.full_blocks, self.blocks
+        if self.layout.owner(block) == shard:
+            if np.any(blocks.source_tail & blocks.mask):
+                if count == len(rows):
+                    return count, block
+                rows[count], indices[count] = blocks.source_tail[0], block
+                count += 1
+            else:
+                blocks.target_tail[:] = 0
+        return count, block + 1
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        blocks = self.blocks
+        if left_out and blocks.silent:
+            raise ProtocolError("a result that leaves out blocks which this worker did not bring")
+        if not blocks.in_place and not left_out:
+            unchanged[:] = False
+        if indices.size and indices[-1] == self.layout.full_blocks:
+            self._put_tail(rows, unchanged, left_out)
+            indices, unchanged = indices[:-1], unchanged[:-1]
+        scatter_blocks(blocks.target, rows, indices, unchanged, left_out)
+        if left_out and not blocks.in_place:
+            own = indices[unchanged]
+            blocks.target[own] = blocks.source[own]
+
+    def _put_tail(self, rows: Array, unchanged: Array, left_out: bool) -> None:
+        if unchanged[-1]:
+            self.blocks.target_tail[0] = self.blocks.source_tail[0]
+        else:
+            left = np.count_nonzero(unchanged) if left_out else 0
+            self.blocks.target_tail[0] = rows[unchanged.size - 1 - left]
 
 
-class DenseTensor:
-    """A tensor whose non-zero blocks are found by scanning.
+class DenseTensor(_Scanned):
+    """A tensor of the user.
 
     `source` and `target` are flat contiguous arrays of one dtype and size, possibly the same one; `source` None
     contributes nothing. `layout.block_size` elements must be a multiple of 8 bytes. Raises nothing: callers have
     checked.
     """
 
-    row_dtype = WORD
-
     def __init__(self, source: Array | None, target: Array, layout: Layout, zero_mask: np.uint64) -> None:
-        self.layout = layout
-        self.block_bytes = layout.block_size * target.itemsize
-        self.nbytes = target.nbytes
-        self._mask = zero_mask
-        self._blocks = _Blocks(target, self.block_bytes)
-        self._target: _Blocks | _Part = self._blocks
-        self._in_place = source is target
-        self._silent = source is None
+        block_bytes, in_place = layout.block_size * target.itemsize, source is target
+        self._target = result = _Blocks(target, block_bytes)
+        own = result if source is None or in_place else _Blocks(source, block_bytes)
+        blocks = TensorBlocks(
+            own.full, own.tail, result.full, result.tail, in_place=in_place, silent=source is None, mask=zero_mask
+        )
+        super().__init__(blocks, layout, block_bytes, target.nbytes, ready=layout.blocks)
         self._cleared = False
-        self.ready = layout.blocks  # up to this block it can be packed
-        self._source: _Blocks | _Part = self._target
-        if source is not None and not self._in_place:
-            self._source = _Blocks(source, self.block_bytes)
-
-    @property
-    def blocks(self) -> TensorBlocks:
-        source, target = self._source, self._target
-        return TensorBlocks(
-            source.full, source.tail, target.full, target.tail,
-            in_place=self._in_place, silent=self._silent, mask=self._mask,
-        )  # fmt: skip
 
     def start(self, shard: int) -> int:
-        if not self._silent:
+        if not self.blocks.silent:
             return self.layout.first_block(shard)
         if not self._cleared:  # not earlier: the target is ours only once the collective is under way
-            self._blocks.clear()
+            self._target.clear()
             self._cleared = True
         return self.layout.blocks
 
-    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        layout, full, stop, count = self.layout, self.layout.full_blocks, self.ready, 0
-        if cursor < full and cursor < stop:
-            count, cursor = pack_blocks(
-                self._source.full[:stop], self._target.full[:stop], in_place=self._in_place, mask=self._mask,
-                cursor=cursor, span=span, stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
-            )  # fmt: skip
-        if cursor == full < stop:
-            count, cursor = self._pack_tail(shard, count, rows, indices)
-        return Packed(count, cursor, cursor)
-
-    def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
-        block = self.layout.full_blocks
-        if self.layout.owner(block) == shard:
-            if np.any(self._source.tail & self._mask):
-                if count == len(rows):
-                    return count, block
-                rows[count], indices[count] = self._source.tail[0], block
-                count += 1
-            else:
-                self._target.tail[:] = 0
-        return count, block + 1
-
-    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
-        if left_out and self._silent:
-            raise ProtocolError("a result that leaves out blocks which this worker did not bring")
-        if not self._in_place and not left_out:
-            unchanged[:] = False
-        if indices.size and indices[-1] == self.layout.full_blocks:
-            self._put_tail(rows, unchanged, left_out)
-            indices, unchanged = indices[:-1], unchanged[:-1]
-        scatter_blocks(self._target.full, rows, indices, unchanged, left_out)
-        if left_out and not self._in_place:
-            own = indices[unchanged]
-            self._target.full[own] = self._source.full[own]
-
-    def _put_tail(self, rows: Array, unchanged: Array, left_out: bool) -> None:
-        if unchanged[-1]:
-            self._target.tail[0] = self._source.tail[0]
-        else:
-            self._target.tail[0] = rows[unchanged.size - 1 - (np.count_nonzero(unchanged) if left_out else 0)]
-
     def finish(self) -> None:
-        self._blocks.store_tail()
+        self._target.store_tail()
 
 
-class HostSum(DenseTensor):
+class HostSum(_Scanned):
     """The sum of the ranks of a host, in the target of `operand`, which is a dense tensor of one of them. The shards
-    get it block by block, as soon as it is there: up to block `ready`. Their results take its place."""
+    get it block by block, as soon as it is there. Their results take its place."""
 
     def __init__(self, operand: Operand) -> None:
-        blocks = operand.blocks
-        assert isinstance(blocks, TensorBlocks)
-        self.layout, self.block_bytes, self.nbytes = operand.layout, operand.block_bytes, operand.nbytes
-        self._mask = blocks.mask
-        self._source = self._target = _Part(blocks.target, blocks.target_tail)
-        self._in_place, self._silent = True, False
-        self.ready = -1  # not even nothing
+        own = operand.blocks
+        assert isinstance(own, TensorBlocks)
+        result = own._replace(source=own.target, source_tail=own.target_tail, in_place=True, silent=False)
+        super().__init__(result, operand.layout, operand.block_bytes, operand.nbytes, ready=-1)  # not even nothing
 
     def start(self, shard: int) -> int:
         return self.layout.first_block(shard)

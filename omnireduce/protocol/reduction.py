@@ -57,7 +57,7 @@ class Reduction:
     def __init__(
         self, senders: int, divisor: int, arena: Array, results: Array, message_bytes: int, budget: Budget
     ) -> None:
-        self._ranks, self._results = senders, results
+        self._senders, self._results = senders, results
         self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
         self._runs = np.empty((self._numbers.size // 2, 2), np.int64)  # of these numbers
         self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
@@ -124,7 +124,7 @@ class Reduction:
         if self._column == form.block_size:
             self._column = 0
             self._use(1)
-        return self._ranks * (piece_bytes * form.byte_work + BLOCK_WORK)
+        return self._senders * (piece_bytes * form.byte_work + BLOCK_WORK)
 
     def _plan(self, most: int) -> int:
         """List the next blocks of the union, at most `most`, behind those written; return how many there are."""
@@ -152,7 +152,7 @@ class Reduction:
         nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, runs=runs)
         shorter: dict[int, Array] = {}
         if self._sole_is_result and memories:
-            sole = np.bincount(numbers >> SOLE_SHIFT, minlength=self._ranks + 1)[1:]
+            sole = np.bincount(numbers >> SOLE_SHIFT, minlength=self._senders + 1)[1:]
             for rank in np.flatnonzero(sole >= max(1, numbers.size // WORTH_LEAVING_OUT)).tolist():
                 memory = memories.get(rank)
                 if memory is not None and self._leave_out(rank, self._results[slot], numbers, memory):

@@ -135,7 +135,7 @@ class WorkerMachine:
         return collective.number
 
     def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
-        if not self._neighbours.send_sums_of(descriptor):
+        if self._neighbours.hosts == 1 or descriptor.has_rows:
             return Collective(self._next, descriptor, operand, self.rank)
         host_sum = None if self.host is None else HostSum(operand)
         return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=host_sum)
@@ -395,6 +395,6 @@ class WorkerMachine:
         elif self.host is not None and cause is not None:
             yield from self.host.leave(RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
-            if stream.shard != told_by or (cause is not None and cause.orderly):
+            if stream.shard != told_by or (cause is not None and cause.orderly):  # it tells going from dying
                 yield Tell(stream.shard, Leave(cause))
         yield self.ended

@@ -199,8 +199,8 @@ def test_a_daemon_of_one_transport_only() -> None:
 
 
 def ours_in_shm() -> set[Path]:
-    """Files of memory that processes share by name; what MPI programs of other tests make there is not ours."""
-    return {each for each in Path("/dev/shm").iterdir() if not each.name.startswith(("mpich", "vader", "sem."))}
+    """Files of memory that processes share by name; what MPICH makes there for other tests is not ours."""
+    return {each for each in Path("/dev/shm").iterdir() if not each.name.startswith("mpich_shm")}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -124,7 +124,9 @@ def test_pack_blocks(
         while cursor < blocks:
             rows, indices = np.full((capacity, octets * tensor.itemsize), 9, np.uint64), np.full(capacity, -9)
             packed, zero, following = pack_slowly(data, layout, shard, cursor, span, capacity)
-            count, cursor = pack_blocks(source, target, in_place, mask, cursor, span, stripe, shards, rows, indices)
+            count, cursor = pack_blocks(
+                source, target, in_place, mask, cursor, len(source), span, stripe, shards, rows, indices
+            )
             assert (list(indices[:count]), cursor) == (packed, following)
             assert (rows[:count] == original[packed]).all()
             assert (rows[count + 1 :] == 9).all(), "only the row behind the last one may serve as scratch"
@@ -155,7 +157,7 @@ def test_packing_and_placing_beyond_2_to_the_31_words(vast: Array, shards: int) 
     rows, indices = np.zeros((8, 64), np.uint64), np.zeros(8, np.int64)
     cursor = next(block for block in range(last - 7, last) if layout.owner(block) == layout.owner(last))
     mask = ELEMENT_TYPES["int64"].zero_mask
-    count, following = pack_blocks(vast, vast, True, mask, cursor, 99, 1, shards, rows, indices)
+    count, following = pack_blocks(vast, vast, True, mask, cursor, len(vast), 99, 1, shards, rows, indices)
     assert (indices[:count].tolist(), following) == ([last - 3, last], last + 1)
     assert (rows[0] == 7).all()
     assert (rows[1] == np.arange(64)).all()

@@ -8,7 +8,7 @@ from harness import Guarded, InprocCluster, one_host, slot_bytes_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
-from samples import CASES, Array, sparse_tensor
+from samples import CASES, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.protocol.effects import Effect, End, Finish
@@ -56,16 +56,7 @@ def test_allreduce(
 @settings(max_examples=200)
 @given(seed=SEEDS, ranks=st.integers(1, 5), size=SIZES, root=st.integers(0, 4), blocks=st.integers(1, 9))
 def test_bytes_arrive_as_they_are(seed: int, ranks: int, size: int, root: int, blocks: int) -> None:
-    cluster, rng = one_host(ranks, 8, blocks, seed), np.random.default_rng(seed)
-    sent = rng.integers(0, 3, size).astype(np.uint8)
-    targets: list[Array] = [np.full(size, 7, np.uint8) for _ in range(ranks)]
-    for rank, target in enumerate(targets):
-        if rank == root % ranks:
-            target[:] = sent
-        cluster.move_bytes(rank, "broadcast", target if rank == root % ranks else None, target)
-    cluster.run()
-    for target in targets:
-        assert bits(target) == bits(sent)
+    one_host(ranks, 8, blocks, seed).check_broadcast(seed, size, root % ranks)
 
 
 @settings(max_examples=100)

@@ -125,7 +125,7 @@ class Worker(Process):
 
     @property
     def hosts(self) -> Hosts:
-        """The ranks of each host in this generation of its job; nothing where none share memory."""
+        """The ranks of each host in this generation of its job; nothing where hosts send no sums."""
         found = self.cluster.hosts.get(self._generation, {})
         return tuple(found[host] for host in sorted(found))
 
@@ -265,11 +265,12 @@ class Worker(Process):
                 link.attach(private_slots(*shape), private_slots(*shape))
         host = None if self._group is None else self._host_exchange(self._group, joined)
         self.place, self._seat, neighbours = (joined.rank, joined.size), joined.seat, joined.neighbours
-        slot_bytes = 0 if neighbours is None or neighbours.hosts == 1 else protocol.slot_bytes
         self._generation = self.job.name, self.job.launch, joined.generation
-        if neighbours is not None:
+        if neighbours.hosts > 1:
             self.cluster.hosts.setdefault(self._generation, {})[neighbours.host] = neighbours.ranks
-        self._dealing = Dealing(protocol.shards, protocol.stripe_blocks, joined.whole_bytes, slot_bytes)
+        self._dealing = Dealing.among(
+            neighbours.hosts, protocol.shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
+        )
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in self.links],
             [link.peer for link in self.links],
@@ -295,7 +296,6 @@ class Worker(Process):
         self.log(f"joined as rank {joined.rank} of {joined.size}")
 
     def _host_exchange(self, group: Group, joined: Joined) -> HostExchange:
-        assert joined.neighbours is not None
         members = zip(joined.neighbours.ranks, group.members, strict=True)
         names = [worker_name(number, f"host{each.rank}", each.pid) for number, each in members]
         me, protocol = joined.neighbours.ranks.index(joined.rank), self.protocol

@@ -12,6 +12,7 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
+from omnireduce.protocol.deeds import Joined
 from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.hosts import Neighbours
@@ -63,9 +64,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     make_exchange: MakeExchange = HostExchange
     if config.trace.folder:
         links, make_engine, make_exchange = trace_worker(config.trace, job, joined.rank, joined.size, links)
-    host = None
-    if arrival.group is not None and joined.neighbours is not None:
-        host = make_exchange(*_host(config, joined.rank, arrival.group, joined.neighbours))
+    host = None if arrival.group is None else make_exchange(*_host(config, joined, arrival.group))
     machine = WorkerMachine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
@@ -85,13 +84,12 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log, bells))
 
 
-def _host(
-    config: Config, rank: int, group: HostGroup, neighbours: Neighbours
-) -> tuple[Array, int, list[str], int, int, Neighbours]:
+def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, Neighbours]:
     """What a host exchange is made of."""
+    neighbours, protocol = joined.neighbours, config.protocol
     pids = zip(neighbours.ranks, group.pids, strict=True)
     names = [worker_name(number, socket.gethostname(), pid) for number, pid in pids]
-    me, protocol = neighbours.ranks.index(rank), config.protocol
+    me = neighbours.ranks.index(joined.rank)
     return group.regions, me, names, protocol.slots, protocol.slot_bytes, neighbours
 
 

@@ -202,11 +202,10 @@ class Communicator(Collectives):
     def _made_of(self, arrival: Arrival) -> tuple[list[Link], WorkerMachine, Member]:
         links, machine, engine = assemble(self.config, self._job, arrival)
         joined, protocol = arrival.joined, self.config.protocol
-        by_host = joined.neighbours is not None and joined.neighbours.hosts > 1
-        slot_bytes = protocol.slot_bytes if by_host else 0
+        hosts, stripe_blocks, slot_bytes = joined.neighbours.hosts, protocol.stripe_blocks, protocol.slot_bytes
         place = Place(
             rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
-            dealing=Dealing(len(links), protocol.stripe_blocks, joined.whole_bytes, slot_bytes),
+            dealing=Dealing.among(hosts, len(links), stripe_blocks, joined.whole_bytes, slot_bytes),
             part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, self._pool),
         )  # fmt: skip
         return links, machine, Member(place, engine)

@@ -102,7 +102,9 @@ class Job:
         self._whole_bytes = min(hello.whole_bytes for hello in hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         self._hosts = hosts_of(hellos)
-        self._meetings = [secrets.token_bytes(TOKEN_BYTES) for _ in self._hosts]
+        meet = self._hosts if self._spec.shard == 0 else []  # the first shard tells the ranks where
+        drawn = [(host, secrets.token_bytes(TOKEN_BYTES)) for host in meet]
+        self._meetings = {rank: (host, token) for host, token in drawn for rank in host.ranks}
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
             self._arena = undo.enter_context(closing(Region(ranks * slots, slot_bytes)))
@@ -126,16 +128,15 @@ class Job:
         over_tcp = [
             hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
         ]
-        spec, hosts = self._spec, self._hosts if len(self._hosts) > 1 else ()
-        delegates = [host.delegate(spec.shard) for host in hosts]
+        spec, hosts = self._spec, len(self._hosts)
         return AggregatorMachine(
             [member_name(hello) for hello in hellos],
             self._arena.slots,
             self._results.slots,
             message_bytes=min(over_tcp, default=None),
             shard=spec.shard,
-            dealing=Dealing(spec.shards, spec.stripe_blocks, self._whole_bytes, spec.slot_bytes if delegates else 0),
-            delegates=delegates,
+            dealing=Dealing.among(hosts, spec.shards, spec.stripe_blocks, self._whole_bytes, spec.slot_bytes),
+            delegates=[host.delegate(spec.shard) for host in self._hosts] if hosts > 1 else (),
             inline=[rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
             budget=self._budget,
@@ -145,12 +146,11 @@ class Job:
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, undo: ExitStack) -> Welcome:
         """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
         link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes)
-        for host, meeting in zip(self._hosts, self._meetings, strict=True):
-            if rank in host.ranks and hello.shard == 0:
-                number, hosts = host.host, host.hosts
-                welcome = replace(welcome, meeting=meeting, neighbours=host.ranks, host=number, hosts=hosts)
         if hello.shard == 0:
             welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation, hello.ticket))
+        if rank in self._meetings:
+            (ranks, host, hosts), token = self._meetings[rank]
+            welcome = replace(welcome, meeting=token, neighbours=ranks, host=host, hosts=hosts)
         send_slots = self._results.slots
         receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
         if hello.verbs is not None and isinstance(link, TcpLink):
