@@ -23,3 +23,6 @@ class Collective:
 
     def __post_init__(self) -> None:
         self.sent = self.operand if self.host_sum is None else self.host_sum
+
+    def __str__(self) -> str:
+        return f"collective {self.number} ({self.descriptor})"

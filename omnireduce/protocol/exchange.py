@@ -124,6 +124,7 @@ class HostExchange:
         self._taken = 0  # steps in the current collective
         self._is_prepared = False  # the state is that of the first collective of the queue
         self._rests = False
+        self.heeded = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
         self._account = HostAccount()
         self.moved_at = 0.0  # when a step was taken last
@@ -152,7 +153,7 @@ class HostExchange:
         late_s = self._account.late_s
         late = sorted(late_s, key=lambda rank: -late_s[rank])[:LISTED]
         behind, numbers = self.waited_for(), self.neighbours.ranks
-        what = f"collective {self._queue[0][0].number} ({self._queue[0][0].descriptor})" if behind else ""
+        what = str(self.current) if behind else ""
         return Report(
             **self._account.totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
             late=[numbers[rank] for rank in late], late_s=[late_s[rank] for rank in late],
@@ -311,7 +312,7 @@ class HostExchange:
         """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
         self._sleep += 1 + self._sleep % 2
         self._publish(ASLEEP, self._sleep)
-        if self.can_go_on or (not self._rests and (self.departed(BY_ITSELF) or self.departed(RETIRED))):
+        if self.can_go_on or (not self._rests and any(self.departed(why) for why in self.heeded)):
             self.wake_up()
             return False
         return True

@@ -59,3 +59,9 @@ class Patience:
         if self._longest is not None and long_wait:
             return Cause(self._longest.who, f"{reason}; {self._longest.seconds:.1f} s of it all waited", timeout=True)
         return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
+
+    def cause_behind(self, reason: str, streams: Sequence[ShardStream], others: str) -> Cause:
+        """Whose fault it is for a rank to which no shard owes anything: the `others` of its host know more."""
+        waits = [each.waiting for each in streams if each.waiting is not None]
+        longest = max(waits, key=lambda each: each.seconds, default=None)
+        return Cause(others if longest is None else longest.who, reason, timeout=True)

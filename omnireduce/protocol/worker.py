@@ -59,10 +59,9 @@ class WorkerMachine:
         self._under_way: deque[Collective] = deque()
         self._next = 0
         self._waiting_for = ""
-        self._warned_at_s = self._said_at = self._report_at = 0.0
+        self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
         self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
         self._accused: Cause | None = None  # why the job has to end, as far as memory shows
-        self._accused_at = 0.0
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
         self._silent: set[int] = set()  # those of them whose link is over
@@ -211,9 +210,7 @@ class WorkerMachine:
         """End when the collective under way waits for ranks that have left."""
         gone = host.departed(BY_ITSELF)
         if gone:
-            oldest = self._under_way[0]
-            what = f"had shut down when collective {oldest.number} ({oldest.descriptor}) began"
-            self._accuse(Cause(self._named(gone), what), now)
+            self._accuse(Cause(self._named(gone), f"had shut down when {self._under_way[0]} began"), now)
         elif self._retired and host.departed(RETIRED):
             shard, cause = next(iter(self._retired.items()))
             yield from self._end(cause, told_by=shard)
@@ -264,17 +261,13 @@ class WorkerMachine:
         elif self.ended is not None:
             return
         elif isinstance(message, Aborted) and message.cause.orderly:
-            self._retired[shard] = message.cause
-            yield from self._end_if_retired()
-            if self.ended is None and self.host is not None and self.host.is_busy:
-                yield Tell(shard, self.host.report(now))  # it waits a while for what it cannot see
+            yield from self._retire(shard, message.cause, now)
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
             stream = self._streams[shard]
             stream.heard(now, message)
-            about_oldest = self._under_way and stream.owes(self._under_way[0])
-            if about_oldest:
+            if self._under_way and stream.owes(self._under_way[0]):
                 self._patience.heard(message)
             news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who
@@ -285,6 +278,15 @@ class WorkerMachine:
             self.newcomers = message.count
         else:
             yield from self.violated(shard, f"unexpected {type(message).__name__}", now)
+
+    def _retire(self, shard: int, cause: Cause, now: float) -> Iterator[Effect]:
+        """`shard` takes part in no collective that it does not know yet."""
+        self._retired[shard] = cause
+        yield from self._end_if_retired()
+        if self.ended is None and self.host is not None:
+            self.host.heeded = [BY_ITSELF, RETIRED]
+            if self.host.is_busy:
+                yield Tell(shard, self.host.report(now))  # it waits a while for what it cannot see
 
     def heard(self, shard: int, now: float) -> None:
         """A part of a message came from `shard`."""
@@ -339,8 +341,7 @@ class WorkerMachine:
         yield from self._report(host, now)
         late = host.waited_for()
         if late:
-            what = f"collective {self._under_way[0].number} ({self._under_way[0].descriptor})"
-            yield Warn(f"{what}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
+            yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
 
     def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Tell the first shard what it cannot see: what goes on in memory."""
@@ -364,7 +365,7 @@ class WorkerMachine:
     def _overdue(self, now: float) -> Cause:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
-        reason = f"collective {oldest.number} ({oldest.descriptor}) not complete after {self._timeout_s:g} s"
+        reason = f"{oldest} not complete after {self._timeout_s:g} s"
         if self._is_old_news:  # no rank is late, and the first aggregator hangs
             reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
             return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
@@ -372,10 +373,8 @@ class WorkerMachine:
         if late:
             return Cause(self._named(late), reason, timeout=True)
         owing = [stream for stream in self._streams if stream.owes(oldest)]
-        if oldest.host_sum is not None and not owing:  # other ranks of this host wait for the shards, and know more
-            waits = [each.waiting for each in self._streams if each.waiting is not None]
-            longest = max(waits, key=lambda each: each.seconds, default=None)
-            return Cause(self._sender(None) if longest is None else longest.who, reason, timeout=True)
+        if oldest.host_sum is not None and not owing:
+            return self._patience.cause_behind(reason, self._streams, self._sender(None))
         return self._patience.cause(now, reason, owing)
 
     def _end_if_retired(self) -> Iterator[Effect]:

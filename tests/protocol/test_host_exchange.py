@@ -194,6 +194,25 @@ def test_nothing_follows_the_end_of_a_job_whose_aggregator_stopped() -> None:
     assert any(isinstance(each, Finish) for each in effects)
 
 
+@pytest.mark.parametrize("has_heard", [False, True])
+def test_nobody_sleeps_while_a_rank_that_left_is_a_reason_to_end(has_heard: bool) -> None:
+    """Rank 0 has left because an aggregator stops, which is news to rank 1, or not. Nobody would wake it."""
+    cluster = one_host(2, 32, 4, 1)
+    stops = encode_control(Aborted(Cause("aggregator 127.0.0.1:7400", "is shutting down", orderly=True)))
+    cluster.allreduce(1, np.ones(20, np.float32))
+    cluster.settle()
+    second = cluster.hosts[1]
+    assert second is not None
+    if has_heard:
+        cluster.down[0][1].send_control(stops)
+        cluster.worker_drivers[1].turn()
+        assert cluster.worker_ends[1] is None, "rank 0 may still take part"
+    cluster.down[0][0].send_control(stops)
+    cluster.worker_drivers[0].turn()
+    assert cluster.worker_ends[0] is not None
+    assert second.fall_asleep() != has_heard
+
+
 def test_steps_count_as_movement_even_if_the_last_look_was_in_vain() -> None:
     cluster = one_host(2, 32, 4, 1)
     for rank in range(2):

@@ -377,3 +377,19 @@ def test_blocks_that_fit_no_slot_name_the_peer() -> None:
     assert cluster.culprits() == {RANK_1}
     assert cluster.worker_ends[0] is not None
     assert "do not fit slots of 4096" in str(cluster.worker_ends[0].cause)
+
+
+def test_a_message_that_changes_its_collective_names_the_peer() -> None:
+    """Its first message began collective 0; the next one says that it is of collective 1, and begins nothing."""
+    cluster = InprocCluster(2, slot_bytes=4096)
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(6000, np.float32))
+        cluster.worker_drivers[rank].advance()
+    link = cluster.down[0][1]
+    _, second, *_ = [event for event in link._arrived if isinstance(event, Received)]
+    header = read_header(link.receive_slots[second.slot], second.nbytes)
+    assert (header.collective, header.extra_bytes) == (0, 0)
+    HEADER.pack_into(link.receive_slots[second.slot].data, 0, 1, *header[1:])
+    cluster.settle()
+    assert cluster.culprits() == {RANK_1}
+    assert "a message of collective 1 during 0" in str(cluster.worker_ends[0])

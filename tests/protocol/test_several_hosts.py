@@ -92,6 +92,19 @@ def test_rows_and_dense_tensors_mix(seed: int, sizes: list[int], shards: int) ->
         assert np.array_equal(each.result[1], np.full((10, 8), ranks, np.float32))
 
 
+@pytest.mark.parametrize("late", range(3))
+def test_a_host_shows_only_what_its_shard_has_answered(late: int) -> None:
+    """Rank 0 is the delegate of two shards, of which one may be late."""
+    hosts = [[0, 1], [2]]
+    cluster = several_hosts(hosts, 32, 1, late, 3)
+    inputs = [np.arange(1, 161, dtype=np.float32) * 10**rank for rank in range(3)]
+    found = [cluster.allreduce(rank, x.copy(), block_size=8) for rank, x in enumerate(inputs)]
+    cluster.settle(paused=[cluster.aggregator_drivers[late]])
+    assert cluster.finished == [[], [], []]
+    cluster.run()
+    assert_results(found, reduce_by_host(hosts, inputs, "sum"))
+
+
 def test_nobody_passes_a_barrier_before_all_hosts_are_there() -> None:
     cluster = several_hosts([[0, 1], [2, 3]], 8, 4, 1, 2)
     for rank in (0, 1, 2):

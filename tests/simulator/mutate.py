@@ -116,7 +116,7 @@ class Hunt:
 
 
 def hunt(mutation: Mutation) -> Hunt:
-    """Hunt it in a child process that has the bug: by its test, or by seeds from 0 on until one fails."""
+    """Hunt it in a child process that has the bug: by its test, or by its seeds until one fails."""
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -153,7 +153,7 @@ def _hunt_here(parent: Connection, mutation: Mutation) -> None:
 def _failing_seed(mutation: Mutation, parent: Connection) -> tuple[str, str]:
     from .campaign import Task, run_task
 
-    for seed in range(mutation.within):
+    for seed in range(mutation.first, mutation.first + mutation.within):
         run = f"seed {seed}"
         found = run_task(Task(seed, mutation.fault), lambda run=run: parent.send((run, None))).found
         if found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import aggregator, joining, kernels, membership, runtime, worker
+from . import aggregator, hosts, joining, kernels, membership, runtime, worker
 from .base import Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Mutation"]
@@ -10,6 +10,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *worker.MUTATIONS,
     *aggregator.MUTATIONS,
     *kernels.MUTATIONS,
+    *hosts.MUTATIONS,
     *membership.MUTATIONS,
     *runtime.MUTATIONS,
     *joining.MUTATIONS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Mutation:
     """A deliberate bug: in `module`, `new` stands in the place of `old`, which is there exactly once.
 
-    `breaks` says what is lost. A run of the seeds from 0 on must fail before seed `within`; with `fault`, of the seeds
+    `breaks` says what is lost. Of `within` seeds from `first` on, a run must fail; with `fault`, of the seeds
     with that fault at every event instead of their own. With `test`, a path and a name as pytest takes them, it is that
     test that must fail: some bugs take several faults at the right moments, which chance seldom brings together.
     """
@@ -20,5 +20,6 @@ class Mutation:
     old: str
     new: str
     within: int = 400
+    first: int = 0
     fault: str = ""
     test: str = ""

@@ -104,6 +104,7 @@ MUTATIONS = (
         "            connection.link.flush(EVERYTHING if job is None else job.driver.flush_bytes)\n"
         "            self._connections.update",
         "            self._connections.update",
+        within=2000,
     ),
     Mutation(
         "shards sleep through their deadlines",

@@ -1,0 +1,97 @@
+"""Bugs of what the ranks of one host do together, where one host has all ranks and where there are several."""
+
+from __future__ import annotations
+
+from .base import Mutation
+
+_OF_HOSTS, _OF_SEVERAL = 10**12, 2 * 10**12  # seeds, as `draw` draws them
+_MACHINE = "omnireduce.protocol.worker"
+_EXCHANGE = "omnireduce.protocol.exchange"
+_OPERANDS = "omnireduce.protocol.operands"
+_SENDERS = "omnireduce.protocol.senders"
+_REGIONS = "omnireduce.kernels.regions"
+
+MUTATIONS = (
+    Mutation(
+        "whoever left keeps the others awake",
+        _EXCHANGE,
+        "a rank turns and turns until it hears why another one has left",
+        "self.heeded = [BY_ITSELF]",
+        "self.heeded = [BY_ITSELF, RETIRED]",
+        within=1,
+        first=_OF_HOSTS + 247135,
+    ),
+    Mutation(
+        "whoever was told goes to sleep",
+        _MACHINE,
+        "a rank waits in memory for one that has gone with the shard",
+        "self.host.heeded = [BY_ITSELF, RETIRED]",
+        "self.host.heeded = [BY_ITSELF]",
+        test="tests/protocol/test_host_exchange.py::test_nobody_sleeps_while_a_rank_that_left_is_a_reason_to_end",
+    ),
+    Mutation(
+        "sums are shown before they arrive",
+        _REGIONS,
+        "ranks take the sum of their own host for the result",
+        'return bool(_delegate_of(state, first) != s["me"] or s["arrived"] >= first + count)',
+        "return True",
+        first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "sums are shown when one shard has answered",
+        _MACHINE,
+        "of the stripes of another shard the ranks get the sum of their own host",
+        "host.arrived(min([",
+        "host.arrived(max([",
+        test="tests/protocol/test_several_hosts.py::test_a_host_shows_only_what_its_shard_has_answered",
+    ),
+    Mutation(
+        "sums are sent before they are there",
+        _OPERANDS,
+        "a shard gets what one rank alone has",
+        "        return cursor < self.ready or self.ready == self.layout.blocks\n",
+        "        return True\n",
+        first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "every rank sends the sum of its host",
+        _MACHINE,
+        "a shard hears ranks that are no delegates",
+        "if delegate(each.shard) == self.rank] if sums",
+        "if delegate(each.shard) >= 0] if sums",
+        first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "a host divides a mean",
+        _EXCHANGE,
+        "a mean over several hosts is divided twice",
+        'op_code("sum" if shards and op == "mean" else op, element)',
+        "op_code(op, element)",
+        first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "a mean is divided by hosts",
+        "omnireduce.protocol.combine",
+        "a mean over several hosts is too large",
+        "self._divisor = divisor\n",
+        "self._divisor = min(divisor, 2)\n",
+        first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "rows come from one rank of a host",
+        _SENDERS,
+        "rows of the other ranks are lost, or nobody gets on",
+        "self.delegates != () and not descriptor.has_rows",
+        "self.delegates != ()",
+        first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "ranks that see little judge first",
+        _MACHINE,
+        "a rank that waits for its delegate blames its neighbours before that one has named the shard or the rank",
+        "patience.ends_at + knows_less * 2 * patience.moment_s",
+        "patience.ends_at - knows_less * 2 * patience.moment_s",
+        within=2000,
+        first=_OF_SEVERAL,
+    ),
+)
