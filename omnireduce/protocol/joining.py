@@ -22,15 +22,29 @@ from msgspec.structs import replace
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, JoiningEffect, Meet, Notice
 from omnireduce.protocol.effects import Tell, error_of
+from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.secret import Secret
-from omnireduce.wire.control import Aborted, ControlMessage, Hello, Newcomers, Pending, Refused, Seat, Waiting, Welcome
+from omnireduce.wire.control import (
+    Aborted,
+    Cause,
+    ControlMessage,
+    Hello,
+    Leave,
+    Newcomers,
+    Pending,
+    Refused,
+    Seat,
+    Waiting,
+    Welcome,
+)
 from omnireduce.wire.words import shown
 
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the first pause between attempts to join
 LONGEST_PAUSE_S = 2.0
 SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
+MOST_SAID = 1000  # characters of an error that the other ranks are told
 QUIET_S = 2.0  # how long to wait for an aggregator, or for ranks, before saying so
 
 
@@ -132,7 +146,7 @@ class Joining:
             yield from self.unreachable(shard, f"{reason} before the hello{visit.hint}", now)
         else:
             error = TransportError(f"aggregator {address}: {reason} before this worker was admitted{visit.hint}")
-            yield from self.failed(error, now)
+            yield from self.failed(error, now, Cause(f"aggregator {address}", reason))
 
     def timer(self, now: float) -> Iterator[JoiningEffect]:
         """Time has passed."""
@@ -151,8 +165,16 @@ class Joining:
                 self._again_at = None
                 yield Connect(len(self._visits), self._by)
 
-    def failed(self, error: OmniReduceError, now: float) -> Iterator[JoiningEffect]:
-        """This attempt has failed: one of the events above says so, or the caller could not do what was asked."""
+    def failed(self, error: OmniReduceError, now: float, cause: Cause | None = None) -> Iterator[JoiningEffect]:
+        """This attempt has failed: one of the events above says so, or the caller could not do what was asked.
+
+        Some aggregators may have begun the job by now, so its other ranks are told why: because of `cause` or, without
+        one, because of `error`.
+        """
+        leave = Leave(cause or Cause(self._me, f"could not begin: {str(error)[:MOST_SAID]}"))
+        for shard, visit in enumerate(self._visits):
+            if visit.candidate is None:
+                yield Tell(shard, leave)
         yield HangUp()
         self._visits.clear()
         self._has_joined, self._place = False, None
@@ -175,6 +197,11 @@ class Joining:
         self._complain_at = now + QUIET_S
         self._shards, self._seat, self.newcomers = 1 if self._is_elastic else len(self._addresses), None, 0
         return Connect(0, self._by)
+
+    @property
+    def _me(self) -> str:
+        rank = self._hello.rank if self._seat is None else self._seat.rank
+        return worker_name(rank, self._hello.host, self._hello.pid)
 
     @property
     def _is_elastic(self) -> bool:
@@ -229,7 +256,7 @@ class Joining:
         elif isinstance(message, Newcomers):
             self.newcomers = message.count
         elif isinstance(message, Aborted):
-            yield from self.failed(error_of(message.cause), now)
+            yield from self.failed(error_of(message.cause), now, message.cause)
         elif isinstance(message, Welcome) and visit.welcome is None:
             visit.welcome = message
             yield from self._welcomed(now)

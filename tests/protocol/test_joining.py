@@ -24,6 +24,7 @@ from omnireduce.wire.control import (
     Goodbye,
     Greeting,
     Hello,
+    Leave,
     Newcomers,
     Pending,
     Proof,
@@ -31,6 +32,8 @@ from omnireduce.wire.control import (
     Seat,
     Waiting,
     Welcome,
+    decode_control,
+    encode_control,
 )
 
 LIMIT_S = 30.0
@@ -56,8 +59,13 @@ def told(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0
     return [effect for message in messages for effect in joining.told(shard, message, now)]
 
 
+def after_leaves(effects: Iterable[object]) -> Any:
+    """What follows the words to the aggregators that this worker goes."""
+    return [each for each in effects if not (isinstance(each, Tell) and isinstance(each.message, Leave))]
+
+
 def failure(effects: Iterable[object]) -> OmniReduceError:
-    hang_up, failed = effects
+    hang_up, failed = after_leaves(effects)
     assert hang_up == HangUp()
     assert isinstance(failed, Failed)
     return failed.error
@@ -185,6 +193,38 @@ def test_a_failure_behind_the_last_welcome_ends_it_all_the_same() -> None:
     assert error.culprit == "rank 0"
 
 
+@pytest.mark.parametrize("others", [[], [Welcome(1)]])
+def test_an_aggregator_that_begins_the_job_hears_which_other_one_was_lost(others: list[ControlMessage]) -> None:
+    """It may have welcomed all ranks when this worker loses the other one: it would name this worker, else."""
+    joining = begun()
+    list(joining.connected(0, NONCE, 0.0))
+    list(joining.connected(1, NONCE, 0.0))
+    told(joining, 1, *others)
+    leave = Leave(Cause("aggregator a:0", "connection closed"))
+    assert list(joining.lost(0, "connection closed", 1.0))[:3] == [Tell(0, leave), Tell(1, leave), HangUp()]
+
+
+def test_an_aggregator_that_begins_the_job_hears_why_another_one_has_ended_it() -> None:
+    joining, died = begun(), Cause("rank 0", "died")
+    list(joining.connected(0, NONCE, 0.0))
+    list(joining.connected(1, NONCE, 0.0))
+    assert told(joining, 0, Aborted(died))[:2] == [Tell(0, Leave(died)), Tell(1, Leave(died))]
+
+
+def test_what_the_other_ranks_hear_of_an_error_is_bounded() -> None:
+    joining = begun(shards=1)
+    list(joining.connected(0, NONCE, 0.0))
+    (leave, *_) = told(joining, 0, Refused("no" * 2048))
+    assert decode_control(encode_control(leave.message)) == leave.message
+
+
+def test_who_has_not_proved_itself_hears_nothing() -> None:
+    joining = begun(secret=SECRET)
+    list(joining.connected(0, NONCE, 0.0))
+    effects = list(joining.failed(TransportError("lost"), 1.0))
+    assert effects == after_leaves(effects)
+
+
 @pytest.mark.parametrize("message", [Goodbye(), Greeting(1, NONCE), Welcome(2)])
 def test_what_is_no_answer_to_a_hello(message: ControlMessage) -> None:
     joining = begun(shards=2)
@@ -229,13 +269,13 @@ def test_a_seat_that_cannot_be(seat: Seat | None) -> None:
     joining = begun(ELASTIC)
     list(joining.connected(0, NONCE, 0.0))
     effects = told(joining, 0, Welcome(3, seat=seat))
-    assert effects[0] == HangUp()
+    assert after_leaves(effects)[0] == HangUp()
 
 
 def test_who_has_a_seat_and_does_not_come_along_tries_again_with_its_new_ticket() -> None:
     joining = seated()
     list(joining.connected(1, NONCE, 10.0))
-    hang_up, notice = joining.timer(15.0)
+    hang_up, notice = after_leaves(joining.timer(15.0))
     assert hang_up == HangUp()
     assert "an answer of aggregator a:1 after 5 s, which a worker has from the first aggregator" in notice.text
     assert joining.deadline == pytest.approx(15.1)
@@ -251,7 +291,7 @@ def test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped() -> N
     told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
     told(joining, 0, Welcome(3, seat=SEAT), now=1.0)
     list(joining.connected(1, NONCE, 1.0))  # and then nothing comes
-    hang_up, notice = joining.timer(6.0)
+    hang_up, notice = after_leaves(joining.timer(6.0))
     assert hang_up == HangUp()
     assert "no proof of the secret came from aggregator a:1 within 5 s" in notice.text
     assert list(joining.timer(6.1)) == [Connect(0, LIMIT_S)]
@@ -264,7 +304,7 @@ def test_an_aggregator_that_had_no_time_to_prove_itself_is_not_blamed_for_that()
     told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
     told(joining, 0, Welcome(3, seat=SEAT), now=LIMIT_S - 0.001)
     list(joining.connected(1, NONCE, LIMIT_S - 0.001))
-    _, failed = joining.timer(LIMIT_S)
+    _, failed = after_leaves(joining.timer(LIMIT_S))
     assert "still waiting for an answer of aggregator a:1 after cluster.join_timeout_s" in str(failed.error)
 
 
@@ -283,7 +323,8 @@ def test_an_aggregator_that_had_no_time_to_prove_itself_is_not_blamed_for_that()
 def test_what_is_final(hello: Hello, error: OmniReduceError, goes_on: bool) -> None:
     joining = begun(hello)
     list(joining.connected(0, NONCE, 0.0))
-    effects = list(joining.failed(error, 1.0))
+    leave, *effects = joining.failed(error, 1.0)
+    assert leave == Tell(0, Leave(Cause("rank 1 (host host, pid 7)", f"could not begin: {error}")))
     assert effects == [HangUp(), Notice("joining_again", f"joining once more: {error}") if goes_on else Failed(error)]
     assert (joining.deadline is not None) == goes_on
 

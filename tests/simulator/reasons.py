@@ -14,6 +14,7 @@ TIME = "time"  # stalls, jumps and slow readers that together take longer than s
 DOWN = "down"  # nobody listens for longer than a worker may take to join
 SILENCE = "silence"  # nobody notices that a connection is lost for nearly as long as a collective may take
 UNREACHED = "cannot reach"
+NOT_ADMITTED = "before this worker was admitted"
 NOT_LEFT = "had not left when the others"
 CROWD = "crowd"  # not all jobs are allowed at once
 ANY = "any"  # whatever ends a job
@@ -73,7 +74,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "was still waiting for": _ABSENT,
 }
 UNREACHABLE: Mapping[str, tuple[str, ...]] = {
-    "before this worker was admitted": ("shard crash", "drain", "link loss", "garbage", TIME),
+    NOT_ADMITTED: ("shard crash", "drain", "link loss", "garbage", TIME),
     UNREACHED: (DOWN, "shard freeze", "slow shard", "link loss", TIME),
 }
 

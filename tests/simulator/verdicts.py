@@ -235,6 +235,8 @@ class Verdicts:
         causes = self._causes
         if worker.job.smallest and causes.intersection(OUTAGES):
             causes.add(reasons.DOWN)  # an elastic worker may begin its last attempt at any time
+        if isinstance(worker.error, AbortedError) and self._passed_on(worker.error, causes):
+            return True
         if not reasons.plausible(worker.error, causes):
             return False
         if reasons.UNREACHED in str(worker.error) and not (causes.intersection(OUTAGES) or self._jumped_to_the_end):
@@ -258,6 +260,16 @@ class Verdicts:
         misled = bool(worker.misled) and str(error).startswith(worker.misled)
         blamed = any(culprit in error.culprit for culprit in culprits)
         return misled or blamed or self._could_not_say_why(error) or self._came_back_too_soon(error)
+
+    def _passed_on(self, error: AbortedError, causes: Set[str]) -> bool:
+        """Whether a rank that could not join has said so, and a fault explains it."""
+        text = str(error)
+        said = any(text in each.excuses for each in self._cluster.workers)
+        errors = (
+            RefusedError(text),
+            TransportError(text + reasons.NOT_ADMITTED * error.culprit.startswith("aggregator")),
+        )
+        return said and any(reasons.plausible(each, causes) for each in errors)
 
     def _came_back_too_soon(self, error: AbortedError) -> bool:
         """Whether it names a rank that one shard admitted, and another refused: it had not heard its last goodbye."""

@@ -28,7 +28,7 @@ from omnireduce.runtime.member.rendezvous import feed
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Seat, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Leave, Seat, encode_control
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan
@@ -101,6 +101,7 @@ class Worker(Process):
         self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
         self.completed = 0  # collectives
         self.said_hello_at = 0.0  # for the last time
+        self.excuses: set[str] = set()  # what it said when it could not join
         self.begins: list[float] = []  # when each generation that it was in began, and ended
         self.ends: list[float] = []
         self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
@@ -221,6 +222,8 @@ class Worker(Process):
             told = deed.message
             if isinstance(told, Hello):
                 told, self.said_hello_at = replace(told, **self.nonsense), self.world.now()
+            elif isinstance(told, Leave) and told.cause is not None:
+                self.excuses.add(str(error_of(told.cause)))
             self.links[deed.peer].send_control(encode_control(told))
         elif isinstance(deed, Meet):
             self.cluster.meet(self, deed)

@@ -19,7 +19,6 @@ from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffect, Meet, Notice, perform
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.exchange import region_bytes
-from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.joining import Joining
 from omnireduce.runtime.asking.connecting import connect_once, why_lost
 from omnireduce.runtime.member.sharing import memory_key
@@ -33,7 +32,7 @@ from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.tls import worker_context
 from omnireduce.transport.verbs import import_rdma
-from omnireduce.wire.control import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Welcome, decode_control, encode_control
 from omnireduce.wire.words import shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
@@ -117,7 +116,6 @@ class _Visitor:
         self._links: list[Link] = []
         self._offers: list[Offer | None] = []
         self._joined: Joined | None = None
-        self._rank = hello.rank
         self._selector = selectors.DefaultSelector()
         self._meeting: HostMeeting | None = None
 
@@ -177,25 +175,19 @@ class _Visitor:
             wrong = str(error) if isinstance(error, TransportError) else shortage(error)
         else:
             return True
-        self._could_not_begin(wrong)
-        return False
-
-    def _could_not_begin(self, wrong: str) -> None:
-        """Tell the other ranks, which have been welcomed too, that this one leaves."""
-        cause = Cause(worker_name(self._rank, socket.gethostname(), os.getpid()), f"could not begin: {wrong}")
-        for link in self._links:
-            link.send_control(encode_control(Leave(cause)))
         self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
+        return False
 
     def _could_not_share(self, error: TransportError | OSError) -> None:
         """End this attempt: no memory is shared. Raises the error if a signal handler has raised it."""
         if isinstance(error, OSError) and from_a_handler(error):
             raise error
-        self._could_not_begin(str(error) if isinstance(error, TransportError) else shortage(error))
+        wrong = str(error) if isinstance(error, TransportError) else shortage(error)
+        self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
 
     def _meet(self, meet: Meet) -> None:
         """Begin to meet the other ranks of this host."""
-        self._rank, protocol = meet.rank, self._config.protocol
+        protocol = self._config.protocol
         size = region_bytes(protocol.slots, protocol.slot_bytes)
         try:
             self._meeting = HostMeeting(meet.token, meet.size, meet.rank, size)
@@ -227,7 +219,7 @@ class _Visitor:
             about = {} if deed.shard < 0 else {"aggregator": self._config.cluster.aggregators[deed.shard]}
             self._log.warning("%s", deed.text, extra=tagged(deed.event, **about))
         else:
-            self._joined, self._rank = deed, deed.rank
+            self._joined = deed
         return None
 
     def _connect(self, wanted: Connect) -> Iterator[JoiningEffect]:

@@ -24,6 +24,7 @@ class Connection:
     job: Job | None = None
     rank: int = -1
     leaving: bool = False
+    has_left: bool = False  # it has said so
     number: int = 0  # those that came later have a higher one
     interest: int = selectors.EVENT_READ  # what the selector looks for; 0: it does not look
 

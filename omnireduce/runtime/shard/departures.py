@@ -44,9 +44,11 @@ class Departures:
         shard sees nothing. If one that stays fails, the others must not wait for it."""
         for event in events:
             message = _decoded(event)
+            connection.has_left |= isinstance(message, Leave)
             if isinstance(message, Report):
                 for member in self._mates(connection):
-                    self._connections.let_stay(member)
+                    if not member.has_left:
+                        self._connections.let_stay(member)
             elif connection in self._connections.staying and isinstance(event, Lost) and connection.job is not None:
                 self._end_stay(connection, Cause(connection.job.machine.named([connection.rank]), event.reason))
             elif connection in self._connections.staying and isinstance(message, Leave):

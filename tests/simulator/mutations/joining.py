@@ -14,7 +14,7 @@ MUTATIONS = (
         _JOINING,
         "a rank that still joins does not learn who failed",
         "        elif isinstance(message, Aborted):\n"
-        "            yield from self.failed(error_of(message.cause), now)\n",
+        "            yield from self.failed(error_of(message.cause), now, message.cause)\n",
         "",
         within=2000,
     ),
@@ -122,5 +122,13 @@ MUTATIONS = (
         "            yield HangUp(shard)\n            del",
         "            del",
         test="tests/protocol/test_joining.py::test_a_connection_that_is_lost_before_the_hello_is_made_again",
+    ),
+    Mutation(
+        "who cannot begin hangs up without a word",
+        _JOINING,
+        "a rank that lost one aggregator while it joined is blamed by the others, not that aggregator",
+        "                yield Tell(shard, leave)\n",
+        "                pass\n",
+        test="tests/protocol/test_joining.py::test_an_aggregator_that_begins_the_job_hears_which_other_one_was_lost",
     ),
 )
