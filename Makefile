@@ -19,9 +19,9 @@ install: $(READY) ## make .venv and install omnireduce there, with what the test
 demo: $(READY) ## start two aggregator shards, run the bench, density and train workers, stop everything
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## run the tests, two files at a time. ARGS="-n 0 tests/protocol -k window" runs those, one at a time
+test: $(READY) ## run the tests, three files at a time. ARGS="-n 0 tests/protocol -k window" runs those, one at a time
 	@echo "running the tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 lint: $(READY) ## ruff: lint and format
 	@echo "checking lint and format"

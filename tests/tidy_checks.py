@@ -87,6 +87,12 @@ MARKERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
 MACHINE_PATHS = re.compile(r"(?<![\w.~<>{}-])/(?:home|root|Users|work)/\w|\b[A-Z]:\\Users")
 
 
+@cache
+def tree_of(source: str) -> ast.Module:
+    """Parsed once: many checks walk it."""
+    return ast.parse(source)
+
+
 def layer_of(name: str) -> str | None:
     """Return the layer of a dotted module or object name; None if it is not ours.
 
@@ -114,7 +120,7 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
 
     `from a.b import c` yields `a.b.c`, whether `c` is a module or an object. A package is `a.__init__`.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -159,7 +165,7 @@ def check_pure(module: str, source: str) -> list[str]:
         for line, name in imports(module, source)
         if not f"{name}.".startswith(dotted(PURE)) or is_impure_numpy(name.split("."))
     ]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
             found.append(f"{module}:{node.lineno}: {why} call {node.func.id}()")
         elif isinstance(node, ast.Attribute) and (node.attr == "tofile" or is_impure_numpy(parts_of(node))):
@@ -179,7 +185,7 @@ def is_impure_numpy(names: list[str]) -> bool:
 def check_lengths(module: str, source: str) -> list[str]:
     lines = len(source.splitlines())
     found = [f"{module}: {lines} lines, at most {MAX_FILE_LINES}: split it"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -194,7 +200,7 @@ def check_positional(module: str, source: str) -> list[str]:
     if layer_of(module) == "kernels":
         return []
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
             many = positional(node, parameters().get(name, 0))
@@ -216,7 +222,7 @@ def parameters() -> dict[str, int]:
     """How many positional parameters each function and class of this project has; of one name the fewest."""
     found: dict[str, int] = {}
     for _, source in modules():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(source)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 many = _many_parameters(node)
                 found[node.name] = min(many, found.get(node.name, many))
@@ -244,7 +250,7 @@ def check_no_print(module: str, source: str) -> list[str]:
         return []
     return [
         f"{module}:{node.lineno}: a library does not print; return the text or log it"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -252,7 +258,7 @@ def check_no_print(module: str, source: str) -> list[str]:
 def check_no_sleep(path: str, source: str) -> list[str]:
     if not path.startswith("tests/"):
         return []
-    nodes = ast.walk(ast.parse(source))
+    nodes = ast.walk(tree_of(source))
     uses = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr == "sleep"]
     uses += [line for line, name in imports("tests", source) if name.endswith(".sleep")]
     return [f"{path}:{line}: wait for what you need, with a bound; a test never sleeps" for line in uses]

@@ -20,7 +20,7 @@ SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     seed=SEEDS, ranks=st.integers(1, 5), elements=SIZES, octets=st.integers(1, 4), blocks=st.integers(1, 9),
     more=st.integers(1, 3),
@@ -53,7 +53,7 @@ def test_allreduce(
             assert bits(x) == bits(before), "the input of an out-of-place collective changed"
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seed=SEEDS, ranks=st.integers(1, 5), size=SIZES, root=st.integers(0, 4), blocks=st.integers(1, 9))
 def test_bytes_arrive_as_they_are(seed: int, ranks: int, size: int, root: int, blocks: int) -> None:
     one_host(ranks, 8, blocks, seed).check_broadcast(seed, size, root % ranks)
@@ -223,7 +223,7 @@ def test_steps_count_as_movement_even_if_the_last_look_was_in_vain() -> None:
     assert cluster.hosts[0].moved_at == 5.0
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(seed=SEEDS, ranks=st.integers(2, 4), noise=st.floats(0.0, 1.0))
 def test_whatever_stands_in_the_memory_of_another_rank(seed: int, ranks: int, noise: float) -> None:
     """A rank may spoil its own job, and ends it at the most; nothing outside of the tensors and regions is touched."""

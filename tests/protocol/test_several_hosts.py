@@ -36,7 +36,7 @@ def several_hosts(
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     seed=SEEDS, sizes=HOSTS, elements=SIZES, octets=st.integers(1, 4), blocks=st.integers(1, 9),
     shards=st.integers(1, 4), more=st.integers(1, 3),
@@ -65,13 +65,13 @@ def test_allreduce(
             assert bits(x) == bits(before), "the input of an out-of-place collective changed"
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(seed=SEEDS, sizes=HOSTS, size=SIZES, root=st.integers(0, 11), shards=st.integers(1, 3))
 def test_bytes_arrive_as_they_are(seed: int, sizes: list[int], size: int, root: int, shards: int) -> None:
     several_hosts(spread(sizes, seed), 8, 9, seed, shards).check_broadcast(seed, size, root % sum(sizes))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(seed=SEEDS, sizes=HOSTS, shards=st.integers(1, 3))
 def test_rows_and_dense_tensors_mix(seed: int, sizes: list[int], shards: int) -> None:
     hosts, ranks = spread(sizes, seed), sum(sizes)

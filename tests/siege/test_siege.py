@@ -22,7 +22,7 @@ from .verdict import MOST_GROWTH_BYTES, MOST_LOG_BYTES, MOST_RATIO, Figures, tab
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 2.0  # of attack
 SEED = 1 if "CI" in os.environ else random.SystemRandom().randrange(1_000_000_000)
-SHORT = ("extreme hellos", "random hellos", "silent connections", "page requests")
+SHORT = ("extreme hellos", "page requests")
 
 
 @pytest.mark.parametrize("kind", SHORT)

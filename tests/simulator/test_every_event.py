@@ -12,8 +12,8 @@ from .workload import Collective
 
 PROMPT, GATHERING = 1e-5, 1e-2  # how long a process sleeps after it was woken: the longer, the more it finds at once
 WORK = (
-    Collective("allreduce", "sum", "float32", 900, 64, 0.7, 11),
-    Collective("allreduce_rows", "sum", "int32", 320, 16, 0.5, 12),
+    Collective("allreduce", "sum", "float32", 500, 64, 0.7, 11),
+    Collective("allreduce_rows", "sum", "int32", 160, 16, 0.5, 12),
 )
 STARTED, MOST_EVENTS = 10, 2000
 

@@ -15,11 +15,8 @@ FEW = (
     "worker finishes out of order",
     "the short last block is not stored",
     "shard returns a slot that it still reads",
-    "watermark of those that have begun",
     "a rank that went still counts",
     "ranks in the order of their arrival",
-    "output is not flushed",
-    "the memory of a job is kept",
     "windows of a message may overlap",
 )
 
