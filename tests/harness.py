@@ -149,7 +149,7 @@ class InprocCluster:
             )
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
-        self.regions = [self._guarded(len(ranks), region_bytes(slots, slot_bytes)) for ranks in hosts]
+        self.regions = [self._guarded(len(ranks), region_bytes(slots, slot_bytes, len(hosts))) for ranks in hosts]
         self._message_bytes = [message_bytes] * shards if message_bytes else []
         self.hosts = [self._host(rank, members) for rank in range(world_size)]
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]

@@ -24,11 +24,13 @@ from omnireduce.kernels.regions import (
     INT64,
     LINE,
     part_of,
+    result_slot_of,
     slot_of,
 )
 
 AHEAD = 1024  # words between what is scanned and what is fetched
 NEAR = 512  # the same for what is written
+PRESENT, SUMMED_UP, RETURNED = 1, 2, 4  # of several hosts: a rank of this one has a block, its sum is not 0, a result
 BATCH = 16  # blocks that are planned, then reduced: they stay in the nearest cache
 
 
@@ -154,9 +156,28 @@ def reduce_batch(
 
 
 @kernel
+def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, marks: Array) -> None:
+    """Copy the blocks `out` of a result into this rank's tensor. With several hosts, note in `marks` what they are."""
+    s = state[0]
+    me, in_place, mask, low = s["me"], s["in_place"] != 0, s["mask"], (1 << SOLE_SHIFT) - 1
+    for k in range(out.shape[0]):
+        result, goal, found = row_of(out, k), row_of(target, plan[k, 0]), np.uint64(0)
+        if in_place and marked[k] >> SOLE_SHIFT == me + 1:
+            found = mask  # it is there, and is not 0
+        else:
+            for i in range(s["width"]):
+                goal[i] = result[i]
+                found |= result[i]
+        if s["shards"]:
+            marks[marked[k] & low] = PRESENT | (SUMMED_UP if found & mask != 0 else 0)
+            if found & mask == 0:
+                goal[:] = 0  # -0 becomes +0
+
+
+@kernel
 def combine_part(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
-    plan: Array, marked: Array, scratch: Array, bits: Array,
+    plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
 ) -> int:  # fmt: skip
     """Combine this rank's part of a chunk. Returns how many blocks the result has, or -1 - the rank whose region is
     not in order."""
@@ -177,12 +198,10 @@ def combine_part(
         out = words[rows_at + count * width : rows_at + (count + found) * width].reshape(found, width)
         reduce_batch(state, words, plan[:found], source, out, scratch, bits)
         for k in range(found):
-            sole = marked[k] >> SOLE_SHIFT if is_sole else 0
-            ints[indices_at + count + k] = (marked[k] & ((1 << SOLE_SHIFT) - 1)) | sole << SOLE_SHIFT
-            if not (s["in_place"] and sole == me + 1):
-                result, goal = row_of(out, k), row_of(target, plan[k, 0])
-                for i in range(width):
-                    goal[i] = result[i]
+            if not is_sole:
+                marked[k] &= (1 << SOLE_SHIFT) - 1
+            ints[indices_at + count + k] = marked[k]
+        _place(state, out, plan, marked, target, marks)
         count += found
     for rank in range(s["ranks"]):
         if places[0, rank] != places[1, rank]:
@@ -192,14 +211,32 @@ def combine_part(
 
 
 @kernel
+def show_part(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int, marks: Array) -> None:
+    """Copy this rank's part of the result of a chunk to its region: of several hosts the blocks that any rank of this
+    one has, or that the shard has returned."""
+    s = state[0]
+    width, me, count = s["width"], s["me"], 0
+    first, start, stop = part_of(state, chunk, me)
+    at = result_slot_of(state, me, chunk)
+    rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
+    for block in range(start, stop):
+        if marks[block]:
+            row, out = row_of(target, block - origin), span_of(words, rows_at + count * width, width)
+            for i in range(width):
+                out[i] = row[i]
+            ints[indices_at + count] = block
+            count += 1
+    ints[at + me] = count
+
+
+@kernel
 def collect_part(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int, rank: int) -> int:
     """Take the result of the part of `rank` of a chunk. Returns how many blocks it has; -1: its region is not in
     order."""
     s = state[0]
-    width, me, low = s["width"], s["me"], (1 << SOLE_SHIFT) - 1
-    in_place = s["in_place"] != 0 and s["shards"] == 0  # what hosts add up may be zero where this rank has something
+    width, me, low, in_place = s["width"], s["me"], (1 << SOLE_SHIFT) - 1, s["in_place"] != 0
     first, start, stop = part_of(state, chunk, rank)
-    at = slot_of(state, rank, chunk)
+    at = result_slot_of(state, rank, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
     count = counter(ints, at + rank)  # once: it may change, as may what follows
     if count < 0 or count > stop - start:

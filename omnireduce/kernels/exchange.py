@@ -12,7 +12,8 @@ A rank takes a step as soon as the others' counters allow it. So several chunks 
 the regions. Nothing is locked, and a rank that dies leaves nothing to clean up.
 
 With several hosts each chunk is a part of a stripe, and all of it is the part of the rank that sends this stripe to its
-shard. Then that rank takes two steps, and between them the shard adds what the other hosts have:
+shard. Then that rank takes two steps, and between them the shard adds what the other hosts have. What is shown has
+slots of its own, so that the host goes on to sum while the shards work:
 
     combine  add what the others staged to my own blocks, into my tensor
     show     once the sum of all hosts is in my tensor, copy it to my region
@@ -30,10 +31,8 @@ large the result is.
 
 from __future__ import annotations
 
-import numpy as np
-
 from omnireduce.dtypes import Array
-from omnireduce.kernels.chunk import collect_part, combine_part, stage_part
+from omnireduce.kernels.chunk import collect_part, combine_part, show_part, stage_part
 from omnireduce.kernels.jit import give_way, kernel, publish
 from omnireduce.kernels.regions import (
     BEGUN,
@@ -53,7 +52,6 @@ from omnireduce.kernels.regions import (
 )
 from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_numbers, stage_rows, take_numbers
 
-ANY_BIT = np.uint64(0xFFFFFFFFFFFFFFFF)
 YIELD_EVERY = 64  # fruitless looks between two offers of the processor to others
 # What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it; WANTS: memory.
 WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED, SHOWN_ONE = range(8)
@@ -91,10 +89,23 @@ def _agree(state: Array, ints: Array) -> int:
 
 
 @kernel
-def _has_to_show(state: Array) -> bool:
-    """Whether the sum of all hosts is there of what this rank shows next."""
+def _has_to_show(state: Array, ints: Array) -> bool:
+    """Whether the sum of all hosts is there of what this rank shows next, and a slot is free."""
     s = state[0]
-    return bool(s["shards"] and s["combined"] < s["summed"] and has_arrived(state, s["combined"]))
+    chunk = s["combined"]
+    if not s["shards"] or chunk == s["summed"] or not has_arrived(state, chunk):
+        return False
+    return bool(lowest(ints, state, COLLECTED) > s["base"] + chunk - s["slots"])
+
+
+@kernel
+def _has_free_slot(state: Array, ints: Array) -> bool:
+    """Whether nobody needs any more what this rank has staged where the next chunk goes."""
+    s = state[0]
+    before = s["staged"] - s["slots"]
+    if s["shards"]:  # who combines puts the sum there, too
+        return bool(s["summed"] > before and lowest(ints, state, SUMMED) > s["base"] + before)
+    return bool(lowest(ints, state, COLLECTED) > s["base"] + before)
 
 
 @kernel
@@ -113,12 +124,11 @@ def next_step(state: Array, ints: Array) -> int:
         if chunk < s["combined"] and lowest(ints, state, COMBINED) > base + chunk:
             return COLLECTED_ONE
         chunk = s["summed"] if s["shards"] else s["combined"]
-        if _has_to_show(state):
+        if _has_to_show(state, ints):
             return SHOWN_ONE
         if chunk < s["staged"] and lowest(ints, state, STAGED) > base + chunk:
             return COMBINED_ONE
-    chunk = s["staged"]
-    if chunk < s["chunks"] and lowest(ints, state, COLLECTED) > base + chunk - s["slots"]:  # the slot is free
+    if s["staged"] < s["chunks"] and _has_free_slot(state, ints):
         return STAGED_ONE
     if not s["has_agreed"] and lowest(ints, state, BEGUN) > s["number"]:
         return AGREED
@@ -158,11 +168,11 @@ def _collect(state: Array, ints: Array, words: Array, target: Array, origin: int
 @kernel
 def _combine(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
-    plan: Array, marked: Array, scratch: Array, bits: Array,
+    plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
 ) -> bool:  # fmt: skip
     """Combine this rank's part of a chunk. Returns whether the others' regions are in order."""
     s = state[0]
-    count = combine_part(state, ints, words, source, target, origin, chunk, places, plan, marked, scratch, bits)
+    count = combine_part(state, ints, words, source, target, origin, chunk, places, plan, marked, marks, scratch, bits)
     if count < 0:
         s["culprit"] = -1 - count
         return False
@@ -174,26 +184,17 @@ def _combine(
 
 
 @kernel
-def _show(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int) -> None:
-    """Copy this rank's part of the result of a chunk to its region, -0 as it is."""
-    s = state[0]
-    first, start, stop = part_of(state, chunk, s["me"])
-    at = slot_of(state, s["me"], chunk)
-    ints[at + s["me"]] = stage_part(state, ints, words, target, target, origin, start, stop, at, start - first, ANY_BIT)
-
-
-@kernel
 def _take(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, did: int, chunk: int,
-    places: Array, plan: Array, marked: Array, scratch: Array, bits: Array,
+    places: Array, plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
 ) -> bool:  # fmt: skip
     """Take the step `did` with a chunk. Returns whether the others' regions are in order."""
     if did == COLLECTED_ONE:
         return _collect(state, ints, words, target, origin, chunk)
     if did == COMBINED_ONE:
-        return _combine(state, ints, words, source, target, origin, chunk, places, plan, marked, scratch, bits)
+        return _combine(state, ints, words, source, target, origin, chunk, places, plan, marked, marks, scratch, bits)
     if did == SHOWN_ONE:
-        _show(state, ints, words, target, origin, chunk)
+        show_part(state, ints, words, target, origin, chunk, marks)
         return True
     _stage(state, ints, words, source, target, origin, chunk)
     return True
@@ -229,13 +230,14 @@ def _note(state: Array, line: int, chunks: int) -> None:
 @kernel
 def step(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
-    places: Array, plan: Array, marked: Array, scratch: Array, bits: Array,
+    places: Array, plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
 ) -> int:  # fmt: skip
     """Take one step, if the others' counters allow one. Returns which it was, or DIFFERS or BROKEN and the `culprit`.
 
     `ints`, `words`: the regions of all ranks, (ranks × region words,), as int64 and uint64. `source`, `target`: uint64
     (full blocks, words per block), and the short last block of each, filled up with zeros, (0 or 1, words per block);
-    the same memory if the collective is `in_place`. The others are work space: `places`, `plan` and `marked`, int64 (3,
+    the same memory if the collective is `in_place`. `marks`: with several hosts, uint8 (blocks,), zeros at first, and
+    what is known of each block, as in `chunk`. The others are work space: `places`, `plan` and `marked`, int64 (3,
     ranks), (BATCH, 1 + ranks) and (BATCH,); `scratch`, float32 (2, elements per block), and `bits`, the same memory as
     uint32.
     """
@@ -253,11 +255,11 @@ def step(
     chunk, line = _place_of(state, did)
     if is_tail(state, chunk):
         is_fine = _take(
-            state, ints, words, source_tail, target_tail, s["full_blocks"], did, chunk, places, plan, marked, scratch,
-            bits,
+            state, ints, words, source_tail, target_tail, s["full_blocks"], did, chunk, places, plan, marked, marks,
+            scratch, bits,
         )  # fmt: skip
     else:
-        is_fine = _take(state, ints, words, source, target, 0, did, chunk, places, plan, marked, scratch, bits)
+        is_fine = _take(state, ints, words, source, target, 0, did, chunk, places, plan, marked, marks, scratch, bits)
     if not is_fine:
         return BROKEN
     _note(state, line, chunk + 1)
@@ -340,7 +342,8 @@ def await_step(state: Array, ints: Array, looks: int) -> bool:
 @kernel
 def run(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
-    places: Array, plan: Array, marked: Array, scratch: Array, bits: Array, called: Array, steps: int, looks: int,
+    places: Array, plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array, called: Array, steps: int,
+    looks: int,
 ) -> int:  # fmt: skip
     """Take up to `steps` steps, until all are taken. Return earlier after `looks` looks in turn that allowed none, and
     with CALLED when another rank sleeps, and its number in `called`, int64 (ranks,), is not the one of this sleep.
@@ -349,7 +352,9 @@ def run(
     """
     fruitless, did = 0, WAITS
     while steps > 0:
-        did = step(state, ints, words, source, source_tail, target, target_tail, places, plan, marked, scratch, bits)
+        did = step(
+            state, ints, words, source, source_tail, target, target_tail, places, plan, marked, marks, scratch, bits
+        )
         if did == WAITS:
             fruitless += 1
             if fruitless >= looks:

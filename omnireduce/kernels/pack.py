@@ -91,6 +91,29 @@ def pack_blocks(
 
 
 @kernel
+def pack_marked(
+    source: Array, marks: Array, mark: int, cursor: int, limit: int, stripe: int, shards: int, rows: Array,
+    indices: Array,
+) -> tuple[int, int]:  # fmt: skip
+    """`pack_blocks` of blocks that are known: those with bit `mark` in `marks`, uint8 (blocks,). Nothing is scanned, so
+    there is no span."""
+    limit, count, width = min(limit, source.shape[0]), 0, source.shape[1]
+    while cursor < limit:
+        if marks[cursor] & mark:
+            if count == rows.shape[0]:
+                break
+            row, out = source[cursor], rows[count]
+            for i in range(width):
+                out[i] = row[i]
+            indices[count] = cursor
+            count += 1
+        cursor += 1
+        if shards > 1 and cursor % stripe == 0:
+            cursor += (shards - 1) * stripe
+    return count, min(cursor, limit)
+
+
+@kernel
 def pack_rows(
     numbers: Array, values: Array, position: int, stripe: int, shards: int, shard: int, rows: Array, indices: Array
 ) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 A region is the memory that one rank writes and all ranks of the host read. It begins with its counters and two
 descriptors. Each of its slots has, for a chunk of up to C blocks, counts (one for each part), indices (C) and rows (C).
 Part p of a chunk has the same place in the rows and indices of every slot. In the slot of rank p itself that place
-holds the result of part p. An index of a result also says who alone contributed, as in `merge`.
+holds the result of part p; with several hosts, the same place of another slot. An index of a result also says who alone
+contributed, as in `merge`.
 """
 
 from __future__ import annotations
@@ -108,6 +109,15 @@ def slot_of(state: Array, rank: int, chunk: int) -> int:
     s = state[0]
     at: int = rank * s["region_words"] + SLOTS + (s["base"] + chunk) % s["slots"] * s["slot_words"]
     return at
+
+
+@kernel
+def result_slot_of(state: Array, rank: int, chunk: int) -> int:
+    """Where the region of `rank` has the slot of its result of a chunk. With several hosts that comes much later than
+    what is staged, and has slots of its own."""
+    s = state[0]
+    behind = s["slots"] * s["slot_words"] if s["shards"] else 0
+    return slot_of(state, rank, chunk) + behind
 
 
 @kernel

@@ -50,11 +50,13 @@ class Joined(NamedTuple):
 
 
 class Meet(NamedTuple):
-    """Meet the other ranks of this host: this is number `rank` of `size` among them, and `token` is where."""
+    """Meet the other ranks of this host: this is number `rank` of `size` among them, and `token` is where. The job has
+    so many `hosts`."""
 
     token: bytes
     rank: int
     size: int
+    hosts: int
 
 
 class Failed(NamedTuple):

@@ -75,8 +75,9 @@ class Shape(NamedTuple):
     rows: int
 
 
-def region_bytes(slots: int, slot_bytes: int) -> int:
-    """The size of one rank's region, in whole pages."""
+def region_bytes(slots: int, slot_bytes: int, hosts: int = 1) -> int:
+    """The size of one rank's region, in whole pages. With several hosts, what shards return has slots, too."""
+    slots *= 1 if hosts == 1 else 2
     return (SLOTS * 8 + slots * (slot_bytes + EXTRA_BYTES) + PAGE - 1) // PAGE * PAGE
 
 
@@ -114,6 +115,7 @@ class HostExchange:
         self._of_group = me, ranks, slots, self._region_words, self._slot_words
         self._state[["me", "ranks", "slots", "region_words", "slot_words"]] = self._of_group  # before any collective
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
+        self._no_marks = np.zeros(0, np.uint8)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
         self._rows = HostRows(ranks)
@@ -173,7 +175,8 @@ class HostExchange:
             if not self._is_prepared:
                 self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
                 self._prepare(collective, blocks)
-            did = self._run(blocks) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
+            marks = self._no_marks if collective.host_sum is None else collective.host_sum.marks
+            did = self._run(blocks, marks) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
             if self._state[0]["taken"] != self._taken:
                 self._taken, self.moved_at = int(self._state[0]["taken"]), now
             if did == WAITS:
@@ -190,12 +193,12 @@ class HostExchange:
             elif did not in (CALLED, WANTS):
                 return  # enough for one turn
 
-    def _run(self, blocks: TensorBlocks) -> int:
+    def _run(self, blocks: TensorBlocks, marks: Array) -> int:
         did: int = run(
             self._state, self._ints, self._words,
             source=blocks.source, source_tail=blocks.source_tail, target=blocks.target, target_tail=blocks.target_tail,
-            places=self._places, plan=self._plan, marked=self._marked, scratch=self._scratch, bits=self._bits,
-            called=self._called, steps=self._steps, looks=self._looks,
+            places=self._places, plan=self._plan, marked=self._marked, marks=marks,
+            scratch=self._scratch, bits=self._bits, called=self._called, steps=self._steps, looks=self._looks,
         )  # fmt: skip
         return did
 

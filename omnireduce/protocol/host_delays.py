@@ -25,9 +25,10 @@ def late_ranks(counters: Array, s: Any) -> list[int]:
     begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
     late = begun <= s["number"]
     staged, combined, collected = (each - s["base"] for each in (staged, combined, collected))
-    could = (staged < s["chunks"]) & (_lowest_of_others(collected) > staged - s["slots"])
+    summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
+    free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)
+    could = (staged < s["chunks"]) & (free > staged - s["slots"])
     if not late.any():
-        summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
         could |= (summed < staged) & (_lowest_of_others(staged) > summed)
         could |= (collected < combined) & (_lowest_of_others(combined) > collected)
     return [rank for rank in np.flatnonzero(late | could).tolist() if rank != s["me"]]

@@ -307,7 +307,7 @@ class Joining:
         )
         if first.meeting is not None and len(neighbours.ranks) > 1:
             self._place = place
-            yield Meet(first.meeting, neighbours.ranks.index(rank), len(neighbours.ranks))
+            yield Meet(first.meeting, neighbours.ranks.index(rank), len(neighbours.ranks), neighbours.hosts)
         else:
             self._has_joined = True
             yield place

@@ -9,7 +9,8 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.pack import pack_blocks
+from omnireduce.kernels.chunk import RETURNED, SUMMED_UP
+from omnireduce.kernels.pack import pack_blocks, pack_marked
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -204,13 +205,15 @@ class DenseTensor(_Scanned):
 
 class HostSum(_Scanned):
     """The sum of the ranks of a host, in the target of `operand`, which is a dense tensor of one of them. The shards
-    get it block by block, as soon as it is there. Their results take its place."""
+    get it block by block, as soon as it is there. Their results take its place. `marks`: uint8 (blocks,), what is known
+    of each block, as in `kernels.chunk`."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
         assert isinstance(own, TensorBlocks)
         result = own._replace(source=own.target, source_tail=own.target_tail, in_place=True, silent=False)
         super().__init__(result, operand.layout, operand.block_bytes, operand.nbytes, ready=-1)  # not even nothing
+        self.marks = np.zeros(operand.layout.blocks, np.uint8)
 
     def start(self, shard: int) -> int:
         return self.layout.first_block(shard)
@@ -220,11 +223,21 @@ class HostSum(_Scanned):
         return cursor < self.ready or self.ready == self.layout.blocks
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        packed = super().pack(shard, cursor, span, rows, indices)
-        if packed.cursor != self.ready or self.ready >= self.layout.full_blocks:
-            return packed
-        cursor = min(self.layout.next_block(shard, self.ready), self.layout.full_blocks)
-        return Packed(packed.block_count, cursor, cursor)
+        layout, full, count = self.layout, self.layout.full_blocks, 0
+        if cursor < full:
+            count, cursor = pack_marked(
+                self.blocks.source, self.marks, SUMMED_UP, cursor=cursor, limit=self.ready,
+                stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
+            )  # fmt: skip
+        if cursor == full < self.ready:
+            count, cursor = self._pack_tail(shard, count, rows, indices)
+        elif cursor == self.ready < full:
+            cursor = min(layout.next_block(shard, self.ready), full)
+        return Packed(count, cursor, cursor)
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        super().put(rows, indices, unchanged, left_out)
+        self.marks[indices] |= RETURNED
 
     def finish(self) -> None:
         """The operand has the result."""

@@ -207,7 +207,7 @@ class Cluster:
         here[meet.rank] = worker
         if len(here) < meet.size:
             return
-        size = region_bytes(self.protocol.slots, self.protocol.slot_bytes)
+        size = region_bytes(self.protocol.slots, self.protocol.slot_bytes, meet.hosts)
         group = Group([here[rank] for rank in range(meet.size)], np.zeros((meet.size, size), np.uint8))
         for each in group.members:
             joining = each.joining

@@ -188,7 +188,7 @@ class _Visitor:
     def _meet(self, meet: Meet) -> None:
         """Begin to meet the other ranks of this host."""
         protocol = self._config.protocol
-        size = region_bytes(protocol.slots, protocol.slot_bytes)
+        size = region_bytes(protocol.slots, protocol.slot_bytes, meet.hosts)
         try:
             self._meeting = HostMeeting(meet.token, meet.size, meet.rank, size)
         except (TransportError, OSError) as error:

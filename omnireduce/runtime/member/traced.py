@@ -73,8 +73,8 @@ class TracedExchange(HostExchange):
         super().__init__(*arguments, steps=1)
         self._recorder = recorder
 
-    def _run(self, blocks: TensorBlocks) -> int:
-        return self._take_steps(partial(super()._run, blocks), self._with_tensor)
+    def _run(self, blocks: TensorBlocks, marks: Array) -> int:
+        return self._take_steps(partial(super()._run, blocks, marks), self._with_tensor)
 
     def _run_with_rows(self, blocks: RowBlocks) -> int:
         return self._take_steps(partial(super()._run_with_rows, blocks), self._with_rows)
