@@ -98,11 +98,10 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _meta('"auto" picks for each link: shm on one host, verbs where both ends have it on the way, else tcp'),
     ] = "auto"
     host_exchange: Annotated[
-        Literal["auto", "sums", "off"],
+        Literal["auto", "off"],
         _meta(
-            '"auto": where all ranks of a job are on one host, and of one user, they exchange tensors in memory that '
-            'they share, not through the aggregators; "sums": also, each of several hosts sends one sum of a tensor, '
-            "which is faster where ranks share a host and tensors are dense"
+            '"auto": ranks of one host, and of one user, exchange tensors in memory that they share; not through the '
+            "aggregators where all ranks of a job are there, and else as one: each host sends one sum of a tensor"
         ),
     ] = "auto"
     spin_us: Annotated[

@@ -30,13 +30,12 @@ class Neighbours(NamedTuple):
 
 def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
     """The hosts of a job, in the order of their first ranks; `hellos[r]` is that of rank r. Empty where no two ranks
-    share memory, or not all want several hosts to send sums: then each rank sends its own blocks."""
+    share memory: then each rank sends its own blocks."""
     hosts: dict[str, list[int]] = {}
     for rank, hello in enumerate(hellos):
         hosts.setdefault(hello.memory or f"rank {rank}", []).append(rank)
     sizes = [len(ranks) for ranks in hosts.values()]
-    wanted = len(hosts) == 1 or all(hello.sums for hello in hellos)
-    if not wanted or not 2 <= max(sizes) <= MOST_NEIGHBOURS:
+    if not 2 <= max(sizes) <= MOST_NEIGHBOURS:
         return []
     return [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
 

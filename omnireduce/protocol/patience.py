@@ -17,12 +17,13 @@ class Patience:
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
         self.since = 0.0
+        self._extra_s = 0.0  # in which those judge who know more
         self.late_s = 0.0  # how long after the time limit this was noticed; 0: in time
         self._longest: Waiting | None = None  # the longest wait
 
     def begin(self, now: float) -> None:
         """Another collective is the oldest one."""
-        self.since, self.late_s, self._longest = now, 0.0, None
+        self.since, self._extra_s, self.late_s, self._longest = now, 0.0, 0.0, None
 
     def heard(self, waiting: Waiting) -> None:
         """A shard says whom the oldest collective waits for."""
@@ -33,7 +34,14 @@ class Patience:
     def ends_at(self) -> float:
         """When the time limit is over, or the moment more that a worker has which noticed that late."""
         grace_s = self.late_s + self.moment_s if self.late_s else 0.0
-        return self.since + self.timeout_s + grace_s
+        return self.since + self.timeout_s + self._extra_s + grace_s
+
+    def defer(self, moments: int) -> bool:
+        """Let those judge first who know more: wait so many moments more, but only once. Returns whether to wait."""
+        if self._extra_s or not moments:
+            return False
+        self._extra_s = moments * self.moment_s
+        return True
 
     @property
     def moment_s(self) -> float:

@@ -89,25 +89,18 @@ class WorkerMachine:
             return None
         if self._is_judged:
             return self._accused_at
-        return self._overdue_at if self.host is None else min(self._overdue_at, self._warn_at(self.host))
+        return self._patience.ends_at if self.host is None else min(self._patience.ends_at, self._warn_at(self.host))
 
     @property
     def _is_judged(self) -> bool:
         """What memory has shown is why the job is over: no other rank has ended it before."""
         return self._accused is not None and not self._is_old_news
 
-    @property
-    def _overdue_at(self) -> float:
-        oldest, patience = self._under_way[0], self._patience
-        knows_less = oldest.host_sum is not None and not any(each.owes(oldest) for each in self._streams)
-        return patience.ends_at + knows_less * 2 * patience.moment_s  # than those who wait for the shards
-
     def _warn_at(self, host: HostExchange) -> float:
         """When to say whom this rank waits for, and each time again that the wait has doubled."""
         if not host.is_busy:
-            return self._overdue_at
-        since = host.moved_at
-        return since + max(min(WARN_AFTER_S, self._timeout_s / 2), 2 * (self._said_at - since))
+            return self._patience.ends_at
+        return host.moved_at + max(min(WARN_AFTER_S, self._timeout_s / 2), 2 * (self._said_at - host.moved_at))
 
     @property
     def said_goodbye(self) -> bool:
@@ -320,15 +313,23 @@ class WorkerMachine:
         deadline = self.deadline
         if deadline is None or now < deadline:
             return
-        deadline = self._overdue_at
+        deadline = self._patience.ends_at
         if self._is_judged:
             yield from self._end(self._accused)
         elif self.host is not None and now < deadline:
             yield from self._say_who(self.host, now)
         elif not self._patience.late_s and (now - deadline >= self._patience.moment_s or self._is_old_news):
             self._patience.late_s = max(now - deadline, 1e-6)
-        else:
+        elif not self._patience.defer(self._moments_more()):
             yield from self._end(self._overdue(now))
+
+    def _moments_more(self) -> int:
+        """How long other ranks may judge first: only its own host knows who of it is late, then those who wait for the
+        shards, which know the host's delegate."""
+        oldest = self._under_way[0]
+        if self._neighbours.hosts == 1 or oldest.descriptor.has_rows or (self.host and self.host.waited_for()):
+            return 0
+        return 2 if any(each.owes(oldest) for each in self._streams) else 4
 
     @property
     def _is_old_news(self) -> bool:

@@ -12,7 +12,7 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -111,7 +111,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
     team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
     memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
-    sums: bool = False  # of several hosts each may send one sum, if all workers say so
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):

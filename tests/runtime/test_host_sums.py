@@ -36,7 +36,7 @@ def run(
     here: threading.local, addresses: Sequence[str], kind: str, work: Callable[[Communicator], object]
 ) -> list[object]:
     """What `work` returns on each rank of a job."""
-    config, job = configured(addresses, f"transport.kind={kind}", "transport.host_exchange=sums"), unique_job("hosts")
+    config, job = configured(addresses, f"transport.kind={kind}"), unique_job("hosts")
 
     def rank(number: int) -> object:
         here.rank = number

@@ -185,7 +185,7 @@ class Worker(Process):
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
             protocol.timeout_s, whole_bytes=protocol.whole_bytes, tcp_message_bytes=protocol.message_bytes,
             smallest=self.job.smallest, settle_s=self.job.settle_s, launch=self.job.launch,
-            memory=self._memory_key, sums=self.job.hosts > 1,
+            memory=self._memory_key,
         )  # fmt: skip
         if seat is not None:
             hello = replace(hello, survived=seat.formation, ticket=seat.ticket)

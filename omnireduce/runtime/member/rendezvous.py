@@ -60,7 +60,6 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
         tcp_message_bytes=config.protocol.tcp_message_bytes,
         launch=launch,
         memory="" if config.transport.host_exchange == "off" else memory_key(),
-        sums=config.transport.host_exchange == "sums",
     )
 
 
