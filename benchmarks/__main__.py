@@ -73,7 +73,10 @@ def _known(peers: str) -> list[str]:
 @main.command()
 @click.option("--rate", default=RATE, show_default=True, help="Of every link, each way, as tc writes it.")
 @click.option("--layout", type=click.Choice(LAYOUTS), multiple=True, default=LAYOUTS, show_default=True)
-@click.option("--ranks", type=click.IntRange(2), multiple=True, default=(2, 4), show_default=True)
+@click.option(
+    "--ranks", type=click.IntRange(2), multiple=True, default=(2, 4), show_default=True,
+    help="Of a shared layout, on each of its two hosts.",
+)  # fmt: skip
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Configuration of the workers.")
 @ONLY
 @click.option("--optional", is_flag=True, help="Where there can be no such hosts say so, and succeed.")
@@ -92,7 +95,7 @@ def shaped(
     results: Path,
 ) -> None:
     """Measure on hosts with shaped links (network namespaces; needs root), and write testbed.json and summary.json."""
-    settings = [Setting(*each, rate) for each in itertools.product(layout, ranks)]
+    settings = [Setting.of(*each, rate) for each in itertools.product(layout, ranks)]
     cases = {each: [case for case in each.cases(rounds) if only in case.name] for each in settings}
     expected = {case: labels(case, each.peers) for each in settings for case in cases[each]}
     if not expected:
@@ -160,7 +163,7 @@ def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome])
 def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> None:
     """Measure the checkout BEFORE and this one in turns, in all cases that have a target. Exit status 3 when a case
     takes more than `--most` times as long, or as much memory."""
-    settings = [Setting(*each) for each in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
+    settings = [Setting.of(*each) for each in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
     of_setting = {each: [case for case in each.cases() if only in case.name] for each in settings}
     cases = [] if shaped else [case for case in target_cases() if only in case.name]
     if not any([*of_setting.values(), cases]):

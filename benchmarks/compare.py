@@ -25,7 +25,6 @@ from benchmarks.environments import HERE, Tree
 from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.memory import measure
 from benchmarks.shaped import OPEN, PORT, Setting
-from benchmarks.testbed import testbed
 from omnireduce.dtypes import Array
 
 Trees = Sequence[tuple[str, Tree]]  # with what each is called
@@ -110,17 +109,16 @@ def _on_this_host(setup: Setup, trees: Trees) -> Iterator[Contest]:
 @contextmanager
 def _between_hosts(setting: Setting, trees: Trees) -> Iterator[Contest]:
     with ExitStack() as stack:
-        dedicated = setting.layout == "dedicated"
-        hosts = stack.enter_context(testbed((1 + dedicated) * setting.ranks, setting.rate))
+        of_ranks, of_shards = stack.enter_context(setting.testbed())
         entrants = []
         for number, (name, tree) in enumerate(trees):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
             addresses = []
-            for host in hosts[-setting.ranks :]:
+            for host in of_shards:
                 listen = f"{host.address}:{PORT + number}"
                 shards = stack.enter_context(daemon(1, OPEN, listen=listen, prefix=host.prefix, tree=tree))
                 addresses += shards.addresses
-            prefixes = [host.prefix for host in hosts[: setting.ranks]]
+            prefixes = [host.prefix for host in of_ranks]
             ranks = service_group(setting.ranks, folder, addresses, "transport.kind=tcp", prefixes=prefixes, tree=tree)
             entrants += _entrants(name, stack.enter_context(ranks))
         yield Contest(entrants)

@@ -255,7 +255,9 @@ def test_shaped_links_are_left_out_loudly_where_they_cannot_be(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("layout", "load"), [("dedicated", 0.5), ("colocated", 0.75 * (0.25 + 0.5))])
+@pytest.mark.parametrize(
+    ("layout", "load"), [("dedicated", 0.5), ("colocated", 0.75 * (0.25 + 0.5)), ("shared", 0.5 * (0.4375 + 0.5))]
+)
 def test_what_a_link_lets_pass_at_once_is_no_part_of_its_bound(layout: str, load: float) -> None:
     found = measured(Case("tcp", 4, "100 MiB", 0.25))
     assert Setting(layout, 4, "1gbit").bound_ms(found, 1e6, 0.5) == (load * 104_857_600 - 262_144) / 1e3

@@ -5,6 +5,7 @@ Hosts are network namespaces, so this needs root. The daemon and the workers are
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -208,3 +209,27 @@ def test_the_aggregators_host_vanishes_from_a_rank_that_joins(daemon: Daemon, ho
             assert found.kind == "TransportError"
             assert f"aggregator {address}: connection broken" in found.text
             assert found.at - since <= NOTICED_S
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["a delegate", "another rank"])
+def test_a_rank_of_a_shared_host_dies(daemon: Daemon, hosts: list[Host], victim: int) -> None:
+    """Each of two hosts sends the sum of its two ranks."""
+    with ExitStack() as stack:
+        job = Job(daemon, [host for host in hosts[1:3] for _ in range(2)], stack, elements=200_000, idle=False)
+        since = job.members[victim].signal(signal.SIGKILL)
+        for rank in {*range(4)} - {victim}:
+            assert "connection closed" in job.raises(rank, since, job.name(victim))
+    assert_serves(daemon, hosts[1:3])
+
+
+def test_the_link_of_a_shared_host_is_cut(daemon: Daemon, hosts: list[Host]) -> None:
+    with ExitStack() as stack:
+        job = Job(daemon, [host for host in hosts[1:3] for _ in range(2)], stack, elements=200_000, idle=False)
+        with cut(hosts[1]) as since:
+            ends = [job.members[rank].hear("error", "wrong", "left") for rank in (2, 3)]
+            assert all(end.kind == "AbortedError" and end.at - since <= NOTICED_S for end in ends), ends
+            assert {end.culprit for end in ends} <= {job.name(0), job.name(1)}, ends
+            for rank in (0, 1):
+                end = job.members[rank].hear("error", "wrong", "left")
+                assert (end.kind, end.culprit) == ("AbortedError", f"aggregator {daemon.addresses[0]}"), end
+    assert_serves(daemon, hosts[1:3])
