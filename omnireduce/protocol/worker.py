@@ -129,8 +129,10 @@ class WorkerMachine:
     def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
         if self._neighbours.hosts == 1 or descriptor.has_rows:
             return Collective(self._next, descriptor, operand, self.rank)
-        host_sum = None if self.host is None else HostSum(operand)
-        return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=host_sum)
+        return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=self._host_sum(operand))
+
+    def _host_sum(self, operand: Operand) -> HostSum | None:
+        return None if self.host is None else HostSum(operand)
 
     def _taking_part(self, collective: Collective) -> list[ShardStream]:
         """The shards that this rank sends blocks to."""
@@ -174,8 +176,7 @@ class WorkerMachine:
         except HostError as error:
             self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
         except ShortageError as error:  # one that lies looks like one with many rows: so both are named
-            what = f"{error}, of which {host.names[error.rank]} brought {error.rows}"
-            self._accuse(Cause(self._me, what), now)
+            self._accuse(Cause(self._me, f"{error}, of which {host.names[error.rank]} brought {error.rows}"), now)
         self._hand_over(host)
         if is_done and self.ended is None:
             yield from self._complete(now)
@@ -340,8 +341,7 @@ class WorkerMachine:
         """Warn the user of the ranks that this one waits for."""
         self._said_at = now
         yield from self._report(host, now)
-        late = host.waited_for()
-        if late:
+        if late := host.waited_for():
             yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
 
     def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:

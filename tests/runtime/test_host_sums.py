@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from local_cluster import Daemon, Ranks, configured, unique_job
 from oracle import bits, reduce_by_host
 
 from omnireduce import AbortedError, Communicator
+from omnireduce.console.traces.lanes import read_lanes
 from omnireduce.runtime.member import rendezvous
+from omnireduce.runtime.tracing.trace import What
 
 HOSTS = ((0, 2), (1, 3), (4,))
 RANKS = 5
@@ -33,10 +36,10 @@ def rank_of_thread(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 
 
 def run(
-    here: threading.local, addresses: Sequence[str], kind: str, work: Callable[[Communicator], object]
+    here: threading.local, addresses: Sequence[str], kind: str, work: Callable[[Communicator], object], *more: str
 ) -> list[object]:
     """What `work` returns on each rank of a job."""
-    config, job = configured(addresses, f"transport.kind={kind}"), unique_job("hosts")
+    config, job = configured(addresses, f"transport.kind={kind}", *more), unique_job("hosts")
 
     def rank(number: int) -> object:
         here.rank = number
@@ -96,3 +99,22 @@ def test_a_rank_that_fails_is_named_on_all_hosts(rank_of_thread: threading.local
     with Daemon(2) as daemon:
         ends = run(rank_of_thread, daemon.addresses, "shm", work)
     assert set(ends) == {("", ""), ("rank 2", "its work failed")}
+
+
+def test_a_trace_tells_what_was_shown(rank_of_thread: threading.local, tmp_path: Path) -> None:
+    """All ranks of a host stage, combine, show and collect every chunk; only delegates pack and scatter."""
+    rounds = 3
+
+    def work(comm: Communicator) -> None:
+        for _ in range(rounds):
+            comm.allreduce(tensor(comm.rank))
+
+    with Daemon(1) as daemon:
+        run(rank_of_thread, daemon.addresses, "shm", work, f"trace.folder={tmp_path}")
+    for lane in read_lanes(tmp_path):
+        shares, is_delegate = lane.origin.number != 4, lane.origin.number in (0, 1, 4)
+        chunks = {lane.of(what).size for what in (What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)}
+        assert len(chunks) == 1
+        assert (chunks.pop() >= rounds) == shares
+        assert (lane.of(What.PACK)["detail"].sum() > 0) == is_delegate
+        assert (lane.of(What.SCATTER)["detail"].sum() > 0) == is_delegate

@@ -16,14 +16,14 @@ from omnireduce.errors import UsageError
 from omnireduce.printing import short_count
 from omnireduce.runtime.tracing.trace import What
 
-IN_MEMORY = (What.STAGE, What.COMBINE, What.COLLECT)
+IN_MEMORY = (What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
 WORK = (What.PACK, What.SCATTER, What.MERGE, *IN_MEMORY, What.SEND, What.RECEIVE)
 WAITS = ("wake-up", "wait")
 ACTIVITIES = (*(what.name.lower() for what in WORK), *WAITS, "other")
 NOTES = """\
 Milliseconds of wall time, medians; in every single collective the activities of a row add up to
 `whole`. What took no time is left out. pack: scan and copy, one kernel. merge: union and sum.
-stage, combine, collect: the steps in memory that ranks share. send, receive: system calls.
+stage, combine, show, collect: steps in memory that ranks share. send, receive: system calls.
 wake-up: the end of a wait, from when a peer began to send what ended it until the wait returned;
 over tcp its way is in it. wait: the rest, spinning or blocked. other: Python. Where processes share
 cores, the time without one lengthens them all, wake-ups above all."""

@@ -13,14 +13,13 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.deeds import Joined
-from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
 from omnireduce.runtime.member.rendezvous import Arrival
-from omnireduce.runtime.member.traced import MakeEngine, MakeExchange, trace_worker
+from omnireduce.runtime.member.traced import Parts, traced
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.host_meeting import HostGroup
@@ -59,13 +58,12 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
 
 
 def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
-    joined, links = arrival.joined, arrival.links
-    make_engine: MakeEngine = Engine
-    make_exchange: MakeExchange = HostExchange
+    joined, parts = arrival.joined, Parts(arrival.links)
     if config.trace.folder:
-        links, make_engine, make_exchange = trace_worker(config.trace, job, joined.rank, joined.size, links)
-    host = None if arrival.group is None else make_exchange(*_host(config, joined, arrival.group))
-    machine = WorkerMachine(
+        parts = traced(config.trace, job, joined.rank, joined.size, parts.links)
+    links = parts.links
+    host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
+    machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
         me,
@@ -81,7 +79,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     machine.newcomers = arrival.newcomers
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
     bells = () if arrival.group is None else arrival.group.bells
-    return Assembled(links, machine, make_engine(machine, links, config.transport.spin_us / 1e6, log, bells))
+    return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, bells))
 
 
 def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, Neighbours]:

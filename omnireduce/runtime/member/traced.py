@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from omnireduce.config import Trace
 from omnireduce.dtypes import Array
@@ -12,7 +12,7 @@ from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.exchange import STEPS, HostExchange
 from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.operands import Operand, Packed, RowBlocks, TensorBlocks
+from omnireduce.protocol.operands import HostSum, Operand, Packed, RowBlocks, TensorBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
@@ -66,6 +66,36 @@ class TracedOperand:
         self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self.nbytes)
 
 
+class TracedSum(HostSum):
+    """The sum of a host with a recorder, as `TracedOperand`."""
+
+    def __init__(self, operand: Operand, recorder: Recorder) -> None:
+        super().__init__(operand)
+        self._recorder = recorder
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        start = now()
+        packed = super().pack(shard, cursor, span, rows, indices)
+        self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
+        return packed
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        start = now()
+        super().put(rows, indices, unchanged, left_out)
+        self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
+
+
+class TracedMachine(WorkerMachine):
+    """A worker's machine with a recorder for what it makes itself: the sums of its host."""
+
+    def __init__(self, recorder: Recorder, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._recorder = recorder
+
+    def _host_sum(self, operand: Operand) -> HostSum | None:
+        return None if self.host is None else TracedSum(operand, self._recorder)
+
+
 class TracedExchange(HostExchange):
     """A host exchange that takes one step at a time, with a recorder."""
 
@@ -106,9 +136,11 @@ class TracedExchange(HostExchange):
 
     def _with_tensor(self) -> Progress:
         s = self._state[0]
+        shown = int(s["combined"]) if s["shards"] else 0
         return {
             What.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
-            What.COMBINE: (int(s["combined"]), int(s["result_blocks"])),
+            What.COMBINE: (int(s["summed"] if s["shards"] else s["combined"]), int(s["result_blocks"])),
+            What.SHOW: (shown, shown),
             What.COLLECT: (int(s["collected"]), int(s["collected_blocks"])),
         }
 
@@ -142,10 +174,21 @@ class TracedEngine(Engine):
         self._recorder.write()
 
 
-def trace_worker(
-    settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]
-) -> tuple[list[Link], MakeEngine, MakeExchange]:
-    """Make a recorder for one rank; return its links with the recorder, and the functions that make its engine and its
-    host exchange."""
+class Parts(NamedTuple):
+    """What a rank is made of: its links, and what makes its machine, its engine and its host exchange."""
+
+    links: list[Link]
+    machine: Callable[..., WorkerMachine] = WorkerMachine
+    engine: MakeEngine = Engine
+    exchange: MakeExchange = HostExchange
+
+
+def traced(settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]) -> Parts:
+    """The parts of a rank, with a recorder."""
     recorder = Recorder(settings, Origin(job=job, kind="rank", number=rank, ranks=size, shards=len(links)))
-    return traced_links(links, recorder), partial(TracedEngine, recorder), partial(TracedExchange, recorder)
+    return Parts(
+        traced_links(links, recorder),
+        partial(TracedMachine, recorder),
+        partial(TracedEngine, recorder),
+        partial(TracedExchange, recorder),
+    )
