@@ -7,8 +7,9 @@ carries, each way, the blocks for the other shards and the results of its own on
 and one shard; the same bound, where N is the number of hosts and D the density of what the ranks of a host have
 together. B is the goodput measured in the same run.
 
-These are the bounds of a service that sends the union to every rank (`bound_ms`, `share`). A rank needs only what
-others contributed: with that density in the place of Du there is a lower one (`least_ms`, `share_of_least`), which the
+These are the bounds of a service that sends the union to every rank (`bound_ms`, `share`). A rank, or a host of
+several, needs only what others contributed: with that density in the place of Du there is a lower one (`least_ms`,
+`share_of_least`), which the
 service can only come near where what it leaves out is an eighth of a message or more.
 
 The first bytes of a round pass unshaped, as many as a shaper's burst has: the links were idle since the last one. Both
@@ -77,6 +78,12 @@ class Setting:
         """Whom the service is compared with."""
         return () if self.layout == "dedicated" else ("gloo",)
 
+    def others_density(self, measured: Measured) -> float:
+        """The density of what the ranks of other hosts have together."""
+        if self.ranks == self.hosts:
+            return measured.others_density
+        return 1 - (1 - measured.density) ** (self.ranks - self.ranks // self.hosts)
+
     def bound_ms(self, measured: Measured, bytes_per_s: float, down: float) -> float:
         """The least time that the links allow after a pause, in which their shapers have saved up a burst, when blocks
         of density `down` are sent to every rank."""
@@ -135,7 +142,7 @@ def _run_setting(setting: Setting, cases: Sequence[Case], sets: Sequence[str]) -
         for case in cases:
             measured = contest.run(case)
             bound = setting.bound_ms(measured, bytes_per_s, measured.union_density)
-            least = setting.bound_ms(measured, bytes_per_s, measured.others_density)
+            least = setting.bound_ms(measured, bytes_per_s, setting.others_density(measured))
             more = {"layout": setting.layout, "rate": setting.rate, "link_bytes_per_s": bytes_per_s}
             more |= {"bound_ms": bound, "least_ms": least}
             rows = [

@@ -91,7 +91,7 @@ class Elastic(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How bytes travel between workers and aggregators."""
+    """How bytes travel between workers and aggregators, and between workers of one host."""
 
     kind: Annotated[
         Kind,
@@ -100,8 +100,8 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_exchange: Annotated[
         Literal["auto", "off"],
         _meta(
-            '"auto": ranks of one host, and of one user, exchange tensors in memory that they share; not through the '
-            "aggregators where all ranks of a job are there, and else as one: each host sends one sum of a tensor"
+            '"auto": ranks of one host, and of one user, exchange tensors in memory that they share; if the job has '
+            'several hosts, each host then sends the aggregators one sum of a tensor; "off": this rank sends its own'
         ),
     ] = "auto"
     spin_us: Annotated[
@@ -193,7 +193,15 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),
     ] = 16_384
-    stripe_blocks: Annotated[int, _meta("consecutive blocks that go to the same shard", "blocks", ge=1, le=2**20)] = 64
+    stripe_blocks: Annotated[
+        int,
+        _meta(
+            "consecutive blocks that go to the same shard; of tensors that several hosts sum, a chunk instead",
+            "blocks",
+            ge=1,
+            le=2**20,
+        ),
+    ] = 64
     whole_bytes: Annotated[
         int,
         _meta(

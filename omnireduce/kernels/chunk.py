@@ -1,4 +1,4 @@
-"""The three things that a rank of a host does with a chunk of a tensor: stage, combine, collect. See `exchange`.
+"""The four things that a rank of a host does with a chunk of a tensor: stage, combine, show, collect. See `exchange`.
 
 `rows` are blocks of this rank's tensor, uint64 (blocks, words per block), the first of them block number `origin`.
 
@@ -30,7 +30,8 @@ from omnireduce.kernels.regions import (
 
 AHEAD = 1024  # words between what is scanned and what is fetched
 NEAR = 512  # the same for what is written
-PRESENT, SUMMED_UP, RETURNED = 1, 2, 4  # of several hosts: a rank of this one has a block, its sum is not 0, a result
+# Notes on a block, of several hosts: a rank of this one has it; their sum is not 0; a shard has returned it.
+PRESENT, NON_ZERO, RETURNED = 1, 2, 4
 BATCH = 16  # blocks that are planned, then reduced: they stay in the nearest cache
 
 
@@ -42,21 +43,27 @@ def stage_part(
     """Copy the non-zero ones of blocks start…stop-1 to the slot at `at`, whose place `skip` is that of `start`; return
     how many. Only bits in `mask` count.
 
-    Every block is copied while it is scanned. The copy of a zero block is overwritten by the next.
+    Where most blocks are not zero, every block is copied while it is scanned. The copy of a zero block is overwritten
+    by the next.
     """
     s = state[0]
-    width, in_place, count = s["width"], s["in_place"] != 0, 0
-    rows_at, indices_at = at + s["rows"] + skip * width, at + s["indices"] + skip
-    ahead = 0 if s["is_dense"] else max(1, AHEAD // width)
+    width, in_place, copies, count = s["width"], s["in_place"] != 0, s["is_dense"] != 0, 0
+    rows_at, indices_at, ahead = at + s["rows"] + skip * width, at + s["indices"] + skip, max(1, AHEAD // width)
     for block in range(start, stop):
         row, out, bits = row_of(source, block - origin), span_of(words, rows_at + count * width, width), np.uint64(0)
-        if ahead:
+        if copies:
+            for i in range(width):
+                out[i] = row[i]
+                bits |= row[i]
+        else:
             for i in range(0, width, LINE):
                 prefetch(row, ahead * width + i)
-        for i in range(width):
-            out[i] = row[i]
-            bits |= row[i]
+            for i in range(width):
+                bits |= row[i]
         if bits & mask != 0:
+            if not copies:
+                for i in range(width):
+                    out[i] = row[i]
             ints[indices_at + count] = block
             count += 1
         elif bits != 0 and in_place:  # -0 becomes +0
@@ -156,8 +163,8 @@ def reduce_batch(
 
 
 @kernel
-def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, marks: Array) -> None:
-    """Copy the blocks `out` of a result into this rank's tensor. With several hosts, note in `marks` what they are."""
+def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, notes: Array) -> None:
+    """Copy the blocks `out` of a result into this rank's tensor. With several hosts, note in `notes` what they are."""
     s = state[0]
     me, in_place, mask, low = s["me"], s["in_place"] != 0, s["mask"], (1 << SOLE_SHIFT) - 1
     for k in range(out.shape[0]):
@@ -169,7 +176,7 @@ def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, 
                 goal[i] = result[i]
                 found |= result[i]
         if s["shards"]:
-            marks[marked[k] & low] = PRESENT | (SUMMED_UP if found & mask != 0 else 0)
+            notes[marked[k] & low] = PRESENT | (NON_ZERO if found & mask != 0 else 0)
             if found & mask == 0:
                 goal[:] = 0  # -0 becomes +0
 
@@ -177,7 +184,7 @@ def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, 
 @kernel
 def combine_part(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
-    plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
+    plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> int:  # fmt: skip
     """Combine this rank's part of a chunk. Returns how many blocks the result has, or -1 - the rank whose region is
     not in order."""
@@ -201,7 +208,7 @@ def combine_part(
             if not is_sole:
                 marked[k] &= (1 << SOLE_SHIFT) - 1
             ints[indices_at + count + k] = marked[k]
-        _place(state, out, plan, marked, target, marks)
+        _place(state, out, plan, marked, target, notes)
         count += found
     for rank in range(s["ranks"]):
         if places[0, rank] != places[1, rank]:
@@ -211,22 +218,23 @@ def combine_part(
 
 
 @kernel
-def show_part(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int, marks: Array) -> None:
+def show_part(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int, notes: Array) -> int:
     """Copy this rank's part of the result of a chunk to its region: of several hosts the blocks that any rank of this
-    one has, or that the shard has returned."""
+    one has, or that the shard has returned. Returns how many."""
     s = state[0]
     width, me, count = s["width"], s["me"], 0
     first, start, stop = part_of(state, chunk, me)
     at = result_slot_of(state, me, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
     for block in range(start, stop):
-        if marks[block]:
+        if notes[block]:
             row, out = row_of(target, block - origin), span_of(words, rows_at + count * width, width)
             for i in range(width):
                 out[i] = row[i]
             ints[indices_at + count] = block
             count += 1
     ints[at + me] = count
+    return count
 
 
 @kernel

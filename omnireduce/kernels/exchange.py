@@ -11,7 +11,7 @@ After each step the rank publishes how many chunks it has come to in all collect
 A rank takes a step as soon as the others' counters allow it. So several chunks are under way at once, each in a slot of
 the regions. Nothing is locked, and a rank that dies leaves nothing to clean up.
 
-With several hosts each chunk is a part of a stripe, and all of it is the part of the rank that sends this stripe to its
+With several hosts a stripe has as many blocks as a chunk, and all of it is the part of the rank that sends it to its
 shard. Then that rank takes two steps, and between them the shard adds what the other hosts have. What is shown has
 slots of its own, so that the host goes on to sum while the shards work:
 
@@ -168,11 +168,11 @@ def _collect(state: Array, ints: Array, words: Array, target: Array, origin: int
 @kernel
 def _combine(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
-    plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
+    plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> bool:  # fmt: skip
     """Combine this rank's part of a chunk. Returns whether the others' regions are in order."""
     s = state[0]
-    count = combine_part(state, ints, words, source, target, origin, chunk, places, plan, marked, marks, scratch, bits)
+    count = combine_part(state, ints, words, source, target, origin, chunk, places, plan, marked, notes, scratch, bits)
     if count < 0:
         s["culprit"] = -1 - count
         return False
@@ -186,15 +186,16 @@ def _combine(
 @kernel
 def _take(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, did: int, chunk: int,
-    places: Array, plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
+    places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> bool:  # fmt: skip
     """Take the step `did` with a chunk. Returns whether the others' regions are in order."""
+    s = state[0]
     if did == COLLECTED_ONE:
         return _collect(state, ints, words, target, origin, chunk)
     if did == COMBINED_ONE:
-        return _combine(state, ints, words, source, target, origin, chunk, places, plan, marked, marks, scratch, bits)
+        return _combine(state, ints, words, source, target, origin, chunk, places, plan, marked, notes, scratch, bits)
     if did == SHOWN_ONE:
-        show_part(state, ints, words, target, origin, chunk, marks)
+        s["shown_blocks"] += show_part(state, ints, words, target, origin, chunk, notes)
         return True
     _stage(state, ints, words, source, target, origin, chunk)
     return True
@@ -230,13 +231,13 @@ def _note(state: Array, line: int, chunks: int) -> None:
 @kernel
 def step(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
-    places: Array, plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array,
+    places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> int:  # fmt: skip
     """Take one step, if the others' counters allow one. Returns which it was, or DIFFERS or BROKEN and the `culprit`.
 
     `ints`, `words`: the regions of all ranks, (ranks × region words,), as int64 and uint64. `source`, `target`: uint64
     (full blocks, words per block), and the short last block of each, filled up with zeros, (0 or 1, words per block);
-    the same memory if the collective is `in_place`. `marks`: with several hosts, uint8 (blocks,), zeros at first, and
+    the same memory if the collective is `in_place`. `notes`: with several hosts, uint8 (blocks,), zeros at first, and
     what is known of each block, as in `chunk`. The others are work space: `places`, `plan` and `marked`, int64 (3,
     ranks), (BATCH, 1 + ranks) and (BATCH,); `scratch`, float32 (2, elements per block), and `bits`, the same memory as
     uint32.
@@ -255,11 +256,11 @@ def step(
     chunk, line = _place_of(state, did)
     if is_tail(state, chunk):
         is_fine = _take(
-            state, ints, words, source_tail, target_tail, s["full_blocks"], did, chunk, places, plan, marked, marks,
+            state, ints, words, source_tail, target_tail, s["full_blocks"], did, chunk, places, plan, marked, notes,
             scratch, bits,
         )  # fmt: skip
     else:
-        is_fine = _take(state, ints, words, source, target, 0, did, chunk, places, plan, marked, marks, scratch, bits)
+        is_fine = _take(state, ints, words, source, target, 0, did, chunk, places, plan, marked, notes, scratch, bits)
     if not is_fine:
         return BROKEN
     _note(state, line, chunk + 1)
@@ -342,7 +343,7 @@ def await_step(state: Array, ints: Array, looks: int) -> bool:
 @kernel
 def run(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
-    places: Array, plan: Array, marked: Array, marks: Array, scratch: Array, bits: Array, called: Array, steps: int,
+    places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array, called: Array, steps: int,
     looks: int,
 ) -> int:  # fmt: skip
     """Take up to `steps` steps, until all are taken. Return earlier after `looks` looks in turn that allowed none, and
@@ -353,7 +354,7 @@ def run(
     fruitless, did = 0, WAITS
     while steps > 0:
         did = step(
-            state, ints, words, source, source_tail, target, target_tail, places, plan, marked, marks, scratch, bits
+            state, ints, words, source, source_tail, target, target_tail, places, plan, marked, notes, scratch, bits
         )
         if did == WAITS:
             fruitless += 1

@@ -58,7 +58,6 @@ def pack_blocks(
     in_place: bool,
     mask: np.uint64,
     cursor: int,
-    limit: int,
     span: int,
     stripe: int,
     shards: int,
@@ -68,14 +67,14 @@ def pack_blocks(
     """Copy the shard's non-zero blocks from block `cursor` on into `rows`, their numbers into `indices`.
 
     `source`, `target`: uint64 (blocks, words per block), the same memory when `in_place`. `rows`: uint64 (capacity,
-    words per block). Stops when `rows` is full, after `span` blocks, or at block `limit`. Zero blocks are cleared in
+    words per block). Stops when `rows` is full, after `span` blocks, or at the end. Zero blocks are cleared in
     `target`; the row behind the last block is scratch. Returns (blocks packed, next cursor); every block of the shard
     below the next cursor is dealt with.
     """
-    limit, count = min(limit, source.shape[0]), 0
+    blocks, count = source.shape[0], 0
     skip = (shards - 1) * stripe
-    while cursor < limit and span > 0:
-        stop = min(cursor + span, limit)
+    while cursor < blocks and span > 0:
+        stop = min(cursor + span, blocks)
         if shards > 1:
             stop = min(stop, (cursor // stripe + 1) * stripe)
         count, reached = _pack_run(
@@ -87,19 +86,19 @@ def pack_blocks(
             break
         if shards > 1 and cursor % stripe == 0:
             cursor += skip
-    return count, min(cursor, limit)
+    return count, min(cursor, blocks)
 
 
 @kernel
-def pack_marked(
-    source: Array, marks: Array, mark: int, cursor: int, limit: int, stripe: int, shards: int, rows: Array,
+def pack_noted(
+    source: Array, notes: Array, note: int, cursor: int, limit: int, stripe: int, shards: int, rows: Array,
     indices: Array,
 ) -> tuple[int, int]:  # fmt: skip
-    """`pack_blocks` of blocks that are known: those with bit `mark` in `marks`, uint8 (blocks,). Nothing is scanned, so
-    there is no span."""
+    """`pack_blocks` of blocks that are known: those below `limit` with the bit `note` in `notes`, uint8 (blocks,).
+    Nothing is scanned, so there is no span."""
     limit, count, width = min(limit, source.shape[0]), 0, source.shape[1]
     while cursor < limit:
-        if marks[cursor] & mark:
+        if notes[cursor] & note:
             if count == rows.shape[0]:
                 break
             row, out = source[cursor], rows[count]

@@ -41,7 +41,8 @@ STATE = np.dtype(
             "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
             "number_chunks", "is_listing", "wants_room", "union", "staged_rows",  # of rows; see `rows`
             "shards", "stripe_blocks",  # of several hosts, which deal stripes to shards; no shards: there is one host
-            "summed", "arrived",  # chunks that this host has summed; below this block the sums of all hosts are there
+            "summed", "shown_blocks",  # chunks of which this rank has summed its part, blocks that it has shown
+            "arrived",  # below this block the sums of all hosts are there
         )
     ]
     + [("mask", np.uint64)]

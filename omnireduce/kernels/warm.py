@@ -13,7 +13,7 @@ from omnireduce.kernels.claims import Kernel, in_turn
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
-from omnireduce.kernels.pack import pack_blocks, pack_marked, pack_rows
+from omnireduce.kernels.pack import pack_blocks, pack_noted, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleeps, get_counter, set_counter
 from omnireduce.kernels.runs import expand_runs, list_runs
@@ -71,9 +71,9 @@ def _of_aggregator() -> Iterator[Kernel]:
 
 def _of_worker() -> Iterator[Kernel]:
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
-    yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, 1, words.copy(), index.copy())
+    yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
     rows = words.view(np.uint8)
-    yield partial(pack_marked, words, rows[0], 1, 0, 1, 1, 1, words.copy(), index.copy())
+    yield partial(pack_noted, words, rows[0], 1, 0, 1, 1, 1, words.copy(), index.copy())
     yield partial(pack_rows, index, rows, 0, 1, 1, 0, rows.copy(), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):
         yield partial(add_rows, values, index, np.array([0, 1]), values.copy())
@@ -99,10 +99,10 @@ def _of_host() -> Iterator[Kernel]:
     yield partial(reduce_half_planned, OPS["sum"], True, half.reshape(-1), plan, half, half, floats, bits)
     state, ints = np.zeros(1, STATE), np.zeros(SLOTS, np.int64)
     state["has_begun"] = state["has_agreed"] = 1  # of a tensor without chunks
-    places, marked, marks = np.zeros((3, 1), np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8)
+    places, marked, notes = np.zeros((3, 1), np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8)
     tensor = words, words, words, words
     yield partial(
-        run, state, ints, ints.view(np.uint64), *tensor, places, plan, marked, marks, floats, bits, marked,
+        run, state, ints, ints.view(np.uint64), *tensor, places, plan, marked, notes, floats, bits, marked,
         steps=1, looks=1,
     )  # fmt: skip
     rows, lists = np.zeros((0, 1), np.uint8), np.zeros((5, 1), np.int64)

@@ -87,8 +87,7 @@ class HostExchange:
     `regions`: uint8 (ranks, region bytes), as `region_bytes` says; this rank writes its own, and reads the others'.
     `names` says who the ranks are, in errors and warnings, and `neighbours` which ranks of the job they are; nothing
     given: all of them. With several hosts the shards get what `summed_blocks` says, and `arrived` is told what has come
-    back. One turn takes up to `steps` steps, and ends after `looks`
-    looks at the others' counters that allowed none.
+    back. One turn takes up to `steps` steps, and ends after `looks` looks at the others' counters that allowed none.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class HostExchange:
         self._of_group = me, ranks, slots, self._region_words, self._slot_words
         self._state[["me", "ranks", "slots", "region_words", "slot_words"]] = self._of_group  # before any collective
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
-        self._no_marks = np.zeros(0, np.uint8)
+        self._no_notes = np.zeros(0, np.uint8)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
         self._rows = HostRows(ranks)
@@ -175,8 +174,8 @@ class HostExchange:
             if not self._is_prepared:
                 self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
                 self._prepare(collective, blocks)
-            marks = self._no_marks if collective.host_sum is None else collective.host_sum.marks
-            did = self._run(blocks, marks) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
+            notes = self._no_notes if collective.host_sum is None else collective.host_sum.notes
+            did = self._run(blocks, notes) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
             if self._state[0]["taken"] != self._taken:
                 self._taken, self.moved_at = int(self._state[0]["taken"]), now
             if did == WAITS:
@@ -193,11 +192,11 @@ class HostExchange:
             elif did not in (CALLED, WANTS):
                 return  # enough for one turn
 
-    def _run(self, blocks: TensorBlocks, marks: Array) -> int:
+    def _run(self, blocks: TensorBlocks, notes: Array) -> int:
         did: int = run(
             self._state, self._ints, self._words,
             source=blocks.source, source_tail=blocks.source_tail, target=blocks.target, target_tail=blocks.target_tail,
-            places=self._places, plan=self._plan, marked=self._marked, marks=marks,
+            places=self._places, plan=self._plan, marked=self._marked, notes=notes,
             scratch=self._scratch, bits=self._bits, called=self._called, steps=self._steps, looks=self._looks,
         )  # fmt: skip
         return did
@@ -234,7 +233,7 @@ class HostExchange:
             descriptor.block_bytes // 8, layout.block_size, in_place, silent,
             _STORAGE_OF[element.name], op_code("sum" if shards and op == "mean" else op, element),
             0, 0, 0, 0, 0, 0, 0, 0, 0,
-            number_chunks, number_chunks, 0, 0, 0, shards, layout.stripe_blocks, 0, -1, mask,
+            number_chunks, number_chunks, 0, 0, 0, shards, layout.stripe_blocks, 0, 0, -1, mask,
         )  # fmt: skip
         self._taken = 0
         self._write(descriptor.encoded, brought)
@@ -259,7 +258,8 @@ class HostExchange:
 
     def _finish(self, descriptor: Descriptor) -> None:
         s, block_bytes = self._state[0], descriptor.block_bytes
-        results = 0 if s["number_chunks"] else s["result_blocks"]  # the sums of rows are everybody's own work
+        results = s["shown_blocks"] if self._has_others else s["result_blocks"]
+        results = 0 if s["number_chunks"] else results  # the sums of rows are everybody's own work
         self.sent_bytes += int(s["staged_blocks"] + results) * block_bytes
         self.received_bytes += int(s["collected_blocks"]) * block_bytes
         if not self._has_others:  # else the shards count
@@ -283,7 +283,8 @@ class HostExchange:
 
     @property
     def summed_blocks(self) -> int:
-        """Up to which block this host has its sum of the current collective; -1: not even that of nothing."""
+        """Below which block this rank has summed its parts of the current collective; -1 before it has begun, or has
+        passed the only chunk of an empty tensor."""
         s = self._state[0]
         blocks = int(s["full_blocks"] + s["tail_blocks"])
         if self._is_prepared and s["summed"] == s["chunks"]:

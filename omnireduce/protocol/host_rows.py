@@ -10,11 +10,10 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.kernels.rows import FIRST, STOP
 from omnireduce.protocol.host_faults import ShortageError
+from omnireduce.protocol.hosts import chunk_bytes
 from omnireduce.protocol.operands import RowBlocks
 
 CHUNK_BYTES = 1 << 18  # of a large union
-SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks at counters
-CHUNKS_AT_ONCE = 4  # in so many chunks a small union is cut, so that ranks work at the same time
 NO_NUMBERS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 1), np.uint8)
 
 
@@ -49,6 +48,6 @@ class HostRows:
     def _cut(self, s: Array) -> None:
         """Cut the union into chunks, each of which fits a slot."""
         rows, row_bytes = self.result.shape
-        wanted = min(CHUNK_BYTES, max(SMALL_CHUNK_BYTES, self.result.nbytes // CHUNKS_AT_ONCE))
+        wanted = chunk_bytes(self.result.nbytes, CHUNK_BYTES)
         s["chunk_blocks"] = max(1, min(wanted, int(s["slot_words"]) * 8) // row_bytes)
         s["chunks"] += -(-rows // s["chunk_blocks"])

@@ -12,12 +12,12 @@ from omnireduce.wire.control import MOST_NEIGHBOURS, Hello
 
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
 SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
-CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor is cut, so that ranks work at the same time
+CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor or union is cut, so that ranks work at the same time
 
 
 class Neighbours(NamedTuple):
-    """The ranks of host number `host` of `hosts`, ascending; they share memory, and of several hosts each sends sums.
-    Where no ranks share memory, each has only itself, and there is one host."""
+    """The ranks of one host, ascending: host number `host` of `hosts`. They share memory. Where no ranks of the job
+    share memory, this is one rank alone, and `hosts` is 1."""
 
     ranks: tuple[int, ...]
     host: int = 0
@@ -40,10 +40,14 @@ def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
     return [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
 
 
+def chunk_bytes(nbytes: int, most: int) -> int:
+    """The wanted size of a chunk of a tensor or union of `nbytes`."""
+    return min(most, max(SMALL_CHUNK_BYTES, nbytes // CHUNKS_AT_ONCE))
+
+
 def chunk_blocks(blocks: int, block_bytes: int, room: int) -> int:
     """How many blocks a chunk has of a tensor of `blocks` full blocks, where `room` of them fit a slot."""
-    wanted = min(CHUNK_BYTES, max(SMALL_CHUNK_BYTES, blocks * block_bytes // CHUNKS_AT_ONCE))
-    return max(1, min(wanted // block_bytes, room))
+    return max(1, min(chunk_bytes(blocks * block_bytes, CHUNK_BYTES) // block_bytes, room))
 
 
 class Dealing(NamedTuple):
@@ -58,7 +62,7 @@ class Dealing(NamedTuple):
 
     @classmethod
     def among(cls, hosts: int, shards: int, stripe_blocks: int, whole_bytes: int, slot_bytes: int) -> Dealing:
-        """That of a job on so many hosts that send sums; one: it sends none."""
+        """The dealing of a job on so many hosts. With one, or none that shares memory, no host sends sums."""
         return cls(shards, stripe_blocks, whole_bytes, slot_bytes if hosts > 1 else 0)
 
     def layout(self, descriptor: Descriptor) -> Layout:

@@ -9,8 +9,8 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.chunk import RETURNED, SUMMED_UP
-from omnireduce.kernels.pack import pack_blocks, pack_marked
+from omnireduce.kernels.chunk import NON_ZERO, RETURNED
+from omnireduce.kernels.pack import pack_blocks, pack_noted
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -119,25 +119,13 @@ class _Blocks:
             self.short[:] = self.tail.view(np.uint8)[0, : self.short.size]
 
 
-class _Scanned:
-    """A dense tensor whose non-zero blocks are found by scanning. `ready`: up to this block it can be packed."""
+class _Tensor:
+    """A dense tensor: how its short last block is packed, and where results go."""
 
     row_dtype = WORD
 
-    def __init__(self, blocks: TensorBlocks, layout: Layout, block_bytes: int, nbytes: int, ready: int) -> None:
-        self.blocks, self.layout, self.block_bytes, self.nbytes, self.ready = blocks, layout, block_bytes, nbytes, ready
-
-    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        layout, blocks, full, count = self.layout, self.blocks, self.layout.full_blocks, 0
-        if cursor < full:
-            count, cursor = pack_blocks(
-                blocks.source, blocks.target, in_place=blocks.in_place, mask=blocks.mask, cursor=cursor,
-                limit=self.ready, span=span, stripe=layout.stripe_blocks, shards=layout.shards,
-                rows=rows, indices=indices,
-            )  # fmt: skip
-        if cursor == full < self.ready:
-            count, cursor = self._pack_tail(shard, count, rows, indices)
-        return Packed(count, cursor, cursor)
+    def __init__(self, blocks: TensorBlocks, layout: Layout, block_bytes: int, nbytes: int) -> None:
+        self.blocks, self.layout, self.block_bytes, self.nbytes = blocks, layout, block_bytes, nbytes
 
     def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
         block, blocks = self.layout.full_blocks, self.blocks
@@ -173,8 +161,8 @@ class _Scanned:
             self.blocks.target_tail[0] = rows[unchanged.size - 1 - left]
 
 
-class DenseTensor(_Scanned):
-    """A tensor of the user.
+class DenseTensor(_Tensor):
+    """A tensor of the user, whose non-zero blocks are found by scanning.
 
     `source` and `target` are flat contiguous arrays of one dtype and size, possibly the same one; `source` None
     contributes nothing. `layout.block_size` elements must be a multiple of 8 bytes. Raises nothing: callers have
@@ -188,7 +176,7 @@ class DenseTensor(_Scanned):
         blocks = TensorBlocks(
             own.full, own.tail, result.full, result.tail, in_place=in_place, silent=source is None, mask=zero_mask
         )
-        super().__init__(blocks, layout, block_bytes, target.nbytes, ready=layout.blocks)
+        super().__init__(blocks, layout, block_bytes, target.nbytes)
         self._cleared = False
 
     def start(self, shard: int) -> int:
@@ -199,21 +187,33 @@ class DenseTensor(_Scanned):
             self._cleared = True
         return self.layout.blocks
 
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        layout, blocks, full, count = self.layout, self.blocks, self.layout.full_blocks, 0
+        if cursor < full:
+            count, cursor = pack_blocks(
+                blocks.source, blocks.target, in_place=blocks.in_place, mask=blocks.mask, cursor=cursor,
+                span=span, stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
+            )  # fmt: skip
+        if cursor == full < layout.blocks:
+            count, cursor = self._pack_tail(shard, count, rows, indices)
+        return Packed(count, cursor, cursor)
+
     def finish(self) -> None:
         self._target.store_tail()
 
 
-class HostSum(_Scanned):
+class HostSum(_Tensor):
     """The sum of the ranks of a host, in the target of `operand`, which is a dense tensor of one of them. The shards
-    get it block by block, as soon as it is there. Their results take its place. `marks`: uint8 (blocks,), what is known
-    of each block, as in `kernels.chunk`."""
+    get it block by block, as soon as it is there: below block `ready`. Their results take its place. `notes`: uint8
+    (blocks,), what is known of each block, as in `kernels.chunk`."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
         assert isinstance(own, TensorBlocks)
         result = own._replace(source=own.target, source_tail=own.target_tail, in_place=True, silent=False)
-        super().__init__(result, operand.layout, operand.block_bytes, operand.nbytes, ready=-1)  # not even nothing
-        self.marks = np.zeros(operand.layout.blocks, np.uint8)
+        super().__init__(result, operand.layout, operand.block_bytes, operand.nbytes)
+        self.ready = -1  # not even an empty tensor is summed yet
+        self.notes = np.zeros(operand.layout.blocks, np.uint8)
 
     def start(self, shard: int) -> int:
         return self.layout.first_block(shard)
@@ -225,8 +225,8 @@ class HostSum(_Scanned):
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         layout, full, count = self.layout, self.layout.full_blocks, 0
         if cursor < full:
-            count, cursor = pack_marked(
-                self.blocks.source, self.marks, SUMMED_UP, cursor=cursor, limit=self.ready,
+            count, cursor = pack_noted(
+                self.blocks.source, self.notes, NON_ZERO, cursor=cursor, limit=self.ready,
                 stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
             )  # fmt: skip
         if cursor == full < self.ready:
@@ -237,7 +237,7 @@ class HostSum(_Scanned):
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         super().put(rows, indices, unchanged, left_out)
-        self.marks[indices] |= RETURNED
+        self.notes[indices] |= RETURNED
 
     def finish(self) -> None:
         """The operand has the result."""

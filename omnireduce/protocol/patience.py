@@ -12,7 +12,7 @@ LATE = 0.05  # part of the time limit: a worker so much late was stopped, or wai
 
 
 class Patience:
-    """That of the worker `me`, which waits up to `timeout_s` for the aggregators `addresses`."""
+    """How long the worker `me` waits for its oldest collective: up to `timeout_s`, on the aggregators `addresses`."""
 
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
@@ -32,7 +32,7 @@ class Patience:
 
     @property
     def ends_at(self) -> float:
-        """When the time limit is over, or the moment more that a worker has which noticed that late."""
+        """When to judge: at the time limit, later after `defer`, and later still for a worker that noticed it late."""
         grace_s = self.late_s + self.moment_s if self.late_s else 0.0
         return self.since + self.timeout_s + self._extra_s + grace_s
 
@@ -45,7 +45,7 @@ class Patience:
 
     @property
     def moment_s(self) -> float:
-        """What is short beside the time limit."""
+        """A short time: a twentieth of the time limit."""
         return LATE * self.timeout_s
 
     def cause(self, now: float, reason: str, owing: Sequence[ShardStream]) -> Cause:

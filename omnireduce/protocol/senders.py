@@ -11,8 +11,8 @@ from omnireduce.protocol.reduction import Reduction
 
 class Senders:
     """The ranks that bring blocks to the current collective on shard `shard`, and the `reduction` that has a place for
-    each. Where hosts send sums, `delegates[h]` sends those of host h, and they go on only with results: `waits`. `make`
-    gives the work space for so many."""
+    each. Where hosts send sums, `delegates[h]` sends for host h; then `waits` is True: hosts go on only with results.
+    `make` gives the work space for so many."""
 
     def __init__(
         self, ranks: int, delegates: Sequence[int], dealing: Dealing, shard: int, make: Callable[[int], Reduction]

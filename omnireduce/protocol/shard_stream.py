@@ -53,7 +53,8 @@ class ShardStream:
         return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
 
     def missing_from(self, collective: Collective) -> int:
-        """The first block of a collective of which this shard owes the result; -1 where it owes all of nothing."""
+        """The first block whose result this shard still owes; the number of blocks if it owes none; -1 if the tensor is
+        empty, and its result is still to come."""
         layout = collective.operand.layout
         if not any(each is collective for each in self._incoming):
             return layout.blocks

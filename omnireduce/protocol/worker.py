@@ -325,8 +325,8 @@ class WorkerMachine:
             yield from self._end(self._overdue(now))
 
     def _moments_more(self) -> int:
-        """How long other ranks may judge first: only its own host knows who of it is late, then those who wait for the
-        shards, which know the host's delegate."""
+        """How many moments to let others judge first. Only the ranks of a host see who of it is late. Those who wait
+        for a shard see delegates, and those who wait for a delegate see less."""
         oldest = self._under_way[0]
         if self._neighbours.hosts == 1 or oldest.descriptor.has_rows or (self.host and self.host.waited_for()):
             return 0

@@ -14,7 +14,7 @@ from samples import DTYPES, Array, awkward_values, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.density import nonzero_blocks
-from omnireduce.kernels.pack import pack_blocks, pack_rows
+from omnireduce.kernels.pack import pack_blocks, pack_noted, pack_rows
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -124,9 +124,7 @@ def test_pack_blocks(
         while cursor < blocks:
             rows, indices = np.full((capacity, octets * tensor.itemsize), 9, np.uint64), np.full(capacity, -9)
             packed, zero, following = pack_slowly(data, layout, shard, cursor, span, capacity)
-            count, cursor = pack_blocks(
-                source, target, in_place, mask, cursor, len(source), span, stripe, shards, rows, indices
-            )
+            count, cursor = pack_blocks(source, target, in_place, mask, cursor, span, stripe, shards, rows, indices)
             assert (list(indices[:count]), cursor) == (packed, following)
             assert (rows[:count] == original[packed]).all()
             assert (rows[count + 1 :] == 9).all(), "only the row behind the last one may serve as scratch"
@@ -134,6 +132,32 @@ def test_pack_blocks(
             assert (target == expected_target).all()
     if not in_place:
         assert (source == original).all()
+
+
+@given(
+    seed=SEEDS, blocks=st.integers(1, 60), density=st.floats(0, 1), shards=st.integers(1, 4), stripe=st.integers(1, 9),
+    capacity=st.integers(1, 20), ready=st.integers(0, 60),
+)  # fmt: skip
+def test_pack_noted(
+    seed: int, blocks: int, density: float, shards: int, stripe: int, capacity: int, ready: int
+) -> None:
+    """Blocks with the note 2, whatever is in them, up to where they are ready."""
+    rng, limit = np.random.default_rng(seed), min(ready, blocks)
+    layout = Layout(blocks * 8, 8, shards, stripe)
+    source = rng.integers(0, 9, (blocks, 4)).astype(np.uint64)
+    notes = rng.choice(np.array([0, 1, 4, 5], np.uint8), blocks)
+    notes[rng.random(blocks) < density] |= 2
+    for shard in range(shards):
+        expected = [b for b in range(limit) if layout.owner(b) == shard and notes[b] & 2]
+        cursor, found = layout.first_block(shard), list[int]()
+        while cursor < limit:
+            rows, indices = np.full((capacity, 4), 99, np.uint64), np.full(capacity, -9)
+            count, cursor = pack_noted(source, notes, 2, cursor, limit, stripe, shards, rows, indices)
+            assert (rows[:count] == source[indices[:count]]).all()
+            assert (rows[count:] == 99).all()
+            found += indices[:count].tolist()
+            assert count == capacity or cursor == limit
+        assert found == expected
 
 
 @pytest.fixture
@@ -157,7 +181,7 @@ def test_packing_and_placing_beyond_2_to_the_31_words(vast: Array, shards: int) 
     rows, indices = np.zeros((8, 64), np.uint64), np.zeros(8, np.int64)
     cursor = next(block for block in range(last - 7, last) if layout.owner(block) == layout.owner(last))
     mask = ELEMENT_TYPES["int64"].zero_mask
-    count, following = pack_blocks(vast, vast, True, mask, cursor, len(vast), 99, 1, shards, rows, indices)
+    count, following = pack_blocks(vast, vast, True, mask, cursor, 99, 1, shards, rows, indices)
     assert (indices[:count].tolist(), following) == ([last - 3, last], last + 1)
     assert (rows[0] == 7).all()
     assert (rows[1] == np.arange(64)).all()

@@ -239,7 +239,7 @@ class Verdicts:
             return True
         if not reasons.plausible(worker.error, causes):
             return False
-        if reasons.UNREACHED in str(worker.error) and not (causes.intersection(OUTAGES) or self._jumped_to_the_end):
+        if reasons.UNREACHED in str(worker.error) and not (causes.intersection(OUTAGES) or self._had_no_time_left):
             return False  # somebody listens all the time
         if isinstance(worker.error, CollectiveTimeoutError):
             return self._explained_delay(worker.error, causes, culprits)
@@ -308,10 +308,11 @@ class Verdicts:
         return found
 
     @property
-    def _jumped_to_the_end(self) -> bool:
-        """A connection broke before the hello, and no time was left for another one: the clock jumped over it."""
-        struck = self._cluster.causes.issuperset(("link loss", "clock jump"))
-        return struck and self._lost_s(("clock jump",)) > PATIENCE_S
+    def _had_no_time_left(self) -> bool:
+        """A connection broke before the hello, and no time was left for another one: the clock jumped over it, or the
+        shard that was to answer stood still."""
+        lost_s = self._lost_s(("clock jump", "shard stall", "shard freeze"))
+        return "link loss" in self._cluster.causes and lost_s > PATIENCE_S
 
     @property
     def _disturbed(self) -> bool:

@@ -20,7 +20,7 @@ from omnireduce.dtypes import Array
 from omnireduce.runtime.tracing.trace import What
 
 COLLECTIVES, WORKING, WAITING = TRACKS = ("collectives", "work", "waits")
-BLOCKS = (What.PACK, What.SCATTER, What.MERGE, What.STAGE, What.COMBINE, What.COLLECT)
+BLOCKS = (What.PACK, What.SCATTER, What.MERGE, What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
 DETAILS = {What.COLLECTIVE: "bytes"} | dict.fromkeys(BLOCKS, "blocks")
 Event = dict[str, Any]
 

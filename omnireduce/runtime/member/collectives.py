@@ -54,7 +54,7 @@ class Collectives:
     def allreduce(
         self, x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None
     ) -> Any:
-        """Combine `x` of all ranks, element by element, in rank order; return the result, which is the same on all
+        """Combine `x` of all ranks, element by element, in a fixed order; return the result, which is the same on all
         ranks.
 
         `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …

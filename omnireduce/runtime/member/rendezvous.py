@@ -38,6 +38,7 @@ from omnireduce.wire.words import shown
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer
 
+CONNECT_S = 3.0  # for one attempt to connect: meanwhile nothing else is heard
 LISTEN_S = 0.1  # how long a shutdown meanwhile may go unnoticed: no signal handler can end a wait without an exception
 
 
@@ -63,12 +64,9 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
     )
 
 
-CONNECT_S = 3.0  # for one attempt to connect: meanwhile nothing else is heard
-
-
 class Arrival(NamedTuple):
     """What a worker got: one attached link per shard, in order, its place in the job, how many workers wait for the
-    next generation, and what it shares with the other ranks if all of them are on this host."""
+    next generation, and what it shares with the other ranks of its host, if there are some."""
 
     links: list[Link]
     joined: Joined

@@ -103,8 +103,8 @@ class TracedExchange(HostExchange):
         super().__init__(*arguments, steps=1)
         self._recorder = recorder
 
-    def _run(self, blocks: TensorBlocks, marks: Array) -> int:
-        return self._take_steps(partial(super()._run, blocks, marks), self._with_tensor)
+    def _run(self, blocks: TensorBlocks, notes: Array) -> int:
+        return self._take_steps(partial(super()._run, blocks, notes), self._with_tensor)
 
     def _run_with_rows(self, blocks: RowBlocks) -> int:
         return self._take_steps(partial(super()._run_with_rows, blocks), self._with_rows)
@@ -140,7 +140,7 @@ class TracedExchange(HostExchange):
         return {
             What.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
             What.COMBINE: (int(s["summed"] if s["shards"] else s["combined"]), int(s["result_blocks"])),
-            What.SHOW: (shown, shown),
+            What.SHOW: (shown, int(s["shown_blocks"])),
             What.COLLECT: (int(s["collected"]), int(s["collected_blocks"])),
         }
 

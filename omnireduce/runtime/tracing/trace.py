@@ -47,7 +47,7 @@ class What(IntEnum):
     STAGE = 11  # the steps of an exchange inside a host, each with one chunk; detail: blocks or rows put there
     COMBINE = 12  # detail: blocks or rows of the result
     COLLECT = 13  # detail: blocks that are taken
-    SHOW = 14  # of several hosts: results of shards, for the other ranks of the host; detail: chunks
+    SHOW = 14  # of several hosts: results of shards, for the other ranks of the host; detail: blocks
 
 
 SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8"), ("end", "i8")])
