@@ -44,7 +44,7 @@ from omnireduce.wire.words import shown
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the first pause between attempts to join
 LONGEST_PAUSE_S = 2.0
 SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
-MOST_SAID = 1000  # characters of an error that the other ranks are told
+MOST_SAID = 400  # characters of an error that the other ranks are told
 QUIET_S = 2.0  # how long to wait for an aggregator, or for ranks, before saying so
 
 
@@ -171,7 +171,8 @@ class Joining:
         Some aggregators may have begun the job by now, so its other ranks are told why: because of `cause` or, without
         one, because of `error`.
         """
-        leave = Leave(cause or Cause(self._me, f"could not begin: {str(error)[:MOST_SAID]}"))
+        cause = cause or Cause(self._me, f"could not begin: {error}")
+        leave = Leave(replace(cause, culprit=cause.culprit[:MOST_SAID], reason=cause.reason[:MOST_SAID]))
         for shard, visit in enumerate(self._visits):
             if visit.candidate is None:
                 yield Tell(shard, leave)

@@ -117,10 +117,10 @@ class WorkerMachine:
         self._next += 1
         if not self._under_way:
             self._patience.begin(now)
+        for stream in self._streams if not self._under_way else ():
+            stream.waiting = None  # that wait is over, or was most likely for this worker
         for stream in taking_part:
             stream.submit(collective)
-            if not self._under_way:
-                stream.waiting = None  # that wait was most likely for this worker
         if host is not None:
             host.submit(collective, now)
         self._under_way.append(collective)

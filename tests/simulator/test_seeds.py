@@ -65,6 +65,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_HOSTS + 227446: "ranks came back that had waited in vain for the goodbye of a shard that stood still",
     FIRST_OF_HOSTS + 247135: "a rank turned and turned: another one had left memory because of what it heard later",
     FIRST_OF_HOSTS + 503389: "a connection broke after all the time in which a frozen shard did not answer",
+    FIRST_OF_HOSTS + 516157: "a rank failed before another one asked a draining shard for more time",
     FIRST_OF_SEVERAL + 100678: "a rank was frozen, and the other host blamed its delegate",
     FIRST_OF_SEVERAL + 543337573: "a rank had left an ended job, and another one's report made it stay",
 }

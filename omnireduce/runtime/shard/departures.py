@@ -10,6 +10,7 @@ from omnireduce.protocol.membership import Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.questions import Questions
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
@@ -22,6 +23,7 @@ class Departures:
     def __init__(self, connections: Connections, questions: Questions, membership: Membership, clock: Clock) -> None:
         self._connections, self._questions, self._membership, self._clock = connections, questions, membership, clock
         self._members: dict[int, list[Connection]] = {}  # by generation, of jobs whose memory is still there
+        self._failures: dict[int, Cause] = {}  # of those: why a rank failed after its job had been told to end
 
     def enter(self, generation: int, members: list[Connection]) -> None:
         """These connections are in a job now. The job must be closed when all of them have gone."""
@@ -42,27 +44,38 @@ class Departures:
     def hear(self, connection: Connection, events: Sequence[Event]) -> None:
         """If a rank that leaves reports, let all ranks of its job stay: a collective goes on in memory, of which their
         shard sees nothing. If one that stays fails, the others must not wait for it."""
+        job = connection.job
+        if job is None:
+            return
         for event in events:
             message = _decoded(event)
-            connection.has_left |= isinstance(message, Leave)
             if isinstance(message, Report):
-                for member in self._mates(connection):
-                    if not member.has_left:
-                        self._connections.let_stay(member)
-            elif connection in self._connections.staying and isinstance(event, Lost) and connection.job is not None:
-                self._end_stay(connection, Cause(connection.job.machine.named([connection.rank]), event.reason))
-            elif connection in self._connections.staying and isinstance(message, Leave):
-                self._end_stay(connection, message.cause)
+                self._let_stay(job)
+            elif isinstance(event, Lost) and not connection.has_left:
+                self._end_stay(connection, job, Cause(job.machine.named([connection.rank]), event.reason))
+            elif isinstance(message, Leave):
+                connection.has_left = True
+                self._end_stay(connection, job, message.cause)
 
-    def _end_stay(self, connection: Connection, cause: Cause | None) -> None:
-        """A rank that stayed leaves. If that has a cause, tell the others."""
-        self._connections.let_leave(connection)
-        for member in self._mates(connection):
-            if cause is not None and member in self._connections.staying:
+    def _let_stay(self, job: Job) -> None:
+        failure = self._failures.get(job.generation)
+        for member in self.members(job.generation):
+            if not member.has_left and failure is None:
+                self._connections.let_stay(member)
+            elif not member.has_left and failure is not None:
+                self._send_away(member, failure)
+
+    def _end_stay(self, connection: Connection, job: Job, cause: Cause | None) -> None:
+        """A rank leaves. If that has a cause, tell those that stay, and those that will ask to."""
+        if connection in self._connections.staying:
+            self._connections.let_leave(connection)
+        if cause is None:
+            return
+        if not cause.orderly:
+            self._failures.setdefault(job.generation, cause)
+        for member in self.members(job.generation):
+            if member in self._connections.staying:
                 self._send_away(member, cause)
-
-    def _mates(self, connection: Connection) -> Sequence[Connection]:
-        return () if connection.job is None else self.members(connection.job.generation)
 
     def send_away(self, cause: Cause) -> None:
         """Tell those that were let stay why they must leave now."""
@@ -71,7 +84,8 @@ class Departures:
 
     def _send_away(self, connection: Connection, cause: Cause) -> None:
         self._connections.say(connection, Aborted(cause))
-        self._connections.let_leave(connection)
+        if connection in self._connections.staying:
+            self._connections.let_leave(connection)
 
     def forget(self, connection: Connection) -> None:
         """Drop a connection that may wait for its job to begin."""
@@ -91,6 +105,7 @@ class Departures:
                 connection.job.close()
                 self._membership.released(connection.job.generation)
                 del self._members[connection.job.generation]
+                self._failures.pop(connection.job.generation, None)
 
 
 def _decoded(event: Event) -> ControlMessage | None:

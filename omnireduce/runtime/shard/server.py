@@ -269,6 +269,7 @@ class ShardServer:
         job.driver.take(connection.rank, events)
         if machine.has_left(connection.rank):
             job.log.debug("%s: rank %d left", job, connection.rank, extra=tagged("rank_left", rank=connection.rank))
+            connection.has_left = True
             self._membership.departed(job.generation, connection.rank)
             self._departures.leave(connection)
 
