@@ -127,10 +127,10 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return self.kind in REDUCING
 
     @property
-    def has_rows(self) -> bool:
-        """Whether each rank lists what it brings: rows, or packets. Otherwise its blocks are found by scanning, and of
-        several hosts each may send a sum."""
-        return self.kind == "allreduce_rows" or self.kind in PACKED
+    def summed_by_host(self) -> bool:
+        """Whether each of several hosts sends one sum of it. Rows and packets each rank lists itself. In float16 the
+        sum of a host could be infinite where the result is not."""
+        return self.kind != "allreduce_rows" and self.kind not in PACKED and self.element.name != "float16"
 
     @cached_property
     def element(self) -> ElementType:

@@ -39,8 +39,8 @@ def reduce_in_rank_order(tensors: Sequence[Array], op: str, *, divisor: int | No
 
 def reduce_by_host(hosts: Sequence[Sequence[int]], tensors: Sequence[Array], op: str) -> Array:
     """Combine the tensors of each host's ranks in order, rounded to their type, then those of the hosts. A mean is
-    divided once, in the end."""
-    if len(hosts) == 1:
+    divided once, in the end. The sum of a host could be infinite in float16: its tensors are combined rank by rank."""
+    if len(hosts) == 1 or tensors[0].dtype == np.float16:
         return reduce_in_rank_order(tensors, op)
     sums = [reduce_in_rank_order([tensors[rank] for rank in ranks], "sum" if op == "mean" else op) for ranks in hosts]
     return reduce_in_rank_order(sums, op, divisor=len(tensors))

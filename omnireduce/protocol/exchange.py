@@ -31,6 +31,7 @@ from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import (
     ASLEEP,
     BEGUN_AT,
+    COMBINED,
     DESCRIPTORS,
     EXTRA_WORDS,
     LEFT,
@@ -52,7 +53,7 @@ from omnireduce.protocol.host_delays import late_ranks
 from omnireduce.protocol.host_faults import HostError, difference
 from omnireduce.protocol.host_rows import HostRows
 from omnireduce.protocol.hosts import Neighbours, chunk_blocks
-from omnireduce.protocol.operands import RowBlocks, TensorBlocks
+from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.status import LISTED
 from omnireduce.wire.blocks import capacity
 from omnireduce.wire.control import Report
@@ -147,7 +148,8 @@ class HostExchange:
         """Queue a collective, which all ranks of the host queue in the same order."""
         if not self._queue:
             self.moved_at = now
-        self._queue.append((collective, collective.operand.blocks))
+        is_summed = collective.host_sum is not None or not self._has_others
+        self._queue.append((collective, collective.operand.blocks if is_summed else AGREEMENT))
 
     def report(self, now: float) -> Report:
         """What came of the collectives so far, and whom this rank waits for."""
@@ -216,11 +218,12 @@ class HostExchange:
 
     def _prepare(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> None:
         descriptor, layout = collective.descriptor, collective.operand.layout
-        element, op, shards = descriptor.element, descriptor.op, layout.shards if self._has_others else 0
-        full, shape = layout.full_blocks, self._shape(layout.full_blocks, descriptor.block_bytes)
+        element, shards = descriptor.element, 0 if collective.host_sum is None else layout.shards
+        full, tail = (0, 0) if blocks is AGREEMENT else (layout.full_blocks, layout.blocks - layout.full_blocks)
+        shape = self._shape(full, descriptor.block_bytes)
         chunks, in_place, silent, mask, brought, number_chunks = 1, False, False, np.uint64(0), 0, 1
         if isinstance(blocks, TensorBlocks):
-            chunks, number_chunks = -(-full // shape.chunk_blocks) + (full < layout.blocks), 0
+            chunks, number_chunks = -(-full // shape.chunk_blocks) + tail, 0
             chunks = max(chunks, 1 if shards else 0)  # also where there is nothing to sum, hosts wait for each other
             in_place, silent, mask = blocks.in_place, blocks.silent, blocks.mask
         else:  # the first chunk: what number chunks follow is known once all ranks have begun
@@ -229,9 +232,9 @@ class HostExchange:
             self._scratch = np.zeros((2, layout.block_size), np.float32)
             self._bits = self._scratch.view(np.uint32)
         self._state[0] = (
-            *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, layout.blocks - full, *shape,
+            *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, tail, *shape,
             descriptor.block_bytes // 8, layout.block_size, in_place, silent,
-            _STORAGE_OF[element.name], op_code("sum" if shards and op == "mean" else op, element),
+            _STORAGE_OF[element.name], op_code("sum" if shards and descriptor.op == "mean" else descriptor.op, element),
             0, 0, 0, 0, 0, 0, 0, 0, 0,
             number_chunks, number_chunks, 0, 0, 0, shards, layout.stripe_blocks, 0, 0, -1, mask,
         )  # fmt: skip
@@ -342,8 +345,9 @@ class HostExchange:
         if not (self._is_prepared and anybody_left(self._state, self._ints)):
             return []
         left = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == why]
-        late = self.waited_for()  # afterwards: who left had taken its last step
-        return [rank for rank in left if rank in late]
+        late, s = self.waited_for(), self._state[0]  # afterwards: who left had taken its last step
+        shown = s["base"] + s["chunks"] if s["shards"] else 0  # of several hosts a rank may also have left before this
+        return [rank for rank in left if rank in late or self._read(rank, COMBINED) < shown]
 
     @property
     def has_failed(self) -> bool:

@@ -68,6 +68,6 @@ class Dealing(NamedTuple):
     def layout(self, descriptor: Descriptor) -> Layout:
         """The tensor of a collective, with its stripes dealt to the shards."""
         layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, self.stripe_blocks
-        if self.slot_bytes and not descriptor.has_rows:
+        if self.slot_bytes and descriptor.summed_by_host:
             stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(self.slot_bytes, block_bytes))
         return layout.dealt(self.shards, stripe_blocks, self.whole_bytes, block_bytes)

@@ -40,6 +40,11 @@ class TensorBlocks(NamedTuple):
     mask: np.uint64
 
 
+_NONE = np.zeros((0, 1), np.uint64)
+# Rows of a job on several hosts go to the shards. Inside a host its ranks only agree that they have begun the same.
+AGREEMENT = TensorBlocks(_NONE, _NONE, _NONE, _NONE, in_place=True, silent=True, mask=np.uint64(0))
+
+
 class RowBlocks(NamedTuple):
     """Rows as the exchange inside a host takes them: their `numbers`, int64 (n,), strictly ascending, and `rows`, uint8
     (n, row bytes). `hold` takes the numbers of the union and gives memory for its rows, uint8 (m, row bytes)."""

@@ -27,7 +27,7 @@ class Senders:
 
     def begin(self, descriptor: Descriptor) -> Reduction:
         """Begin a collective."""
-        by_host = self.waits = self.delegates != () and not descriptor.has_rows
+        by_host = self.waits = self.delegates != () and descriptor.summed_by_host
         self.ranks = self.delegates if by_host else self._everybody
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
         self.reduction = self._of_hosts if by_host else self._of_ranks

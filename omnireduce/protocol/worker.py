@@ -112,8 +112,7 @@ class WorkerMachine:
         assert self.ended is None, "submit after the end"
         collective = self._new_collective(descriptor, operand)
         taking_part = self._taking_part(collective)
-        host = self.host if self._neighbours.hosts == 1 or collective.host_sum is not None else None
-        collective.parts_left = len(taking_part) + (host is not None)
+        collective.parts_left = len(taking_part) + (self.host is not None)
         self._next += 1
         if not self._under_way:
             self._patience.begin(now)
@@ -121,13 +120,13 @@ class WorkerMachine:
             stream.waiting = None  # that wait is over, or was most likely for this worker
         for stream in taking_part:
             stream.submit(collective)
-        if host is not None:
-            host.submit(collective, now)
+        if self.host is not None:
+            self.host.submit(collective, now)
         self._under_way.append(collective)
         return collective.number
 
     def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
-        if self._neighbours.hosts == 1 or descriptor.has_rows:
+        if self._neighbours.hosts == 1 or not descriptor.summed_by_host:
             return Collective(self._next, descriptor, operand, self.rank)
         return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=self._host_sum(operand))
 
@@ -327,10 +326,9 @@ class WorkerMachine:
     def _moments_more(self) -> int:
         """How many moments to let others judge first. Only the ranks of a host see who of it is late. Those who wait
         for a shard see delegates, and those who wait for a delegate see less."""
-        oldest = self._under_way[0]
-        if self._neighbours.hosts == 1 or oldest.descriptor.has_rows or (self.host and self.host.waited_for()):
+        if self._neighbours.hosts == 1 or (self.host and self.host.waited_for()):
             return 0
-        return 2 if any(each.owes(oldest) for each in self._streams) else 4
+        return 2 if any(each.owes(self._under_way[0]) for each in self._streams) else 4
 
     @property
     def _is_old_news(self) -> bool:

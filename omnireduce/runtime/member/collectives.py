@@ -60,9 +60,9 @@ class Collectives:
         `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
         int64, uint8 … uint64 or bool. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only
         read). `op`: sum, mean, min, max or prod, and of bool any or all; mean needs a float type; 16-bit floats are
-        summed in float32 and rounded once; integers wrap. `name` is compared between ranks and appears in errors;
-        threads other than the communicator's own must give one. `block_size` overrides `protocol.block_size`: elements,
-        a multiple of 8.
+        summed in float32 and rounded once, bfloat16 also in each of several hosts; integers wrap. `name` is compared
+        between ranks and appears in errors; threads other than the communicator's own must give one. `block_size`
+        overrides `protocol.block_size`: elements, a multiple of 8.
 
         A list, tuple or dict of arrays, also nested, is a group: all its arrays are combined in place, and it is
         returned. Those of up to 512 KiB travel together, one exchange for each dtype; larger ones travel on their own,

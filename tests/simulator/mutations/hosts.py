@@ -10,6 +10,7 @@ _EXCHANGE = "omnireduce.protocol.exchange"
 _OPERANDS = "omnireduce.protocol.operands"
 _SENDERS = "omnireduce.protocol.senders"
 _REGIONS = "omnireduce.kernels.regions"
+_TESTS = "tests/protocol/test_several_hosts.py::"
 
 MUTATIONS = (
     Mutation(
@@ -43,7 +44,7 @@ MUTATIONS = (
         "of the stripes of another shard the ranks get the sum of their own host",
         "host.arrived(min([",
         "host.arrived(max([",
-        test="tests/protocol/test_several_hosts.py::test_a_host_shows_only_what_its_shard_has_answered",
+        test=_TESTS + "test_a_host_shows_only_what_its_shard_has_answered",
     ),
     Mutation(
         "sums are sent before they are there",
@@ -65,8 +66,8 @@ MUTATIONS = (
         "a host divides a mean",
         _EXCHANGE,
         "a mean over several hosts is divided twice",
-        'op_code("sum" if shards and op == "mean" else op, element)',
-        "op_code(op, element)",
+        'op_code("sum" if shards and descriptor.op == "mean" else descriptor.op, element)',
+        "op_code(descriptor.op, element)",
         first=_OF_SEVERAL,
     ),
     Mutation(
@@ -81,7 +82,7 @@ MUTATIONS = (
         "rows come from one rank of a host",
         _SENDERS,
         "rows of the other ranks are lost, or nobody gets on",
-        "self.delegates != () and not descriptor.has_rows",
+        "self.delegates != () and descriptor.summed_by_host",
         "self.delegates != ()",
         first=_OF_SEVERAL,
     ),
@@ -89,9 +90,35 @@ MUTATIONS = (
         "ranks that see little judge first",
         _MACHINE,
         "a rank that waits for its delegate blames its neighbours before that one has named the shard or the rank",
-        "        return 2 if any(each.owes(oldest) for each in self._streams) else 4\n",
+        "        return 2 if any(each.owes(self._under_way[0]) for each in self._streams) else 4\n",
         "        return 0\n",
         within=2000,
         first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "who left may still show",
+        _EXCHANGE,
+        "a rank waits for results of a delegate that has gone with the shard",
+        "if rank in late or self._read(rank, COMBINED) < shown]",
+        "if rank in late]",
+        test=_TESTS + "test_a_delegate_that_left_before_it_has_shown_is_not_waited_for",
+    ),
+    Mutation(
+        "hosts add up float16",
+        "omnireduce.descriptor",
+        "a host's sum is infinite where the result is not",
+        ' and self.element.name != "float16"',
+        "",
+        test=_TESTS + "test_a_host_sends_no_sum_that_float16_cannot_hold",
+    ),
+    Mutation(
+        "ranks of a host need not agree about rows",
+        _MACHINE,
+        "rows of some ranks of each host wait for tensors of the others, and nobody sees that they differ",
+        "        if self.host is not None:\n            self.host.submit(collective, now)\n",
+        "        if self.host is not None and collective.host_sum is None and self._neighbours.hosts > 1:\n"
+        "            collective.parts_left -= 1\n"
+        "        elif self.host is not None:\n            self.host.submit(collective, now)\n",
+        test=_TESTS + "test_rows_beside_a_tensor_end_the_job_on_all_ranks",
     ),
 )
