@@ -101,7 +101,7 @@ def _on_this_host(setup: Setup, trees: Trees) -> Iterator[Contest]:
         for name, tree in trees:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
             shards = stack.enter_context(daemon(setup.shards, tree=tree))
-            ranks = service_group(setup.ranks, folder, shards.addresses, *setup.settings, tree=tree)
+            ranks = service_group(setup.ranks, folder, shards.addresses, *tree.known(setup.settings), tree=tree)
             entrants += _entrants(name, stack.enter_context(ranks))
         yield Contest(entrants)
 

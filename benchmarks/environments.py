@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,12 @@ class Tree(NamedTuple):
     def named(self, what: str) -> str:
         """What errors call `what` of this checkout."""
         return what if self == HERE else f"{what} of {self.root}"
+
+    def known(self, sets: Sequence[str]) -> list[str]:
+        """Those of these `section.key=value` for which this checkout has a setting: an older one may lack some."""
+        sections = tomllib.loads((self.root / "configs" / "reference.toml").read_text())
+        parts = [(each, *each.partition("=")[0].split(".")) for each in sets]
+        return [each for each, section, key in parts if key in sections.get(section, {})]
 
 
 HERE = Tree(ROOT, Path(sys.executable))

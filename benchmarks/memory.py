@@ -61,7 +61,7 @@ def measure(case: Case, tree: Tree = HERE) -> Memory:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(setup.shards, tree=tree) as running:
         program = ("benchmarks.peak_memory",)
         with service_group(
-            setup.ranks, folder, running.addresses, *setup.settings, program=program, tree=tree
+            setup.ranks, folder, running.addresses, *tree.known(setup.settings), program=program, tree=tree
         ) as group:
             answers = group.tell(do="measure", elements=case.elements)
         resident = max(running.read(lambda pid: memory_mib("VmHWM", pid)))

@@ -19,6 +19,7 @@ from rich.console import Console
 from benchmarks.__main__ import main
 from benchmarks.cases import MEMORY, Case, all_cases, target_cases
 from benchmarks.contest import BOUND, OURS, PEERS, SCAN, Entrant, Measured, Method, Result, labels, order
+from benchmarks.environments import HERE, Tree
 from benchmarks.memory import Memory
 from benchmarks.outcomes import Results, memory_outcome, outcome, show_verdicts
 from benchmarks.shaped import Setting
@@ -289,3 +290,11 @@ def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
     for each in pictures:
         assert each.read_bytes() == (tmp_path / "second" / each.name).read_bytes()
         assert 1000 < each.stat().st_size < 100_000
+
+
+def test_an_older_checkout_is_told_only_what_it_knows(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "reference.toml").write_text('[transport]\nkind = "auto"\n')
+    sets = ["transport.host_exchange=off", "transport.kind=shm", "nothing.here=1"]
+    assert Tree(tmp_path, Path("python")).known(sets) == ["transport.kind=shm"]
+    assert HERE.known(sets) == sets[:2]
