@@ -79,10 +79,13 @@ class Account:
         self._reports[rank] = report, now
 
     def last_of(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` that wait for nobody, and whom the others of them wait for, as they have reported last."""
+        """Whom `ranks` wait for: for each of them, those of its last report, or itself if it named nobody. Who has
+        reported later is not late: then the rank itself may have stopped."""
         found = set[int]()
         for rank in ranks:
-            found.update((self._reports[rank][0].behind if rank in self._reports else ()) or (rank,))
+            report, came_at = self._reports.get(rank, (Report(), 0.0))
+            behind = [other for other in report.behind if self._reports.get(other, (report, came_at))[1] <= came_at]
+            found.update(behind or (rank,))
         return sorted(found)
 
     def waiting(self, now: float) -> Wait | None:

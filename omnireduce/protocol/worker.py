@@ -343,10 +343,11 @@ class WorkerMachine:
             yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
 
     def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:
-        """Tell the first shard what it cannot see: what goes on in memory."""
+        """Tell the first shard what it cannot see: what goes on in memory. With several hosts tell all of them."""
         report = host.report(now)
         self._report_at, self._said_whom = now + REPORT_S, report.total > 0
         yield Tell(0, report)
+        yield from (Tell(each.shard, report.elsewhere) for each in self._streams[1:] if self._neighbours.hosts > 1)
 
     def _named(self, ranks: Sequence[int]) -> str:
         assert self.host is not None

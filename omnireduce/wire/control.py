@@ -187,6 +187,11 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     total: _U32 = 0
     waited_s: _Seconds = 0.0
 
+    @property
+    def elsewhere(self) -> Report:
+        """The same for the shards beyond the first: they must not count the bytes once more."""
+        return msgspec.structs.replace(self, sent_bytes=0, received_bytes=0)
+
 
 class Newcomers(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to workers: so many others wait to join this job when it is formed anew."""

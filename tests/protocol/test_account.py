@@ -9,10 +9,11 @@ import pytest
 from harness import InprocCluster
 from machine_bench import BLOCKS, Bench, aggregator, message
 
+from omnireduce.protocol.account import Account
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.runtime.shard.status_pages import StatusPages
 from omnireduce.status import MOST, Late, Status, StatusRequest, Traffic
-from omnireduce.wire.control import PROTOCOL_VERSION, decode_control, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, Report, decode_control, encode_control
 
 BLOCK = 8
 
@@ -119,3 +120,11 @@ def test_only_reductions_count_for_the_density(kind: Any) -> None:
     [found] = [each.account.traffic for each in cluster.aggregators]
     assert found.collectives == 1
     assert found.density is found.union_density is None
+
+
+def test_who_has_reported_later_is_not_late() -> None:
+    account = Account(3)
+    account.report(0, Report(behind=[1], total=1, what="x", waited_s=1.0), 1.0)
+    assert account.last_of([0, 2]) == [1, 2]
+    account.report(1, Report(), 2.0)
+    assert account.last_of([0, 2]) == [0, 2]

@@ -171,3 +171,49 @@ def test_a_delegate_that_left_before_it_has_shown_is_not_waited_for() -> None:
         cluster.down[0][rank].send_control(encode_control(Aborted(stops)))
     cluster.settle(paused=cluster.aggregator_drivers)
     assert cluster.worker_ends == [End(stops)] * 4
+
+
+def wait(cluster: InprocCluster, seconds: float, paused: int | None = None) -> None:
+    """Let time pass, in halves of a second, until a rank ends its job; one rank may be stopped."""
+    drivers = [each for rank, each in enumerate(cluster.worker_drivers) if rank != paused]
+    until = cluster.now + seconds
+    while cluster.now < until and not any(cluster.worker_ends):
+        cluster.now += 0.5
+        order = [*drivers, *cluster.aggregator_drivers]
+        cluster.random.shuffle(order)
+        for driver in order:
+            driver.turn()
+
+
+def named(cluster: InprocCluster) -> set[str]:
+    """Whom the ranks name that have ended the job."""
+    return {end.cause.culprit for end in cluster.worker_ends if end is not None and end.cause is not None}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_shard_knows_who_of_a_host_is_late(seed: int) -> None:
+    """The other host has waited for longer, and judges first. Each shard waits for another delegate."""
+    cluster = several_hosts([[0, 1, 2], [3, 4, 5]], 32, 1, seed, 2)
+    for rank in (3, 4, 5):
+        cluster.allreduce(rank, np.ones(80, np.float32))
+    wait(cluster, 15.0)
+    for rank in (0, 1):
+        cluster.allreduce(rank, np.ones(80, np.float32))
+    wait(cluster, 100.0)
+    assert named(cluster) == {"rank 2 (host h2, pid 102)"}
+
+
+def test_a_rank_blames_nobody_for_what_was_said_of_an_earlier_collective() -> None:
+    cluster = several_hosts([[0, 1], [2, 3]], 32, 4, 1, 1)
+    for rank in (0, 1, 2):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    wait(cluster, 5.0)
+    cluster.allreduce(3, np.ones(20, np.float32))
+    cluster.run()
+    for rank in range(4):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    for _ in range(50):
+        for driver in cluster.worker_drivers:
+            driver.advance()
+    wait(cluster, 100.0, paused=0)  # its sum is sent, and its host waits for what it shows
+    assert named(cluster) == {"rank 0 (host h0, pid 100)"}
