@@ -293,6 +293,10 @@ class Joining:
             error = TransportError(f"the aggregators disagree about which tensors stay whole: up to {sizes} bytes")
             yield from self.failed(error, now)
             return
+        if len({(welcome.neighbours, welcome.host, welcome.hosts) for welcome in welcomes}) > 1:
+            error = TransportError("the aggregators disagree about which ranks share a host")
+            yield from self.failed(error, now)
+            return
         seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
         neighbours = Neighbours((rank,))

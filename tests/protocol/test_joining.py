@@ -241,6 +241,15 @@ def test_aggregators_that_disagree_about_whole_tensors() -> None:
     assert "disagree about which tensors stay whole: up to 8, 0 bytes" in str(failure(told(joining, 1, Welcome(1))))
 
 
+def test_aggregators_that_disagree_about_hosts() -> None:
+    joining = begun()
+    list(joining.connected(0, NONCE, 0.0))
+    list(joining.connected(1, NONCE, 0.0))
+    told(joining, 0, Welcome(1, neighbours=(0, 1), host=0, hosts=1))
+    error = failure(told(joining, 1, Welcome(1, neighbours=(1,), host=1, hosts=2)))
+    assert str(error) == "the aggregators disagree about which ranks share a host"
+
+
 # elastic jobs
 
 

@@ -102,9 +102,9 @@ class Job:
         self._whole_bytes = min(hello.whole_bytes for hello in hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         self._hosts = hosts_of(hellos)
+        self._host_of = {rank: host for host in self._hosts for rank in host.ranks}
         meet = self._hosts if self._spec.shard == 0 else []  # the first shard tells the ranks where
-        drawn = [(host, secrets.token_bytes(TOKEN_BYTES)) for host in meet]
-        self._meetings = {rank: (host, token) for host, token in drawn for rank in host.ranks}
+        self._meetings = {host.host: secrets.token_bytes(TOKEN_BYTES) for host in meet}
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
             self._arena = undo.enter_context(closing(Region(ranks * slots, slot_bytes)))
@@ -148,9 +148,9 @@ class Job:
         link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes)
         if hello.shard == 0:
             welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation, hello.ticket))
-        if rank in self._meetings:
-            (ranks, host, hosts), token = self._meetings[rank]
-            welcome = replace(welcome, meeting=token, neighbours=ranks, host=host, hosts=hosts)
+        if rank in self._host_of:
+            ranks, host, hosts = self._host_of[rank]
+            welcome = replace(welcome, meeting=self._meetings.get(host), neighbours=ranks, host=host, hosts=hosts)
         send_slots = self._results.slots
         receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
         if hello.verbs is not None and isinstance(link, TcpLink):
