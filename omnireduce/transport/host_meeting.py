@@ -48,6 +48,10 @@ class HostGroup:
         self.bells.clear()
 
 
+class RankGoneError(TransportError):
+    """A rank of this host has left while the others met it."""
+
+
 class HostMeeting:
     """One rank, number `me` of `ranks` of its host, until `group` is there. `token` tells this meeting from others.
 
@@ -88,7 +92,17 @@ class HostMeeting:
         return self._me > 0 and not self._sockets
 
     def turn(self) -> bool:
-        """Do what can be done now; return whether `group` is there."""
+        """Do what can be done now; return whether `group` is there. Raises RankGoneError when a rank has left, and
+        TransportError or OSError when memory cannot be shared."""
+        try:
+            self._turn()
+        except ConnectionError as error:
+            if from_a_handler(error):
+                raise
+            raise RankGoneError("another rank of this host is gone") from error
+        return self.group is not None
+
+    def _turn(self) -> None:
         if self.must_try_again:
             self._connect()
         for key, _ in self._selector.select(0) if self.group is None else ():
@@ -104,7 +118,6 @@ class HostMeeting:
                 self._take_card(sock)
             if self.group is not None:
                 break
-        return self.group is not None
 
     # the first rank
 
@@ -163,7 +176,7 @@ class HostMeeting:
         if member is not self._unserved[0]:
             self._selector.unregister(member)  # a stranger that came late
         elif _receive(member, len(DONE), 0)[0] != DONE:
-            raise TransportError("another rank of this host is gone")
+            raise RankGoneError("another rank of this host is gone")
         else:
             self._selector.unregister(member)
             del self._unserved[0]
@@ -189,7 +202,7 @@ class HostMeeting:
     def _take_batch(self, sock: socket.socket) -> None:
         data, descriptors = _receive(sock, _BATCH.size + PIDS.size, 2 * BATCH_RANKS)
         if len(data) != _BATCH.size + PIDS.size:
-            raise TransportError("the first rank of this host is gone")
+            raise RankGoneError("the first rank of this host is gone")
         first, count = _BATCH.unpack_from(data)
         if count > BATCH_RANKS or first + count > self._ranks or len(descriptors) != 2 * count:
             for fd in descriptors:
@@ -245,5 +258,11 @@ def _is_foreign(sock: socket.socket) -> bool:
 
 
 def _receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    data, descriptors, _, _ = socket.recv_fds(sock, size + 1, most, socket.MSG_CMSG_CLOEXEC)
+    """Bytes and descriptors of a message; none when the peer is gone."""
+    try:
+        data, descriptors, _, _ = socket.recv_fds(sock, size + 1, most, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError as error:
+        if from_a_handler(error):
+            raise
+        return b"", []
     return data, list(descriptors)

@@ -218,7 +218,7 @@ def test_a_rank_of_a_shared_host_dies(daemon: Daemon, hosts: list[Host], victim:
         job = Job(daemon, [host for host in hosts[1:3] for _ in range(2)], stack, elements=200_000, idle=False)
         since = job.members[victim].signal(signal.SIGKILL)
         for rank in {*range(4)} - {victim}:
-            assert "connection closed" in job.raises(rank, since, job.name(victim))
+            assert "connection" in job.raises(rank, since, job.name(victim))  # closed, or broken with data unread
     assert_serves(daemon, hosts[1:3])
 
 

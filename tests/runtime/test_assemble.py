@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_job, unique_job
-from transports import WAYS, over
+from transports import MEMORY, WAYS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
 from omnireduce.runtime.member import assemble, rendezvous
+from omnireduce.transport.host_meeting import HostMeeting
 
 SCRIPT = """
 import json, os, resource, sys
@@ -106,6 +107,27 @@ def test_whatever_fails_the_others_hear_of_it(
     assert first.reason == words
     assert len(links) == 3
     assert all(link.over and not link.send_slots.size for link in links)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """The others see that a rank is gone, but not which one, and why."""
+    turn = HostMeeting._turn
+
+    def leaving(self: HostMeeting) -> None:
+        if self._me == victim and (self._unserved or victim):
+            raise ZeroDivisionError("a bug")
+        turn(self)
+
+    monkeypatch.setattr(HostMeeting, "_turn", leaving)
+    job, config = unique_job(), configured(daemon.addresses, *over(MEMORY))
+    ranks = start_job(config, 3, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
+    assert isinstance(ranks.pop(victim), ZeroDivisionError)
+    for found in ranks:
+        assert isinstance(found, AbortedError)
+        assert found.culprit.startswith(f"rank {victim} (host ")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.transport.blame import from_a_handler
-from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting
+from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
@@ -152,6 +152,9 @@ class _Visitor:
             return
         try:
             has_met = self._meeting.turn()
+        except RankGoneError:
+            self._end_meeting()  # an aggregator is about to tell who it was, and why
+            return
         except (TransportError, OSError) as error:
             self._could_not_share(error)
             return
