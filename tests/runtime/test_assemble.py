@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from transports import MEMORY, WAYS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
 from omnireduce.runtime.member import assemble, rendezvous
-from omnireduce.transport.host_meeting import HostMeeting
+from omnireduce.transport.host_meeting import HostMeeting, RankGoneError
 
 SCRIPT = """
 import json, os, resource, sys
@@ -113,15 +115,23 @@ def test_whatever_fails_the_others_hear_of_it(
 def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
-    """The others see that a rank is gone, but not which one, and why."""
-    turn = HostMeeting._turn
+    """The others see that a rank is gone, long before an aggregator tells which one, and why."""
+    turn, is_seen = HostMeeting.turn, threading.Event()
 
-    def leaving(self: HostMeeting) -> None:
-        if self._me == victim and (self._unserved or victim):
+    def leaving(self: HostMeeting) -> bool:
+        if self._me == victim and (self._unserved or (victim and self._sockets)):
+            for each in self._sockets:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+            assert is_seen.wait(WAIT_S)
             raise ZeroDivisionError("a bug")
-        turn(self)
+        try:
+            return turn(self)
+        except RankGoneError:
+            is_seen.set()
+            raise
 
-    monkeypatch.setattr(HostMeeting, "_turn", leaving)
+    monkeypatch.setattr(HostMeeting, "turn", leaving)
     job, config = unique_job(), configured(daemon.addresses, *over(MEMORY))
     ranks = start_job(config, 3, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(ranks.pop(victim), ZeroDivisionError)
