@@ -59,10 +59,10 @@ class Departures:
 
     def _let_stay(self, job: Job) -> None:
         failure = self._failures.get(job.generation)
-        for member in self.members(job.generation):
-            if not member.has_left and failure is None:
+        for member in [each for each in self.members(job.generation) if not each.has_left]:
+            if failure is None:
                 self._connections.let_stay(member)
-            elif not member.has_left and failure is not None:
+            else:
                 self._send_away(member, failure)
 
     def _end_stay(self, connection: Connection, job: Job, cause: Cause | None) -> None:
