@@ -9,8 +9,7 @@ together. B is the goodput measured in the same run.
 
 These are the bounds of a service that sends the union to every rank (`bound_ms`, `share`). A rank, or a host of
 several, needs only what others contributed: with that density in the place of Du there is a lower one (`least_ms`,
-`share_of_least`), which the
-service can only come near where what it leaves out is an eighth of a message or more.
+`share_of_least`), which the service can only come near where what it leaves out is an eighth of a message or more.
 
 The first bytes of a round pass unshaped, as many as a shaper's burst has: the links were idle since the last one. Both
 bounds are less by that, since the link that carries most has it once: `(bytes of that link - burst) / B`. Shapers that
@@ -105,9 +104,8 @@ def _shaped(setting: Setting, sets: Sequence[str], *, gloo: bool) -> Iterator[tu
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
         of_ranks, of_shards = stack.enter_context(setting.testbed())
-        bytes_per_s = max(
-            goodput(of_shards[0], of_shards[1], 0.5) for _ in range(3)
-        )  # less only where something disturbs it
+        speeds = [goodput(of_shards[0], of_shards[1], 0.5) for _ in range(3)]
+        bytes_per_s = max(speeds)  # less only where something disturbs it
         daemons = [
             stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
             for host in of_shards

@@ -38,16 +38,16 @@ BATCH = 16  # blocks that are planned, then reduced: they stay in the nearest ca
 @kernel
 def stage_part(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, start: int, stop: int, at: int,
-    skip: int, mask: np.uint64,
+    skip: int,
 ) -> int:  # fmt: skip
     """Copy the non-zero ones of blocks start…stop-1 to the slot at `at`, whose place `skip` is that of `start`; return
-    how many. Only bits in `mask` count.
+    how many.
 
     Where most blocks are not zero, every block is copied while it is scanned. The copy of a zero block is overwritten
     by the next.
     """
     s = state[0]
-    width, in_place, copies, count = s["width"], s["in_place"] != 0, s["is_dense"] != 0, 0
+    width, mask, in_place, copies, count = s["width"], s["mask"], s["in_place"] != 0, s["is_dense"] != 0, 0
     rows_at, indices_at, ahead = at + s["rows"] + skip * width, at + s["indices"] + skip, max(1, AHEAD // width)
     for block in range(start, stop):
         row, out, bits = row_of(source, block - origin), span_of(words, rows_at + count * width, width), np.uint64(0)

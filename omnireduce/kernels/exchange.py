@@ -146,7 +146,7 @@ def _stage(state: Array, ints: Array, words: Array, source: Array, target: Array
         count = 0
         if not s["silent"]:
             first, start, stop = part_of(state, chunk, rank)
-            count = stage_part(state, ints, words, source, target, origin, start, stop, at, start - first, s["mask"])
+            count = stage_part(state, ints, words, source, target, origin, start, stop, at, start - first)
         ints[at + rank] = count
         s["staged_blocks"] += count
 

@@ -175,15 +175,18 @@ class _Visitor:
             wrong = str(error) if isinstance(error, TransportError) else shortage(error)
         else:
             return True
-        self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
+        self._fail(wrong)
         return False
+
+    def _fail(self, wrong: str) -> None:
+        """End this attempt."""
+        self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
 
     def _could_not_share(self, error: TransportError | OSError) -> None:
         """End this attempt: no memory is shared. Raises the error if a signal handler has raised it."""
         if isinstance(error, OSError) and from_a_handler(error):
             raise error
-        wrong = str(error) if isinstance(error, TransportError) else shortage(error)
-        self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
+        self._fail(str(error) if isinstance(error, TransportError) else shortage(error))
 
     def _meet(self, meet: Meet) -> None:
         """Begin to meet the other ranks of this host."""
