@@ -92,8 +92,7 @@ class AggregatorMachine:
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
         self._warn_after_s = warn_after_s
-        self._quiet_since = 0.0
-        self._warned_at = self._warn_again_at = 0.0
+        self._quiet_since = self._warned_at = self._warn_again_at = 0.0
         self.account = Account(len(members))
         self.ended: End | None = None
 
@@ -145,6 +144,8 @@ class AggregatorMachine:
     def received(self, rank: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A block message arrived in receive slot `slot` of `rank`."""
         row = rank * self._slot_count + slot
+        if self._current is None and self._senders.delegates and self.idle:
+            self._quiet_since = now  # no result was awaited before
         try:
             header = read_header(self._arena[row], nbytes)
         except ProtocolError as error:
@@ -218,7 +219,7 @@ class AggregatorMachine:
 
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
-        if self._current is None and (not self._senders.delegates or self.idle):
+        if self._current is None and not self._senders.delegates:
             self._quiet_since = now
         self.spent, self.more, moved = 0, False, True
         while moved and self.ended is None:

@@ -370,12 +370,13 @@ class HostExchange:
                 self._called[rank] = sleep
                 yield Wake(rank)
 
-    def waited_for(self) -> list[int]:
-        """The other ranks that could take a step, but have not: those that wait for others themselves are not named."""
+    def waited_for(self, but: int | None = None) -> list[int]:
+        """The other ranks that could take a step, but have not: those that wait for others themselves are not named,
+        nor those who have left because of `but`."""
         if not self._is_prepared:
             return []
         counters = self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
-        return late_ranks(counters, self._state[0])
+        return [rank for rank in late_ranks(counters, self._state[0]) if counters[rank, LEFT] != but]
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""

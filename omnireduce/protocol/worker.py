@@ -69,7 +69,7 @@ class WorkerMachine:
         self.ended: End | None = None
 
     def fits(self, block_bytes: int) -> bool:
-        """Whether at least one block of this size fits in a slot. The largest has `largest_block_bytes`."""
+        """Whether at least one block of this size fits in a slot."""
         return block_bytes <= self.largest_block_bytes
 
     @property
@@ -320,15 +320,16 @@ class WorkerMachine:
             yield from self._say_who(self.host, now)
         elif not self._patience.late_s and (now - deadline >= self._patience.moment_s or self._is_old_news):
             self._patience.late_s = max(now - deadline, 1e-6)
-        elif not self._patience.defer(self._moments_more()):
-            yield from self._end(self._overdue(now))
+        elif not self._patience.defer(self._moments_more(cause := self._overdue(now))):
+            yield from self._end(cause)
 
-    def _moments_more(self) -> int:
-        """How many moments to let others judge first. Only the ranks of a host see who of it is late. Those who wait
-        for a shard see delegates, and those who wait for a delegate see less."""
-        if self._neighbours.hosts == 1 or (self.host and self.host.waited_for()):
-            return 0
-        return 2 if any(each.owes(self._under_way[0]) for each in self._streams) else 4
+    def _moments_more(self, cause: Cause) -> int:
+        """How many moments to let others judge first. A rank may know better than who blames it: a shard hangs. Only
+        the ranks of a host see who of it is late. Those who wait for a shard see delegates, others see less."""
+        if self.host is None:
+            return int(cause.culprit != self._me and not any(each in cause.culprit for each in self._addresses))
+        owing = any(each.owes(self._under_way[0]) for each in self._streams)
+        return 0 if self._neighbours.hosts == 1 or self.host.waited_for() else 2 if owing else 4
 
     @property
     def _is_old_news(self) -> bool:
@@ -366,13 +367,13 @@ class WorkerMachine:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"{oldest} not complete after {self._timeout_s:g} s"
+        late = [] if self.host is None else self.host.waited_for(but=FAILED)
+        if late:
+            return Cause(self._named(late), reason, timeout=True)
         if self._is_old_news:  # no rank is late, and the first aggregator hangs
             reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
             return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
-        late = [] if self.host is None else self.host.waited_for()
-        if late:
-            return Cause(self._named(late), reason, timeout=True)
-        owing = [stream for stream in self._streams if stream.owes(oldest)]
+        owing = [each for each in self._streams if each.owes(oldest)]
         if oldest.host_sum is not None and not owing:
             return self._patience.cause_behind(reason, self._streams, self._sender(None))
         return self._patience.cause(now, reason, owing)

@@ -193,14 +193,29 @@ def test_a_collective_that_takes_too_long_names_who_is_waited_for() -> None:
         cluster.settle()
         assert cluster.worker_ends == [None] * 3
     assert any("rank 1 (host h1, pid 101)" in warning for warning in cluster.warnings)
-    cluster.now = 5.0
-    cluster.settle()
+    for now in (5.0, 5.25):  # others may judge first, for a moment
+        cluster.now = now
+        cluster.settle()
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
     for end in cluster.worker_ends:
         assert end is not None
         assert end.cause is not None
         assert end.cause.timeout
         assert "allreduce 'w' of float32 (50,), sum" in end.cause.reason
+
+
+def test_who_blames_a_rank_lets_it_blame_a_shard_before() -> None:
+    """The other rank waits for a shard that hangs, and says so right after the time limit."""
+    cluster = InprocCluster(2, shards=2, timeout_s=5.0)
+    cluster.allreduce(0, np.ones(50, np.float32))
+    for now in (0.0, 2.5, 5.0):
+        cluster.now = now
+        cluster.settle()
+    assert cluster.worker_ends == [None] * 2
+    assert cluster.workers[0].deadline == pytest.approx(5.25)
+    cluster.worker_drivers[1].perform(cluster.workers[1].lost(1, "is stopped", cluster.now))
+    cluster.settle()
+    assert cluster.culprits() == {"aggregator 127.0.0.1:7401"}
 
 
 def test_a_shard_that_hangs_is_named() -> None:
@@ -245,6 +260,9 @@ def test_a_rank_that_came_just_before_the_end_is_the_one_that_was_waited_for() -
     for driver in (*cluster.worker_drivers, *cluster.aggregator_drivers):
         driver.turn()
     cluster.now = 5.0
+    for driver in cluster.worker_drivers:
+        driver.turn()
+    cluster.now = 5.25  # others may judge first, for a moment
     cluster.settle()
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
     assert "4.0 s of it all waited" in str(cluster.worker_ends[0])
@@ -274,9 +292,10 @@ def test_a_rank_that_is_stopped_while_it_looks_for_input_does_not_blame_the_aggr
     cluster.allreduce(1, np.ones(50, np.float32), name="w")
     for _ in range(2):
         stopped.turn()
-    cluster.now = 6.5  # both noticed late, and have listened for a moment
-    for driver in cluster.worker_drivers:
-        driver.turn()
+    for now in (6.5, 6.75):  # both noticed late, have listened for a moment, and let others judge for another one
+        cluster.now = now
+        for driver in cluster.worker_drivers:
+            driver.turn()
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
 
 

@@ -124,6 +124,26 @@ def test_an_aggregator_that_does_not_say_why_the_job_is_over_is_blamed() -> None
     assert end.cause.reason.endswith("nothing from there says why: is it stopped?")
 
 
+def test_a_rank_that_does_not_come_is_blamed_though_another_one_has_ended_the_job() -> None:
+    """The word of the aggregator is late. It would say the same."""
+    cluster = one_host(3, 32, 4, 1)
+    first, second, _ = cluster.worker_drivers
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    for _ in range(5):
+        first.turn()
+        second.turn()
+    cluster.now = 60.0
+    first.turn()
+    for _ in range(5):
+        second.turn()
+        cluster.now += 30.0
+    for end in cluster.worker_ends[:2]:
+        assert end is not None
+        assert end.cause is not None
+        assert (end.cause.culprit, end.cause.timeout) == ("rank 2 (host h2, pid 102)", True)
+
+
 @pytest.mark.parametrize("has_told", [True, False])
 def test_what_an_aggregator_has_told_comes_before_what_memory_shows(has_told: bool) -> None:
     """A rank that begins a collective has not read yet what its links have brought."""

@@ -217,3 +217,16 @@ def test_a_rank_blames_nobody_for_what_was_said_of_an_earlier_collective() -> No
             driver.advance()
     wait(cluster, 100.0, paused=0)  # its sum is sent, and its host waits for what it shows
     assert named(cluster) == {"rank 0 (host h0, pid 100)"}
+
+
+def test_the_wait_for_ranks_begins_with_the_first_message() -> None:
+    """Nobody waited in the pause before it."""
+    cluster = several_hosts([[0, 2], [1, 3]], 32, 4, 1, 1)
+    cluster.now = 30.0
+    for rank in (0, 2):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    for now in (30.0, 31.0):
+        cluster.now = now
+        cluster.settle()
+    assert any("since 1" in warning for warning in cluster.warnings)
+    assert not any("since 3" in warning for warning in cluster.warnings)

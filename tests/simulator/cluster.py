@@ -12,7 +12,6 @@ import numpy as np
 
 from omnireduce.protocol.deeds import Meet
 from omnireduce.protocol.exchange import region_bytes
-from omnireduce.protocol.joining import Joining
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.shard.access import Access
 from omnireduce.secret import Secret
@@ -210,11 +209,10 @@ class Cluster:
         size = region_bytes(self.protocol.slots, self.protocol.slot_bytes, meet.hosts)
         group = Group([here[rank] for rank in range(meet.size)], np.zeros((meet.size, size), np.uint8))
         for each in group.members:
-            joining = each.joining
-            self.world.at(self.world.now() + self._meeting_s(), partial(self._tell_met, each, joining, group))
+            self.world.at(self.world.now() + self._meeting_s(), partial(self._tell_met, each, meet.token, group))
 
-    def _tell_met(self, worker: Worker, joining: Joining, group: Group) -> None:
-        if worker.alive and worker.joining is joining and worker.links:
+    def _tell_met(self, worker: Worker, token: bytes, group: Group) -> None:
+        if worker.alive and worker.meets_at == token:
             worker.met(group)
 
     def finished(self, worker: Worker, work: Work, number: int) -> None:

@@ -57,7 +57,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "malformed control message": ("garbage",),
     "the aggregator is shutting down": ("drain",),
     "still waiting for": _ABSENT,
-    "no Hello within": ("freeze", TIME),
+    "no Hello within": ("freeze", "shard freeze", TIME),
     "the same security.secret_file": ("other secret",),
     # an attempt late in the time to join has little left of it
     "no proof of the secret came": (

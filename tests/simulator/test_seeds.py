@@ -66,7 +66,13 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_HOSTS + 247135: "a rank turned and turned: another one had left memory because of what it heard later",
     FIRST_OF_HOSTS + 503389: "a connection broke after all the time in which a frozen shard did not answer",
     FIRST_OF_HOSTS + 516157: "a rank failed before another one asked a draining shard for more time",
+    FIRST_OF_HOSTS + 801550: "a rank that joined once more was told of the meeting of its attempt before",
+    FIRST_OF_HOSTS + 816303: "a shard was frozen while a rank proved that it knows the secret",
     FIRST_OF_SEVERAL + 100678: "a rank was frozen, and the other host blamed its delegate",
+    FIRST_OF_SEVERAL + 601417: "a shard counted a pause as time in which it waited, and was quiet for as long",
+    FIRST_OF_SEVERAL + 611216: "the others of an elastic job had done their work while a rank was stopped",
+    FIRST_OF_SEVERAL + 617315: "the same beside a second launch",
+    FIRST_OF_SEVERAL + 618428: "a shard that had started again gave the number of an earlier generation",
     FIRST_OF_SEVERAL + 543337573: "a rank had left an ended job, and another one's report made it stay",
 }
 SAME = 12  # seeds that are run in two processes

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
+from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError, TransportError
+from omnireduce.protocol.joining import SEATED_S
 from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons
@@ -232,9 +233,7 @@ class Verdicts:
         unheard = worker.was_stalled or (bool(culprits) and (self._goodbyes_are_slow or self._a_moment_was_skipped))
         if isinstance(worker.error, AbortedError) and unheard and worker.error.reason == "connection closed":
             return True  # the shard did not wait until it could tell it why
-        causes = self._causes
-        if worker.job.smallest and causes.intersection(OUTAGES):
-            causes.add(reasons.DOWN)  # an elastic worker may begin its last attempt at any time
+        causes = self._elastic_causes(worker.error) if worker.job.smallest else self._causes
         if isinstance(worker.error, AbortedError) and self._passed_on(worker.error, causes):
             return True
         if not reasons.plausible(worker.error, causes):
@@ -305,6 +304,15 @@ class Verdicts:
             found.add(reasons.DOWN)
         if "link loss" in found and self._lost_s(("link loss",)) > PATIENCE_S:
             found.add(reasons.SILENCE)
+        return found
+
+    def _elastic_causes(self, error: OmniReduceError) -> set[str]:
+        """The same for a worker of an elastic job, which may begin its last attempt at any time."""
+        found = self._causes
+        if found.intersection(OUTAGES):
+            found.add(reasons.DOWN)
+        if isinstance(error, RefusedError) and self._lost_s(STALLS[:2]) > SEATED_S:
+            found.add(reasons.TIME)  # the others formed the job without it, and may have done its work
         return found
 
     @property

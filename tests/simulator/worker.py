@@ -109,6 +109,7 @@ class Worker(Process):
         self.joining: Joining
         self._seat: Seat | None = None
         self._place_given: Joined | None = None
+        self.meets_at = b""  # where it waits for the other ranks of its host
         self._group: Group | None = None  # what it shares with the other ranks of its host
         self._close_by: float | None = None
         self._under_way: dict[int, Work] = {}
@@ -226,6 +227,7 @@ class Worker(Process):
                 self.excuses.add(str(error_of(told.cause)))
             self.links[deed.peer].send_control(encode_control(told))
         elif isinstance(deed, Meet):
+            self.meets_at = deed.token
             self.cluster.meet(self, deed)
         elif isinstance(deed, HangUp):
             self._hang_up(deed.first)
@@ -245,7 +247,7 @@ class Worker(Process):
 
     def met(self, group: Group) -> None:
         """All ranks of this worker's host have come to where they meet."""
-        self._group = group
+        self._group, self.meets_at = group, b""
         self._perform(self.joining.met(self.now()))
         self.wake()
 
@@ -257,6 +259,7 @@ class Worker(Process):
         for link in self.links[first:]:
             link.close()
         self.links, self._place_given, self._group = self.links[:first], None, None
+        self.meets_at = b""
 
     def _start(self, joined: Joined) -> None:
         protocol = self.protocol
@@ -268,7 +271,8 @@ class Worker(Process):
                 link.attach(private_slots(*shape), private_slots(*shape))
         host = None if self._group is None else self._host_exchange(self._group, joined)
         self.place, self._seat, neighbours = (joined.rank, joined.size), joined.seat, joined.neighbours
-        self._generation = self.job.name, self.job.launch, joined.generation
+        formation = joined.generation if joined.seat is None else joined.seat.formation  # no shard gives it twice
+        self._generation = self.job.name, self.job.launch, formation
         if neighbours.hosts > 1:
             self.cluster.hosts.setdefault(self._generation, {})[neighbours.host] = neighbours.ranks
         self._dealing = Dealing.among(

@@ -90,8 +90,8 @@ MUTATIONS = (
         "ranks that see little judge first",
         _MACHINE,
         "a rank that waits for its delegate blames its neighbours before that one has named the shard or the rank",
-        "        return 2 if any(each.owes(self._under_way[0]) for each in self._streams) else 4\n",
-        "        return 0\n",
+        "or self.host.waited_for() else 2 if owing else 4\n",
+        "or self.host.waited_for() else 0\n",
         within=2000,
         first=_OF_SEVERAL,
     ),
@@ -120,5 +120,13 @@ MUTATIONS = (
         "            collective.parts_left -= 1\n"
         "        elif self.host is not None:\n            self.host.submit(collective, now)\n",
         test=_TESTS + "test_rows_beside_a_tensor_end_the_job_on_all_ranks",
+    ),
+    Mutation(
+        "a pause counts as waiting",
+        "omnireduce.protocol.aggregator",
+        "ranks hear that a collective that has just begun waits since the last one, and then nothing for as long",
+        "            self._quiet_since = now  # no result was awaited before\n",
+        "            pass\n",
+        test=_TESTS + "test_the_wait_for_ranks_begins_with_the_first_message",
     ),
 )

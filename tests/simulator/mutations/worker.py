@@ -242,6 +242,23 @@ MUTATIONS = (
         "test_different_collectives_after_a_fault_are_not_why_the_job_is_over",
     ),
     Mutation(
+        "who blames a rank does not wait for its word",
+        _MACHINE,
+        "a rank is blamed that waits for a shard that hangs, and says so a moment later",
+        "return int(cause.culprit != self._me and not any(",
+        "return int(cause.culprit == self._me and not any(",
+        test="tests/protocol/test_failure_modes.py::test_who_blames_a_rank_lets_it_blame_a_shard_before",
+    ),
+    Mutation(
+        "who ends the job is not late",
+        _MACHINE,
+        "an aggregator is blamed whose word is late, though a rank has not come",
+        "self.host.waited_for(but=FAILED)\n        if late:\n",
+        "self.host.waited_for(but=FAILED)\n        if late and not self._is_old_news:\n",
+        test="tests/protocol/test_host_exchange.py::"
+        "test_a_rank_that_does_not_come_is_blamed_though_another_one_has_ended_the_job",
+    ),
+    Mutation(
         "rows promise too much",
         _ROWS,
         "the frontier is past a row that did not fit the message",
