@@ -44,7 +44,7 @@ MAX_PART_PACKETS = 1 << 25  # more than the largest protocol.max_part_bytes take
 REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same ones again and again
 
 
-class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True):
+class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
     """One call. Raises UsageError for a call that is not possible. What a peer sends is checked in the same way.
 
     `shape`: that of the array; (n_rows, width) for `allreduce_rows`; that of one item for `allgather_ragged`.

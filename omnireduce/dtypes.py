@@ -83,7 +83,7 @@ def number_type(dtype: DTypeLike) -> ElementType:
 def element_type(dtype: DTypeLike) -> ElementType:
     """Return the element type of a NumPy dtype, which may be bool. Raises UsageError for one that the service cannot
     reduce."""
-    found = _BY_DTYPE.get(np.dtype(dtype))
+    found = _BY_DTYPE.get(dtype if isinstance(dtype, np.dtype) else np.dtype(dtype))
     if found is None:
         raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}, bool")
     return found

@@ -61,6 +61,7 @@ PURE = (  # what a protocol machine may import, with all that is in it
         "copy",
         "dataclasses",
         "enum",
+        "functools",
         "hashlib",
         "hmac",
         "itertools",

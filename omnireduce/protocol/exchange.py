@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache, partial
 
 import numpy as np
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
+from omnireduce.descriptor import REMEMBERED, Descriptor
+from omnireduce.dtypes import Array
 from omnireduce.kernels.chunk import BATCH
 from omnireduce.kernels.exchange import (
     BROKEN,
@@ -27,7 +27,6 @@ from omnireduce.kernels.exchange import (
     run,
     run_with_rows,
 )
-from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import (
     ASLEEP,
     BEGUN_AT,
@@ -40,7 +39,6 @@ from omnireduce.kernels.regions import (
     ROWS_AT,
     SLOTS,
     STATE,
-    STORAGES,
     anybody_left,
     anybody_sleeps,
     get_counter,
@@ -48,32 +46,24 @@ from omnireduce.kernels.regions import (
 )
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
-from omnireduce.protocol.host_account import HostAccount
+from omnireduce.protocol.host_account import Done, HostAccount
 from omnireduce.protocol.host_delays import late_ranks
 from omnireduce.protocol.host_faults import HostError, difference
+from omnireduce.protocol.host_plan import Form, Group, plan_call
 from omnireduce.protocol.host_rows import HostRows
-from omnireduce.protocol.hosts import Neighbours, chunk_blocks
+from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.status import LISTED
-from omnireduce.wire.blocks import capacity
 from omnireduce.wire.control import Report
 
 PAGE = 4096
 EXTRA_BYTES = 4096  # of a slot, for counts and what fills cache lines: a block that fits the slots of links fits here
 BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
-_STORAGE_OF = {
-    each.name: STORAGES.index(each.name if each.is_half else each.storage.name)
-    for each in (*ELEMENT_TYPES.values(), BOOL)
-}
+_NUMBER, _BASE, _CHUNKS, _IN_PLACE, _SILENT, _TAKEN, _SHOWN, _DONE = (
+    tuple(STATE.fields or ()).index(name)
+    for name in ("number", "base", "chunks", "in_place", "silent", "taken", "shown_blocks", Done._fields[0])
+)
 STEPS, LOOKS = 16, 128  # in one call of the kernel: signals and other threads wait for it
-
-
-class Shape(NamedTuple):
-    """How a collective lies in the slots: a chunk has `chunk_blocks`, its indices and rows begin at these words."""
-
-    chunk_blocks: int
-    indices: int
-    rows: int
 
 
 def region_bytes(slots: int, slot_bytes: int, hosts: int = 1) -> int:
@@ -105,15 +95,17 @@ class HostExchange:
     ) -> None:
         ranks = len(regions)
         self.neighbours = neighbours or Neighbours(tuple(range(ranks)))
+        self._has_others = self.neighbours.hosts > 1
         self._steps, self._looks = steps, looks
         self.names, self.me, self._ranks = names, me, ranks
         self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
         self._slot_bytes = slot_bytes
         self._region_words, self._slot_words = regions.shape[1] // 8, (slot_bytes + EXTRA_BYTES) // 8
-        self._counts = (ranks + LINE - 1) // LINE * LINE
+        self._group = Group(me, ranks, slots, self._region_words, self._slot_words, slot_bytes)
+        self._plan_of = lru_cache(REMEMBERED)(partial(plan_call, self._group))
         self._state = np.zeros(1, STATE)
-        self._of_group = me, ranks, slots, self._region_words, self._slot_words
-        self._state[["me", "ranks", "slots", "region_words", "slot_words"]] = self._of_group  # before any collective
+        self._numbers = self._state.view(np.int64)
+        self._numbers[: len(self._group) - 1] = self._group[:-1]  # before any collective
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
         self._no_notes = np.zeros(0, np.uint8)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
@@ -136,7 +128,7 @@ class HostExchange:
     @property
     def largest_block_bytes(self) -> int:
         """The size of the largest block that fits in one slot."""
-        size: int = (self._slot_words - self._counts - 2 * LINE) * 8
+        size: int = (self._slot_words - self._group.counts - 2 * LINE) * 8
         return size
 
     @property
@@ -178,12 +170,13 @@ class HostExchange:
                 self._prepare(collective, blocks)
             notes = self._no_notes if collective.host_sum is None else collective.host_sum.notes
             did = self._run(blocks, notes) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
-            if self._state[0]["taken"] != self._taken:
-                self._taken, self.moved_at = int(self._state[0]["taken"]), now
+            if (taken := int(self._numbers[_TAKEN])) != self._taken:
+                self._taken, self.moved_at = taken, now
             if did == WAITS:
                 return
-            yield from self._sleepers()
-            if did == DONE:
+            if did == CALLED:
+                yield from self._sleepers()
+            elif did == DONE:
                 self._finish(collective.descriptor)
                 yield collective
                 return  # one in a turn: other threads may wait for theirs
@@ -191,7 +184,7 @@ class HostExchange:
                 raise self._difference(collective)
             elif did == BROKEN:
                 raise HostError(int(self._state[0]["culprit"]))
-            elif did not in (CALLED, WANTS):
+            elif did != WANTS:
                 return  # enough for one turn
 
     def _run(self, blocks: TensorBlocks, notes: Array) -> int:
@@ -217,67 +210,55 @@ class HostExchange:
         return did
 
     def _prepare(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> None:
-        descriptor, layout = collective.descriptor, collective.operand.layout
-        element, shards = descriptor.element, 0 if collective.host_sum is None else layout.shards
-        full, tail = (0, 0) if blocks is AGREEMENT else (layout.full_blocks, layout.blocks - layout.full_blocks)
-        shape = self._shape(full, descriptor.block_bytes)
-        chunks, in_place, silent, mask, brought, number_chunks = 1, False, False, np.uint64(0), 0, 1
+        plan = self._plan_of(collective.descriptor, collective.operand.layout, self._form(collective, blocks))
+        numbers, ints, brought = self._numbers, self._ints, 0
+        numbers[:] = plan.state
+        numbers[_NUMBER], numbers[_BASE] = self._begun, self._chunks
         if isinstance(blocks, TensorBlocks):
-            chunks, number_chunks = -(-full // shape.chunk_blocks) + tail, 0
-            chunks = max(chunks, 1 if shards else 0)  # also where there is nothing to sum, hosts wait for each other
-            in_place, silent, mask = blocks.in_place, blocks.silent, blocks.mask
-        else:  # the first chunk: what number chunks follow is known once all ranks have begun
+            numbers[_IN_PLACE], numbers[_SILENT] = blocks.in_place, blocks.silent
+        else:
             brought = len(blocks.numbers)
-        if element.is_half and self._scratch.shape[1] != layout.block_size:
-            self._scratch = np.zeros((2, layout.block_size), np.float32)
-            self._bits = self._scratch.view(np.uint32)
-        self._state[0] = (
-            *self._of_group, self._begun, self._chunks, 0, 0, chunks, 0, 0, 0, full, tail, *shape,
-            descriptor.block_bytes // 8, layout.block_size, in_place, silent,
-            _STORAGE_OF[element.name], op_code("sum" if shards and descriptor.op == "mean" else descriptor.op, element),
-            0, 0, 0, 0, 0, 0, 0, 0, 0,
-            number_chunks, number_chunks, 0, 0, 0, shards, layout.stripe_blocks, 0, 0, -1, mask,
-        )  # fmt: skip
+        if collective.descriptor.element.is_half:
+            self._make_scratch(collective.operand.layout.block_size)
         self._taken = 0
-        self._write(descriptor.encoded, brought)
+        # where the others compare it
+        at = self._descriptor_at(self.me)
+        ints[at : at + plan.encoded.size] = plan.encoded
+        ints[at + ROWS_AT] = brought
         self._is_prepared = True
 
-    def _shape(self, full_blocks: int, block_bytes: int) -> Shape:
-        blocks = chunk_blocks(full_blocks, block_bytes, capacity(self._slot_bytes, block_bytes))
-        return Shape(blocks, self._counts, self._counts + (blocks + LINE - 1) // LINE * LINE)
+    def _form(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> Form:
+        if isinstance(blocks, RowBlocks):
+            return "rows"
+        if blocks is AGREEMENT:
+            return "agreement"
+        return "tensor" if collective.host_sum is None else "sum"
 
-    def _write(self, encoded: bytes, rows: int) -> None:
-        """Put the descriptor of the current collective where the others compare it, and how many rows this rank
-        brings."""
-        at = self._descriptor_at(self.me)
-        self._ints[at] = len(encoded)
-        padded = encoded + bytes(-len(encoded) % 8)
-        self._ints[at + 1 : at + 1 + len(padded) // 8] = np.frombuffer(padded, np.int64)
-        self._ints[at + ROWS_AT] = rows
+    def _make_scratch(self, block_size: int) -> None:
+        if self._scratch.shape[1] != block_size:
+            self._scratch = np.zeros((2, block_size), np.float32)
+            self._bits = self._scratch.view(np.uint32)
 
     def _descriptor_at(self, rank: int) -> int:
         at: int = rank * self._region_words + DESCRIPTORS + self._begun % 2 * PLACE_WORDS
         return at
 
     def _finish(self, descriptor: Descriptor) -> None:
-        s, block_bytes = self._state[0], descriptor.block_bytes
-        results = s["shown_blocks"] if self._has_others else s["result_blocks"]
-        results = 0 if s["number_chunks"] else results  # the sums of rows are everybody's own work
-        self.sent_bytes += int(s["staged_blocks"] + results) * block_bytes
-        self.received_bytes += int(s["collected_blocks"]) * block_bytes
+        numbers, block_bytes = self._numbers, descriptor.block_bytes
+        done = Done._make(numbers[_DONE : _DONE + len(Done._fields)].tolist())
+        results = int(numbers[_SHOWN]) if self._has_others else done.result_blocks
+        results = 0 if descriptor.kind == "allreduce_rows" else results  # their sums are everybody's own work
+        self.sent_bytes += (done.staged_blocks + results) * block_bytes
+        self.received_bytes += done.collected_blocks * block_bytes
         if not self._has_others:  # else the shards count
-            self._account.count(s, descriptor)
-        self._chunks += int(s["chunks"])
+            self._account.count(done, descriptor, says_who_is_late=self.me == 0)  # one rank says it for all
+        self._chunks += int(numbers[_CHUNKS])
         self._begun += 1
         self._queue.popleft()
         self._rows.clear()
         self._is_prepared = False
 
     # several hosts
-
-    @property
-    def _has_others(self) -> bool:
-        return self.neighbours.hosts > 1
 
     @property
     def current(self) -> Collective | None:

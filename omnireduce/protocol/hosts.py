@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from omnireduce.descriptor import Descriptor
+from omnireduce.descriptor import REMEMBERED, Descriptor
 from omnireduce.layout import Layout
 from omnireduce.wire.blocks import capacity
 from omnireduce.wire.control import MOST_NEIGHBOURS, Hello
@@ -67,7 +68,12 @@ class Dealing(NamedTuple):
 
     def layout(self, descriptor: Descriptor) -> Layout:
         """The tensor of a collective, with its stripes dealt to the shards."""
-        layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, self.stripe_blocks
-        if self.slot_bytes and descriptor.summed_by_host:
-            stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(self.slot_bytes, block_bytes))
-        return layout.dealt(self.shards, stripe_blocks, self.whole_bytes, block_bytes)
+        return _deal(self, descriptor)
+
+
+@lru_cache(REMEMBERED)
+def _deal(dealing: Dealing, descriptor: Descriptor) -> Layout:
+    layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, dealing.stripe_blocks
+    if dealing.slot_bytes and descriptor.summed_by_host:
+        stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(dealing.slot_bytes, block_bytes))
+    return layout.dealt(dealing.shards, stripe_blocks, dealing.whole_bytes, block_bytes)

@@ -40,9 +40,9 @@ class TensorBlocks(NamedTuple):
     mask: np.uint64
 
 
-_NONE = np.zeros((0, 1), np.uint64)
+_NO_BLOCK, _NO_BYTES = np.zeros((0, 1), WORD), np.zeros(0, np.uint8)
 # Rows of a job on several hosts go to the shards. Inside a host its ranks only agree that they have begun the same.
-AGREEMENT = TensorBlocks(_NONE, _NONE, _NONE, _NONE, in_place=True, silent=True, mask=np.uint64(0))
+AGREEMENT = TensorBlocks(_NO_BLOCK, _NO_BLOCK, _NO_BLOCK, _NO_BLOCK, in_place=True, silent=True, mask=np.uint64(0))
 
 
 class RowBlocks(NamedTuple):
@@ -107,13 +107,14 @@ class _Blocks:
     """A flat contiguous array seen as full blocks of 64-bit words, plus a zero-padded copy of a short last block."""
 
     def __init__(self, flat: Array, block_bytes: int) -> None:
-        data = flat.view(np.uint8)
-        full = data.size // block_bytes
-        self.full = as_writable(data[: full * block_bytes].view(WORD).reshape(full, block_bytes // WORD.itemsize))
-        self.short = data[full * block_bytes :]
-        self.tail = np.zeros((1 if self.short.size else 0, block_bytes // WORD.itemsize), WORD)
-        if self.short.size:
-            self.tail.view(np.uint8)[0, : self.short.size] = self.short
+        (full, short), width = divmod(flat.nbytes, block_bytes), block_bytes // WORD.itemsize
+        self.short, self.tail = _NO_BYTES, _NO_BLOCK
+        if short:
+            data = flat.view(np.uint8)
+            flat, self.short = data[:-short], data[-short:]
+            self.tail = np.zeros((1, width), WORD)
+            self.tail.view(np.uint8)[0, :short] = self.short
+        self.full = as_writable(flat.view(WORD).reshape(full, width))
 
     def clear(self) -> None:
         self.full[:] = 0

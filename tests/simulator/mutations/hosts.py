@@ -64,9 +64,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a host divides a mean",
-        _EXCHANGE,
+        "omnireduce.protocol.host_plan",
         "a mean over several hosts is divided twice",
-        'op_code("sum" if shards and descriptor.op == "mean" else descriptor.op, element)',
+        'op_code("sum" if is_sum and descriptor.op == "mean" else descriptor.op, element)',
         "op_code(descriptor.op, element)",
         first=_OF_SEVERAL,
     ),

@@ -1,0 +1,78 @@
+"""What the exchange inside a host needs to know of a call before its first step: the same each time that a user makes
+that call again."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
+from omnireduce.kernels.reduce import op_code
+from omnireduce.kernels.regions import LINE, STATE, STORAGES
+from omnireduce.layout import Layout
+from omnireduce.protocol.hosts import chunk_blocks
+from omnireduce.wire.blocks import capacity
+
+_STORAGE_OF = {
+    each.name: STORAGES.index(each.name if each.is_half else each.storage.name)
+    for each in (*ELEMENT_TYPES.values(), BOOL)
+}
+
+
+# What goes through memory: a tensor, also one of which hosts send the sum; rows; or only which collective it is.
+Form = Literal["tensor", "sum", "rows", "agreement"]
+
+
+class Group(NamedTuple):
+    """Rank `me` of the `ranks` of a host, and their memory: `slots` of `slot_words` in regions of `region_words`. A
+    slot has room for blocks of `slot_bytes`."""
+
+    me: int
+    ranks: int
+    slots: int
+    region_words: int
+    slot_words: int
+    slot_bytes: int
+
+    @property
+    def counts(self) -> int:
+        """How many words of a slot the counts take, one for each part, in whole cache lines."""
+        return (self.ranks + LINE - 1) // LINE * LINE
+
+
+class Plan(NamedTuple):
+    """`state`: an element of STATE as int64, as it is before the first step, but for what differs each time. `encoded`:
+    int64, the length of the encoded descriptor in bytes, and its words."""
+
+    state: Array
+    encoded: Array
+
+
+def plan_call(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> Plan:
+    """The plan of a call. `layout` says which shard gets what, where hosts send sums."""
+    element, block_bytes, is_sum = descriptor.element, descriptor.block_bytes, form == "sum"
+    full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
+    blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes))
+    rows = group.counts + (blocks + LINE - 1) // LINE * LINE
+    chunks = -(-full // blocks) + tail
+    if form == "rows":  # the first chunk: what number chunks follow is known once all ranks have begun
+        chunks = 1
+    elif is_sum:  # also where there is nothing to sum, hosts wait for each other
+        chunks = max(chunks, 1)
+    state = np.zeros(1, STATE)
+    for name, value in {
+        "me": group.me, "ranks": group.ranks, "slots": group.slots, "region_words": group.region_words,
+        "slot_words": group.slot_words, "chunks": chunks, "full_blocks": full, "tail_blocks": tail,
+        "chunk_blocks": blocks, "indices": group.counts, "rows": rows,
+        "width": block_bytes // 8, "size": layout.block_size, "storage": _STORAGE_OF[element.name],
+        "op": op_code("sum" if is_sum and descriptor.op == "mean" else descriptor.op, element),
+        "number_chunks": form == "rows", "is_listing": form == "rows",
+        "shards": layout.shards if is_sum else 0, "stripe_blocks": layout.stripe_blocks, "arrived": -1,
+        "mask": element.zero_mask,
+    }.items():  # fmt: skip
+        state[name] = value
+    text = descriptor.encoded
+    words = np.frombuffer(text + bytes(-len(text) % 8), np.int64)
+    return Plan(state.view(np.int64), np.concatenate(([len(text)], words)))
