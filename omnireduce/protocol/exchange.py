@@ -46,10 +46,10 @@ from omnireduce.kernels.regions import (
 )
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
-from omnireduce.protocol.host_account import Done, HostAccount
+from omnireduce.protocol.host_account import Counts, HostAccount
 from omnireduce.protocol.host_delays import late_ranks
 from omnireduce.protocol.host_faults import HostError, difference
-from omnireduce.protocol.host_plan import Form, Group, plan_call
+from omnireduce.protocol.host_preset import Form, Group, preset
 from omnireduce.protocol.host_rows import HostRows
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
@@ -59,10 +59,8 @@ from omnireduce.wire.control import Report
 PAGE = 4096
 EXTRA_BYTES = 4096  # of a slot, for counts and what fills cache lines: a block that fits the slots of links fits here
 BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
-_NUMBER, _BASE, _CHUNKS, _IN_PLACE, _SILENT, _TAKEN, _SHOWN, _DONE = (
-    tuple(STATE.fields or ()).index(name)
-    for name in ("number", "base", "chunks", "in_place", "silent", "taken", "shown_blocks", Done._fields[0])
-)
+_AT = {name: at for at, name in enumerate(STATE.names or ())}  # where the words of the state have what
+_COUNTS = slice(_AT[Counts._fields[0]], _AT[Counts._fields[-1]] + 1)
 STEPS, LOOKS = 16, 128  # in one call of the kernel: signals and other threads wait for it
 
 
@@ -99,13 +97,12 @@ class HostExchange:
         self._steps, self._looks = steps, looks
         self.names, self.me, self._ranks = names, me, ranks
         self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
-        self._slot_bytes = slot_bytes
         self._region_words, self._slot_words = regions.shape[1] // 8, (slot_bytes + EXTRA_BYTES) // 8
         self._group = Group(me, ranks, slots, self._region_words, self._slot_words, slot_bytes)
-        self._plan_of = lru_cache(REMEMBERED)(partial(plan_call, self._group))
+        self._preset = lru_cache(REMEMBERED)(partial(preset, self._group))
         self._state = np.zeros(1, STATE)
-        self._numbers = self._state.view(np.int64)
-        self._numbers[: len(self._group) - 1] = self._group[:-1]  # before any collective
+        self._state_words = self._state.view(np.int64)
+        self._state_words[: len(self._group) - 1] = self._group[:-1]  # before any collective
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
         self._no_notes = np.zeros(0, np.uint8)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
@@ -170,7 +167,7 @@ class HostExchange:
                 self._prepare(collective, blocks)
             notes = self._no_notes if collective.host_sum is None else collective.host_sum.notes
             did = self._run(blocks, notes) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
-            if (taken := int(self._numbers[_TAKEN])) != self._taken:
+            if (taken := int(self._state_words[_AT["taken"]])) != self._taken:
                 self._taken, self.moved_at = taken, now
             if did == WAITS:
                 return
@@ -210,20 +207,20 @@ class HostExchange:
         return did
 
     def _prepare(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> None:
-        plan = self._plan_of(collective.descriptor, collective.operand.layout, self._form(collective, blocks))
-        numbers, ints, brought = self._numbers, self._ints, 0
-        numbers[:] = plan.state
-        numbers[_NUMBER], numbers[_BASE] = self._begun, self._chunks
+        """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
+        known = self._preset(collective.descriptor, collective.operand.layout, self._form(collective, blocks))
+        state, ints, brought = self._state_words, self._ints, 0
+        state[:] = known.state
+        state[_AT["number"]], state[_AT["base"]] = self._begun, self._chunks
         if isinstance(blocks, TensorBlocks):
-            numbers[_IN_PLACE], numbers[_SILENT] = blocks.in_place, blocks.silent
+            state[_AT["in_place"]], state[_AT["silent"]] = blocks.in_place, blocks.silent
         else:
             brought = len(blocks.numbers)
         if collective.descriptor.element.is_half:
             self._make_scratch(collective.operand.layout.block_size)
         self._taken = 0
-        # where the others compare it
         at = self._descriptor_at(self.me)
-        ints[at : at + plan.encoded.size] = plan.encoded
+        ints[at : at + known.encoded.size] = known.encoded
         ints[at + ROWS_AT] = brought
         self._is_prepared = True
 
@@ -244,15 +241,15 @@ class HostExchange:
         return at
 
     def _finish(self, descriptor: Descriptor) -> None:
-        numbers, block_bytes = self._numbers, descriptor.block_bytes
-        done = Done._make(numbers[_DONE : _DONE + len(Done._fields)].tolist())
-        results = int(numbers[_SHOWN]) if self._has_others else done.result_blocks
-        results = 0 if descriptor.kind == "allreduce_rows" else results  # their sums are everybody's own work
-        self.sent_bytes += (done.staged_blocks + results) * block_bytes
-        self.received_bytes += done.collected_blocks * block_bytes
+        state, block_bytes = self._state_words, descriptor.block_bytes
+        counts = Counts._make(state[_COUNTS].tolist())
+        results = int(state[_AT["shown_blocks"]]) if self._has_others else counts.result_blocks
+        results = 0 if state[_AT["number_chunks"]] else results  # the sums of rows are everybody's own work
+        self.sent_bytes += (counts.staged_blocks + results) * block_bytes
+        self.received_bytes += counts.collected_blocks * block_bytes
         if not self._has_others:  # else the shards count
-            self._account.count(done, descriptor, says_who_is_late=self.me == 0)  # one rank says it for all
-        self._chunks += int(numbers[_CHUNKS])
+            self._account.count(counts, descriptor, says_who_is_late=self.me == 0)  # one rank says it for all
+        self._chunks += int(state[_AT["chunks"]])
         self._begun += 1
         self._queue.popleft()
         self._rows.clear()
@@ -306,8 +303,11 @@ class HostExchange:
         return True
 
     def rest(self) -> None:
-        """Take no further step: the job is over, as soon as it is known why."""
+        """Take no further step: the job is over, as soon as it is known why. If another rank has ended it, this one
+        says that it has left, too: so the others do not take it for a rank that is late."""
         self._rests = True
+        if self.has_failed:
+            self._publish(LEFT, FAILED)
 
     def wake_up(self) -> None:
         """Be awake, so that nobody has to wake this rank."""
@@ -351,13 +351,13 @@ class HostExchange:
                 self._called[rank] = sleep
                 yield Wake(rank)
 
-    def waited_for(self, but: int | None = None) -> list[int]:
+    def waited_for(self, *, except_left: int | None = None) -> list[int]:
         """The other ranks that could take a step, but have not: those that wait for others themselves are not named,
-        nor those who have left because of `but`."""
+        nor those who have left for the reason `except_left`."""
         if not self._is_prepared:
             return []
         counters = self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
-        return [rank for rank in late_ranks(counters, self._state[0]) if counters[rank, LEFT] != but]
+        return [rank for rank in late_ranks(counters, self._state[0]) if counters[rank, LEFT] != except_left]
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""

@@ -9,8 +9,9 @@ from omnireduce.descriptor import Descriptor
 MOST_LATE_S = 3600.0  # in one collective
 
 
-class Done(NamedTuple):
-    """What came of a collective: so many fields of STATE, in this order. Blocks are those of this rank."""
+class Counts(NamedTuple):
+    """What came of a collective. The fields have the names and the order of those of STATE. Blocks are those of this
+    rank."""
 
     staged_blocks: int
     own_blocks: int
@@ -28,14 +29,14 @@ class HostAccount:
         self.totals = {"collectives": 0, "blocks": 0, "own_blocks": 0, "union_blocks": 0}
         self.late_s: dict[int, float] = {}
 
-    def count(self, done: Done, descriptor: Descriptor, *, says_who_is_late: bool) -> None:
+    def count(self, counts: Counts, descriptor: Descriptor, *, says_who_is_late: bool) -> None:
         """A collective is complete."""
         totals = self.totals
-        if done.late_ns > 0 and says_who_is_late:  # a rank can write any time into its region
-            last = done.last
-            self.late_s[last] = min(self.late_s.get(last, 0.0) + min(done.late_ns / 1e9, MOST_LATE_S), 1e9)
+        if counts.late_ns > 0 and says_who_is_late:  # a rank can write any time into its region
+            last = counts.last
+            self.late_s[last] = min(self.late_s.get(last, 0.0) + min(counts.late_ns / 1e9, MOST_LATE_S), 1e9)
         totals["collectives"] += 1
         if descriptor.reduces:  # in other collectives ranks send all or nothing by design
             totals["blocks"] += descriptor.layout.blocks
-            totals["own_blocks"] += done.staged_blocks + done.own_blocks
-            totals["union_blocks"] += done.result_blocks
+            totals["own_blocks"] += counts.staged_blocks + counts.own_blocks
+            totals["union_blocks"] += counts.result_blocks

@@ -43,6 +43,11 @@ class Patience:
         self._extra_s = moments * self.moment_s
         return True
 
+    def moments_before(self, cause: Cause) -> int:
+        """How many moments to wait before this is said. A rank that is blamed may itself wait for a shard that hangs:
+        it knows that, and names the shard."""
+        return 0 if cause.culprit == self._me or cause.culprit.startswith("aggregator ") else 1
+
     @property
     def moment_s(self) -> float:
         """A short time: a twentieth of the time limit."""

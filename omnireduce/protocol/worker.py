@@ -69,7 +69,7 @@ class WorkerMachine:
         self.ended: End | None = None
 
     def fits(self, block_bytes: int) -> bool:
-        """Whether at least one block of this size fits in a slot."""
+        """Whether at least one block of this size fits in a slot. The largest has `largest_block_bytes`."""
         return block_bytes <= self.largest_block_bytes
 
     @property
@@ -324,12 +324,12 @@ class WorkerMachine:
             yield from self._end(cause)
 
     def _moments_more(self, cause: Cause) -> int:
-        """How many moments to let others judge first. A rank may know better than who blames it: a shard hangs. Only
-        the ranks of a host see who of it is late. Those who wait for a shard see delegates, others see less."""
-        if self.host is None:
-            return int(cause.culprit != self._me and not any(each in cause.culprit for each in self._addresses))
-        owing = any(each.owes(self._under_way[0]) for each in self._streams)
-        return 0 if self._neighbours.hosts == 1 or self.host.waited_for() else 2 if owing else 4
+        """How many moments to let others judge first."""
+        if self._neighbours.hosts == 1:
+            return 0 if self.host is not None else self._patience.moments_before(cause)
+        if self.host is not None and self.host.waited_for():
+            return 0  # only the ranks of a host see who of it is late
+        return 2 if any(each.owes(self._under_way[0]) for each in self._streams) else 4  # who sees delegates; who less
 
     @property
     def _is_old_news(self) -> bool:
@@ -339,6 +339,8 @@ class WorkerMachine:
     def _say_who(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Warn the user of the ranks that this one waits for."""
         self._said_at = now
+        if self._accused is not None:
+            host.rest()  # another rank has ended the job since
         yield from self._report(host, now)
         if late := host.waited_for():
             yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
@@ -367,8 +369,7 @@ class WorkerMachine:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"{oldest} not complete after {self._timeout_s:g} s"
-        late = [] if self.host is None else self.host.waited_for(but=FAILED)
-        if late:
+        if late := self.host and self.host.waited_for(except_left=FAILED):
             return Cause(self._named(late), reason, timeout=True)
         if self._is_old_news:  # no rank is late, and the first aggregator hangs
             reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
@@ -391,9 +392,8 @@ class WorkerMachine:
         self.ended = End(cause)
         if self.host is not None and cause is None:
             yield Tell(0, self.host.report(self.host.moved_at))
-            yield from self.host.leave()
-        elif self.host is not None and cause is not None:
-            yield from self.host.leave(RETIRED if cause.orderly else FAILED)
+        if self.host is not None:
+            yield from self.host.leave(BY_ITSELF if cause is None else RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
             if stream.shard != told_by or (cause is not None and cause.orderly):  # it tells going from dying
                 yield Tell(stream.shard, Leave(cause))

@@ -11,8 +11,11 @@ from oracle import assert_results, bits, reduce_in_rank_order
 from samples import CASES, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.kernels.regions import STATE
 from omnireduce.protocol.effects import Effect, End, Finish
 from omnireduce.protocol.exchange import BY_ITSELF, HostExchange
+from omnireduce.protocol.host_account import Counts
+from omnireduce.protocol.host_preset import Group
 from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -142,6 +145,32 @@ def test_a_rank_that_does_not_come_is_blamed_though_another_one_has_ended_the_jo
         assert end is not None
         assert end.cause is not None
         assert (end.cause.culprit, end.cause.timeout) == ("rank 2 (host h2, pid 102)", True)
+
+
+def test_who_waits_for_the_reason_of_an_end_is_not_late() -> None:
+    """It has seen that another rank called something else, and that one has ended the job: it takes no step."""
+    cluster = one_host(3, 32, 4, 1)
+    for rank in range(3):
+        cluster.allreduce(rank, np.ones(30 if rank == 0 else 20, np.float32))
+    for _ in range(8):
+        for driver in cluster.worker_drivers[1:]:
+            driver.push()
+    for _ in range(8):
+        cluster.worker_drivers[0].turn()  # it ends the job; the aggregator hangs, and does not read that
+    assert cluster.worker_ends[0] is not None
+    while cluster.worker_ends[1:] == [None, None]:
+        for driver in cluster.worker_drivers[1:]:
+            driver.turn()
+        cluster.now += 2.0
+    culprits = {end.cause.culprit for end in cluster.worker_ends[1:] if end is not None and end.cause is not None}
+    assert culprits == {"aggregator 127.0.0.1:7400"}
+
+
+def test_the_state_begins_with_the_group_and_has_the_counts_together() -> None:
+    names = STATE.names or ()
+    at = names.index(Counts._fields[0])
+    assert names[at : at + len(Counts._fields)] == Counts._fields
+    assert names[: len(Group._fields) - 1] == Group._fields[:-1]
 
 
 @pytest.mark.parametrize("has_told", [True, False])

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from oracle import assert_same_values, bits, reduce_in_rank_order
 from samples import CASES, Array, sparse_tensor
 
+from omnireduce.descriptor import PACKET_BYTES
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.regions import DESCRIPTORS, ROWS_AT, SLOTS
 from omnireduce.kernels.rows import AT_ONCE
+from omnireduce.protocol.packets import packet_count
 
 SEEDS = st.integers(0, 2**32 - 1)
 Rows = tuple[Array, Array]
@@ -119,6 +121,16 @@ def test_what_was_exchanged_is_counted_as_by_the_aggregators() -> None:
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
     assert found.received_bytes == 14 * 32
     assert found.sent_bytes == (4 + 10 + 14) * 32
+
+
+def test_packets_count_once() -> None:
+    """A rank puts its own packets into memory, and no sums."""
+    cluster = one_host(3, 1024, 4, 1)
+    for rank, size in enumerate((3000, 0, 1000)):
+        cluster.ragged(rank, np.ones(size, np.uint8), 8)
+    cluster.run()
+    sent = [worker.host.sent_bytes for worker in cluster.workers if worker.host is not None]
+    assert sent == [packet_count(size) * PACKET_BYTES for size in (3000, 0, 1000)]
 
 
 def test_different_tables_end_the_job_on_all_ranks() -> None:

@@ -225,8 +225,22 @@ def test_the_wait_for_ranks_begins_with_the_first_message() -> None:
     cluster.now = 30.0
     for rank in (0, 2):
         cluster.allreduce(rank, np.ones(20, np.float32))
+    cluster.settle(paused=cluster.aggregator_drivers)
+    cluster.aggregator_drivers[0].turn()  # it slept until the first message came
     for now in (30.0, 31.0):
         cluster.now = now
         cluster.settle()
     assert any("since 1" in warning for warning in cluster.warnings)
     assert not any("since 3" in warning for warning in cluster.warnings)
+
+
+def test_a_rank_alone_on_its_host_lets_the_others_judge_who_is_late() -> None:
+    """It sees the delegate of the other host only, and that one waits for a neighbour."""
+    cluster = InprocCluster(3, slots=2, slot_bytes=slot_bytes_for(4, 32), seed=1, hosts=[[0, 1], [2]], timeout_s=5.0)
+    for rank in (2, 0):
+        cluster.allreduce(rank, np.ones(20, np.float32))
+    for now in (0.0, 2.5, 5.0):
+        cluster.now = now
+        cluster.settle(paused=[cluster.worker_drivers[0], cluster.worker_drivers[1]])
+    assert cluster.worker_ends[2] is None
+    assert cluster.workers[2].deadline == pytest.approx(5.5)

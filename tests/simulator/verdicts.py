@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError, TransportError
+from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
 from omnireduce.protocol.joining import SEATED_S
 from omnireduce.runtime.shard.connections import LINGER_S
 
@@ -233,7 +233,7 @@ class Verdicts:
         unheard = worker.was_stalled or (bool(culprits) and (self._goodbyes_are_slow or self._a_moment_was_skipped))
         if isinstance(worker.error, AbortedError) and unheard and worker.error.reason == "connection closed":
             return True  # the shard did not wait until it could tell it why
-        causes = self._elastic_causes(worker.error) if worker.job.smallest else self._causes
+        causes = self._elastic_causes(worker) if worker.job.smallest else self._causes
         if isinstance(worker.error, AbortedError) and self._passed_on(worker.error, causes):
             return True
         if not reasons.plausible(worker.error, causes):
@@ -306,14 +306,19 @@ class Verdicts:
             found.add(reasons.SILENCE)
         return found
 
-    def _elastic_causes(self, error: OmniReduceError) -> set[str]:
+    def _elastic_causes(self, worker: Worker) -> set[str]:
         """The same for a worker of an elastic job, which may begin its last attempt at any time."""
-        found = self._causes
+        found, text = self._causes, str(worker.error)
         if found.intersection(OUTAGES):
             found.add(reasons.DOWN)
-        if isinstance(error, RefusedError) and self._lost_s(STALLS[:2]) > SEATED_S:
+        missed = isinstance(worker.error, RefusedError) and ("waiting for rank" in text or "is already in job" in text)
+        if missed and not self._cluster.in_epilogue and self._lost_s(STALLS[:2]) > self._seated_s(worker):
             found.add(reasons.TIME)  # the others formed the job without it, and may have done its work
         return found
+
+    def _seated_s(self, worker: Worker) -> float:
+        """How long a rank of an elastic job has for what comes after the first aggregator."""
+        return max(SEATED_S, 2 * worker.job.settle_s)
 
     @property
     def _had_no_time_left(self) -> bool:

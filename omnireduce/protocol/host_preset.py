@@ -1,5 +1,4 @@
-"""What the exchange inside a host needs to know of a call before its first step: the same each time that a user makes
-that call again."""
+"""The state of the exchange inside a host before the first step of a call. It is made once: users repeat calls."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ Form = Literal["tensor", "sum", "rows", "agreement"]
 
 class Group(NamedTuple):
     """Rank `me` of the `ranks` of a host, and their memory: `slots` of `slot_words` in regions of `region_words`. A
-    slot has room for blocks of `slot_bytes`."""
+    slot has room for blocks of `slot_bytes`. The other fields begin STATE, in this order."""
 
     me: int
     ranks: int
@@ -42,16 +41,16 @@ class Group(NamedTuple):
         return (self.ranks + LINE - 1) // LINE * LINE
 
 
-class Plan(NamedTuple):
-    """`state`: an element of STATE as int64, as it is before the first step, but for what differs each time. `encoded`:
-    int64, the length of the encoded descriptor in bytes, and its words."""
+class Preset(NamedTuple):
+    """`state`: an element of STATE as int64, but for what differs each time. `encoded`: int64, the length of the
+    encoded descriptor in bytes, and its words."""
 
     state: Array
     encoded: Array
 
 
-def plan_call(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> Plan:
-    """The plan of a call. `layout` says which shard gets what, where hosts send sums."""
+def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> Preset:
+    """The state before a call. `layout` says which shard gets what, where hosts send sums."""
     element, block_bytes, is_sum = descriptor.element, descriptor.block_bytes, form == "sum"
     full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
     blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes))
@@ -75,4 +74,4 @@ def plan_call(group: Group, descriptor: Descriptor, layout: Layout, form: Form) 
         state[name] = value
     text = descriptor.encoded
     words = np.frombuffer(text + bytes(-len(text) % 8), np.int64)
-    return Plan(state.view(np.int64), np.concatenate(([len(text)], words)))
+    return Preset(state.view(np.int64), np.concatenate(([len(text)], words)))
