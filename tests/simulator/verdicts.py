@@ -140,7 +140,8 @@ class Verdicts:
         if not isinstance(error, CollectiveTimeoutError):
             return
         if BUSY in error.culprit:
-            if "slow shard" in self._cluster.causes:  # whose turns are rare, and may do very little
+            # Its turns are rare, and may do very little; or it stood still with work at hand, and says so now.
+            if self._cluster.causes.intersection(("slow shard", "shard stall", "shard freeze")):
                 self._cluster.causes.add(reasons.TIME)
             return
         moves_on = MOVES_ON in error.reason
