@@ -289,7 +289,7 @@ def test_nobody_listens_once_all_have_met() -> None:
     alone = Ranks(1, lambda _: Communicator(plain(), rank=0, size=2, job=job))
 
     def late(_: int) -> Communicator:
-        assert place in names_in_use()
+        assert eventually(lambda: place in names_in_use())
         return Communicator(plain(), rank=1, size=2, job=job)
 
     comms = [Ranks(1, late).results(READY_S)[0], alone.results(READY_S)[0]]
