@@ -49,7 +49,7 @@ from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.host_account import Counts, HostAccount
 from omnireduce.protocol.host_delays import late_ranks
 from omnireduce.protocol.host_faults import HostError, difference
-from omnireduce.protocol.host_preset import Form, Group, preset
+from omnireduce.protocol.host_preset import Group, form_of, preset
 from omnireduce.protocol.host_rows import HostRows
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
@@ -125,7 +125,7 @@ class HostExchange:
     @property
     def largest_block_bytes(self) -> int:
         """The size of the largest block that fits in one slot."""
-        size: int = (self._slot_words - self._group.counts - 2 * LINE) * 8
+        size: int = (self._slot_words - self._group.count_words - 2 * LINE) * 8
         return size
 
     @property
@@ -208,7 +208,7 @@ class HostExchange:
 
     def _prepare(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> None:
         """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
-        known = self._preset(collective.descriptor, collective.operand.layout, self._form(collective, blocks))
+        known = self._preset(collective.descriptor, collective.operand.layout, form_of(collective, blocks))
         state, ints, brought = self._state_words, self._ints, 0
         state[:] = known.state
         state[_AT["number"]], state[_AT["base"]] = self._begun, self._chunks
@@ -223,13 +223,6 @@ class HostExchange:
         ints[at : at + known.encoded.size] = known.encoded
         ints[at + ROWS_AT] = brought
         self._is_prepared = True
-
-    def _form(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> Form:
-        if isinstance(blocks, RowBlocks):
-            return "rows"
-        if blocks is AGREEMENT:
-            return "agreement"
-        return "tensor" if collective.host_sum is None else "sum"
 
     def _make_scratch(self, block_size: int) -> None:
         if self._scratch.shape[1] != block_size:

@@ -11,7 +11,9 @@ from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
 from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
 from omnireduce.layout import Layout
+from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.hosts import chunk_blocks
+from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.wire.blocks import capacity
 
 _STORAGE_OF = {
@@ -19,9 +21,17 @@ _STORAGE_OF = {
     for each in (*ELEMENT_TYPES.values(), BOOL)
 }
 
-
 # What goes through memory: a tensor, also one of which hosts send the sum; rows; or only which collective it is.
 Form = Literal["tensor", "sum", "rows", "agreement"]
+
+
+def form_of(collective: Collective, blocks: TensorBlocks | RowBlocks) -> Form:
+    """What of a collective goes through memory."""
+    if isinstance(blocks, RowBlocks):
+        return "rows"
+    if blocks is AGREEMENT:
+        return "agreement"
+    return "tensor" if collective.host_sum is None else "sum"
 
 
 class Group(NamedTuple):
@@ -36,7 +46,7 @@ class Group(NamedTuple):
     slot_bytes: int
 
     @property
-    def counts(self) -> int:
+    def count_words(self) -> int:
         """How many words of a slot the counts take, one for each part, in whole cache lines."""
         return (self.ranks + LINE - 1) // LINE * LINE
 
@@ -54,7 +64,7 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> 
     element, block_bytes, is_sum = descriptor.element, descriptor.block_bytes, form == "sum"
     full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
     blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes))
-    rows = group.counts + (blocks + LINE - 1) // LINE * LINE
+    rows = group.count_words + (blocks + LINE - 1) // LINE * LINE
     chunks = -(-full // blocks) + tail
     if form == "rows":  # the first chunk: what number chunks follow is known once all ranks have begun
         chunks = 1
@@ -64,7 +74,7 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> 
     for name, value in {
         "me": group.me, "ranks": group.ranks, "slots": group.slots, "region_words": group.region_words,
         "slot_words": group.slot_words, "chunks": chunks, "full_blocks": full, "tail_blocks": tail,
-        "chunk_blocks": blocks, "indices": group.counts, "rows": rows,
+        "chunk_blocks": blocks, "indices": group.count_words, "rows": rows,
         "width": block_bytes // 8, "size": layout.block_size, "storage": _STORAGE_OF[element.name],
         "op": op_code("sum" if is_sum and descriptor.op == "mean" else descriptor.op, element),
         "number_chunks": form == "rows", "is_listing": form == "rows",
