@@ -22,6 +22,7 @@ from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_
 from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import PEERS, labels
+from benchmarks.environments import Tree
 from benchmarks.group import PeerError
 from benchmarks.outcomes import Outcome, Results, show_case, show_verdicts
 from benchmarks.profiling import profile_case
@@ -171,6 +172,7 @@ def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> 
     more = []
     try:
         older = checkout(before)
+        cases = _measurable(cases, older)
         between_hosts = (compare_shaped(each, chosen, older, starts) for each, chosen in of_setting.items() if chosen)
         for found in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
             more += [found.name] if found.ratio > most else []
@@ -180,6 +182,17 @@ def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> 
     if more:
         click.echo(f"{len(more)} take more than {most:g} times what they took: {'; '.join(more)}", err=True)
         sys.exit(3)
+
+
+def _measurable(cases: list[Case], older: Tree) -> list[Case]:
+    """Without those that an older checkout cannot measure, which are named."""
+    found = []
+    for case in cases:
+        if case.repeats == 1 or older.repeats:
+            found.append(case)
+        else:
+            click.echo(f"left out, because {older.root} cannot measure it: {case.name}", err=True)
+    return found
 
 
 @main.command()

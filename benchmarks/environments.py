@@ -29,6 +29,11 @@ class Tree(NamedTuple):
         parts = [(each, *each.partition("=")[0].split(".")) for each in sets]
         return [each for each, section, key in parts if key in sections.get(section, {})]
 
+    @property
+    def repeats(self) -> bool:
+        """Whether its ranks can do several exchanges in one round: older ones cannot."""
+        return "repeats" in (self.root / "benchmarks" / "rank.py").read_text()
+
 
 HERE = Tree(ROOT, Path(sys.executable))
 PACKAGES = {  # what each needs beside omnireduce itself

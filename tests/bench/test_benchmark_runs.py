@@ -23,7 +23,7 @@ from benchmarks.__main__ import main
 from benchmarks.cases import Case
 from benchmarks.compare import AFTER, BEFORE, Compared, compare, compare_in_turns
 from benchmarks.contest import BOUND, OURS, OWN, SCAN, WARM_UP, Contest, Entrant
-from benchmarks.environments import HERE
+from benchmarks.environments import HERE, Tree
 from benchmarks.group import Group, PeerError, Servers, daemon, echo_servers
 from benchmarks.loopback import MESSAGE_BYTES, Carrier
 from benchmarks.memory import measure
@@ -95,6 +95,19 @@ def test_a_case_that_takes_more_than_it_may_is_named(monkeypatch: pytest.MonkeyP
     assert done.exit_code == 3
     assert done.output.endswith("1 take more than 1.05 times what they took: b\n")
     assert CliRunner().invoke(main, ["compare", ".", "--most", "1.1"]).exit_code == 0
+
+
+def test_what_an_older_checkout_cannot_measure_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "rank.py").write_text("def round(kind, method, number, check): ...\n")
+    chosen: list[Case] = []
+    monkeypatch.setattr("benchmarks.__main__.checkout", lambda root: Tree(root, Path("python")))
+    monkeypatch.setattr("benchmarks.__main__.compare_cases", lambda cases, older, starts: chosen.extend(cases) or [])
+    assert HERE.repeats
+    done = CliRunner().invoke(main, ["compare", str(tmp_path), "--only", "memory, 2 ranks, 1 MiB, density 1"])
+    assert done.exit_code == 0, done.output
+    assert [case.repeats for case in chosen] == [1]
+    assert f"left out, because {tmp_path} cannot measure it: memory, 2 ranks, 1 MiB, density 1," in done.output
 
 
 def test_who_compares_with_no_checkout_hears_what_is_expected(tmp_path: Path) -> None:
