@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import counter, kernel, prefetch, prefetch_to_write, row_of, span_of
+from omnireduce.kernels.jit import counter, inlined, kernel, prefetch, prefetch_to_write, row_of, span_of
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
 from omnireduce.kernels.reduce import OWN, SUM, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import (
@@ -88,7 +88,7 @@ def _open(state: Array, ints: Array, chunk: int, places: Array) -> int:
     return -1
 
 
-@kernel
+@inlined
 def _find(state: Array, ints: Array, block: int, is_mine: bool, places: Array, part: Array) -> tuple[int, int]:
     """Note in `part`, as `reduce_block` wants it, where each rank has the block. Returns how many ranks have it, and
     1 + the last of them."""

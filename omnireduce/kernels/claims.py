@@ -25,6 +25,11 @@ LOOK_S = 0.02  # between two looks whether a kernel is free: to compile one take
 Kernel = partial[Any]
 
 
+class Part(partial[Any]):
+    """A kernel of the list that others have in themselves: it is compiled, so that they are sooner ready, but not
+    loaded."""
+
+
 def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
     """The kernels in the order in which this process should call them: those that no other one compiles come first.
 
@@ -36,7 +41,7 @@ def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
         if file >= 0:
             stack.callback(os.close, file)
         if mark in _marks(file):
-            yield from kernels
+            yield from (each for each in kernels if not isinstance(each, Part))
             return
         left, since = deque(kernels), time.monotonic()
         while left:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.chunk import collect_part, combine_part, show_part, stage_part
-from omnireduce.kernels.jit import give_way, kernel, publish
+from omnireduce.kernels.jit import entry, give_way, kernel, publish
 from omnireduce.kernels.regions import (
     BEGUN,
     BEGUN_AT,
@@ -340,7 +340,7 @@ def await_step(state: Array, ints: Array, looks: int) -> bool:
     return False
 
 
-@kernel
+@entry
 def run(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
     places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array, called: Array, steps: int,
@@ -372,7 +372,7 @@ def run(
     return did
 
 
-@kernel
+@entry
 def run_with_rows(
     state: Array, ints: Array, words: Array, numbers: Array, lists: Array, listed: Array, union: Array, rows: Array,
     result: Array, plan: Array, scratch: Array, bits: Array, called: Array, steps: int, looks: int,

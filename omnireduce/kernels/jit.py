@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, event
 from numba.extending import intrinsic, overload
@@ -34,16 +35,41 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def kernel(function: F) -> F:
     """Compile `function` on first use for each combination of argument types."""
+    return _compiled(function)
+
+
+def inlined(function: F) -> F:
+    """A kernel whose code becomes part of the kernels that call it: what is done for every block is worth that."""
+    return _compiled(function, forceinline=True)
+
+
+def entry(function: F) -> F:
+    """A large kernel that Python calls, and no other kernel. Its file has none of the code that compilers want: loaded,
+    that takes ten times as much memory as the machine code."""
+    return _compiled(function, stored=_machine_code_only)
+
+
+def _compiled(function: F, stored: Callable[[Any], Any] | None = None, **more: Any) -> F:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     try:
-        compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+        compiled: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no writable folder for the cache: compile in every process
-        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+        return cast(F, numba.njit(**options)(function))
     if hasattr(compiled, "_cache"):  # not with the JIT off
         cache = compiled._cache
         cache._cache_file._source_stamp = source_stamp()
+        cache._impl.reduce = stored or cache._impl.reduce
         cache.save_overload = _locked(cache.save_overload, fcntl.LOCK_EX)
         cache.load_overload = _locked(cache.load_overload, fcntl.LOCK_SH)
     return cast(F, compiled)
+
+
+def _machine_code_only(result: Any) -> Any:
+    """What numba stores of a compiled kernel, with empty functions in the place of those to build into others."""
+    (name, kind, (machine_code, bitcode)), *rest = result._reduce()
+    names = [each.name for each in llvm.parse_bitcode(bitcode).functions if not each.is_declaration]
+    empty = llvm.parse_assembly("\n".join(f'define void @"{each}"() {{ ret void }}' for each in names))
+    return (name, kind, (machine_code, empty.as_bitcode())), *rest
 
 
 @lru_cache(maxsize=1)
@@ -91,6 +117,11 @@ def span_of(array: Array, start: int, size: int) -> Array:
     return array[start : start + size]
 
 
+def span_or(array: Array, start: int, other: Array) -> Array:
+    """`span_of(array, start, other.size)`, or `other` itself where `start` is negative; see `row_of`."""
+    return other if start < 0 else span_of(array, start, other.size)
+
+
 def _borrow(builder: Any, context: Any, array: Any, kind: Any, data: Any, size: Any) -> Any:
     """An array of `size` elements at `data`, of the type of element of `array`, that owns nothing."""
     found = _array_of(kind)(context, builder)
@@ -127,6 +158,19 @@ def _span(typing_context: Any, array: Any, start: Any, size: Any) -> Any:
     return kind(array, numba.intp, numba.intp), generate
 
 
+@intrinsic
+def _span_or(typing_context: Any, array: Any, start: Any, other: Any) -> Any:
+    kind = _line_of(array)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array, other = (_array_of(signature.args[at])(context, builder, args[at]) for at in (0, 2))
+        is_other = builder.icmp_signed("<", args[1], ir.Constant(args[1].type, 0))
+        data = builder.select(is_other, other.data, builder.gep(array.data, [args[1]]))
+        return _borrow(builder, context, array, kind, data, _lengths_of(builder, other.shape, 1)[0])
+
+    return kind(array, numba.intp, other), generate
+
+
 @overload(row_of, strict=False)
 def _compile_row_of(rows: Any, k: Any) -> Any:
     emit: Any = _row
@@ -137,6 +181,12 @@ def _compile_row_of(rows: Any, k: Any) -> Any:
 def _compile_span_of(array: Any, start: Any, size: Any) -> Any:
     emit: Any = _span
     return lambda array, start, size: emit(array, start, size)
+
+
+@overload(span_or, strict=False)
+def _compile_span_or(array: Any, start: Any, other: Any) -> Any:
+    emit: Any = _span_or
+    return lambda array, start, other: emit(array, start, other)
 
 
 def prefetch(words: Array, index: int) -> None:

@@ -72,14 +72,15 @@ def plan_union(
     out_indices: Array,
     parts: Array,
     mark_sole: bool,
+    soles: Array,
 ) -> int:
     """Walk the ranks' ascending `indices` below `watermark` and list their union.
 
     `indices`: int64 (ranks, capacity), `position`, `count`: int64 (ranks,), the unread part of each rank's message;
     `position` advances. `start`: int64 (ranks,), where the message's first block begins in the arena, in elements.
     For each block in the union, its number goes to `out_indices` (entries,) and to `parts` (entries or more, ranks)
-    where each rank's block begins, or ABSENT. With `mark_sole` a number is marked where one rank alone contributed.
-    Stops when `out_indices` is full. Returns the number of entries.
+    where each rank's block begins, or ABSENT. With `mark_sole` a number is marked where one rank alone contributed, and
+    counted in `soles`, int64 (ranks,). Stops when `out_indices` is full. Returns the number of entries.
     """
     ranks, written = indices.shape[0], 0
     while written < out_indices.size:
@@ -98,7 +99,10 @@ def plan_union(
                 last = r
             else:
                 parts[written, r] = ABSENT
-        sole = last + 1 if mark_sole and present == 1 else 0
+        sole = 0
+        if mark_sole and present == 1:
+            sole = last + 1
+            soles[last] += 1
         out_indices[written] = block | sole << SOLE_SHIFT
         written += 1
     return written

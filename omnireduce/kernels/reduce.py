@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array, ElementType
-from omnireduce.kernels.jit import kernel, row_of, span_of
+from omnireduce.kernels.jit import inlined, kernel, row_of, span_of, span_or
 from omnireduce.kernels.merge import ABSENT
 
 OWN = -2  # in the part of a block: the block that the caller has in an array of its own
@@ -32,7 +32,7 @@ def _is_below(left: int, right: int) -> bool:
     return (left < right) != ((left < 0) != (right < 0))
 
 
-@kernel
+@inlined
 def _combine(op: int, out: Array, left: Array, right: Array) -> None:
     """out = left op right. NaN wins in min and max, as in NumPy."""
     if op == MIN:
@@ -52,7 +52,7 @@ def _combine(op: int, out: Array, left: Array, right: Array) -> None:
             out[i] = left[i] + right[i]
 
 
-@kernel
+@inlined
 def _accumulate(op: int, total: Array, item: Array) -> None:
     """total = total op item. Not _combine(op, total, total, item): with aliased arguments that would not vectorise."""
     if op == MIN:
@@ -72,7 +72,7 @@ def _accumulate(op: int, total: Array, item: Array) -> None:
             total[i] += item[i]
 
 
-@kernel
+@inlined
 def _finish(op: int, total: Array, present: int, ranks: int, divisor: int) -> None:
     """Let absent blocks take part in min and max as zeros, and divide a mean once, by `divisor`."""
     zero = total.dtype.type(0)  # a plain 0 is an int64, which would make wider what it meets
@@ -106,32 +106,20 @@ def _product(total: Array, arena: Array, part: Array, own: Array) -> None:
             total[i] *= factor
 
 
-@kernel
+@inlined
 def _copy(block: Array, total: Array) -> None:
     for i in range(total.size):
         total[i] = block[i]
 
 
-@kernel
-def _combine_two(op: int, total: Array, arena: Array, left: int, right: int, own: Array) -> None:
-    """Combine the blocks of two ranks, each in its place of `part`; see `reduce_block`."""
-    size = total.size  # no variable stands for one of two arrays: to that numba counts references
-    if left == OWN:
-        _combine(op, total, own, span_of(arena, right, size))
-    elif right == OWN:
-        _combine(op, total, span_of(arena, left, size), own)
-    else:
-        _combine(op, total, span_of(arena, left, size), span_of(arena, right, size))
-
-
-@kernel
+@inlined
 def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array, divisor: int) -> None:
     """Reduce the block of each rank into `total`. A mean is their sum, divided by `divisor`.
 
     `part`: int64 (ranks,), offsets into `arena`, or OWN for the block `own`, or ABSENT. One is there at least. `arena`,
     (elements,), `own` and `total`, (block size,), are of the reduced type.
     """
-    ranks, size, present, first = part.size, total.size, 0, OWN
+    ranks, present, first = part.size, 0, OWN
     for r in range(ranks):
         at = part[r]
         if at == ABSENT:
@@ -139,16 +127,12 @@ def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array, d
         if present == 0:
             first = at
         elif present == 1:
-            _combine_two(op, total, arena, first, at, own)
-        elif at == OWN:
-            _accumulate(op, total, own)
+            _combine(op, total, span_or(arena, first, own), span_or(arena, at, own))
         else:
-            _accumulate(op, total, span_of(arena, at, size))
+            _accumulate(op, total, span_or(arena, at, own))
         present += 1
-    if present == 1 and first == OWN:
-        _copy(own, total)
-    elif present == 1:
-        _copy(span_of(arena, first, size), total)
+    if present == 1:
+        _copy(span_or(arena, first, own), total)
     if op == PROD and present < ranks:
         _product(total, arena, part, own)
     elif op != SUM:
@@ -162,7 +146,7 @@ def reduce_blocks(op: int, arena: Array, parts: Array, out: Array, divisor: int)
     `arena`: (elements,) of the reduced type; `out`: (entries, block size). `divisor` as in `reduce_block`.
     """
     for k in range(parts.shape[0]):
-        reduce_block(op, arena, row_of(parts, k), arena, row_of(out, k), divisor)
+        reduce_block(op, arena, row_of(parts, k), row_of(out, k), row_of(out, k), divisor)
 
 
 @kernel

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.claims import Kernel, in_turn
+from omnireduce.kernels.claims import Kernel, Part, in_turn
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
@@ -19,7 +19,8 @@ from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleep
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 
-STORAGES = {element.storage for element in ELEMENT_TYPES.values() if not element.is_half}  # rows of halves: as float32
+# of rows, too: those of halves are added as float32; in the same order in every process
+STORAGES = list(dict.fromkeys(element.storage for element in ELEMENT_TYPES.values() if not element.is_half))
 
 
 Progress = Callable[[int, int], None]  # how many kernels are ready, of how many
@@ -57,7 +58,7 @@ def _of_aggregator() -> Iterator[Kernel]:
     indices, one = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
     parts, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
     yield partial(admit_indices, indices[0], 0, 1, 0, 1, 1, one.copy())
-    yield partial(plan_union, indices, zero, one, zero.copy(), 8, 1, one.copy(), parts.copy(), True)
+    yield partial(plan_union, indices, zero, one, zero.copy(), 8, 1, one.copy(), parts.copy(), True, zero.copy())
     yield from _of_runs(one)
     row = np.zeros((1, 8), np.uint8)
     yield partial(leave_out, one, 0, row, row.copy())
@@ -94,9 +95,9 @@ def _of_host() -> Iterator[Kernel]:
     plan, words, floats = np.zeros((0, 2), np.int64), np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.float32)
     for storage in STORAGES:
         row = np.zeros((0, 1), storage)
-        yield partial(reduce_planned, OPS["sum"], row.reshape(-1), plan, row, row)
+        yield Part(reduce_planned, OPS["sum"], row.reshape(-1), plan, row, row)
     half, bits = np.zeros((0, 1), np.uint16), floats.view(np.uint32)
-    yield partial(reduce_half_planned, OPS["sum"], True, half.reshape(-1), plan, half, half, floats, bits)
+    yield Part(reduce_half_planned, OPS["sum"], True, half.reshape(-1), plan, half, half, floats, bits)
     state, ints = np.zeros(1, STATE), np.zeros(SLOTS, np.int64)
     state["has_begun"] = state["has_agreed"] = 1  # of a tensor without chunks
     places, marked, notes = np.zeros((3, 1), np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8)

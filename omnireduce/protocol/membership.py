@@ -58,6 +58,8 @@ class Membership:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
+        if not (self._gathering or self._has_freed_room):  # as nearly always
+            return self._announced.deadline
         waiting = self._gathering.values()
         ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if each.is_news]

@@ -151,14 +151,11 @@ class Reduction:
         runs = self._runs[: list_runs(numbers, shards, stripe_blocks, self._runs)]
         nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, runs=runs)
         shorter: dict[int, Array] = {}
-        if self._sole_is_result and memories:
-            sole = np.bincount(numbers >> SOLE_SHIFT, minlength=self._senders + 1)[1:]
-            for rank in np.flatnonzero(sole >= max(1, numbers.size // WORTH_LEAVING_OUT)).tolist():
-                memory = memories.get(rank)
-                if memory is not None and self._leave_out(rank, self._results[slot], numbers, memory):
-                    left_out = int(sole[rank])
-                    size = seal(memory, number, frontier, numbers, block_bytes, left_out=left_out, runs=runs)
-                    shorter[rank] = memory[:size]
+        soles, worth = self.union.take_soles(), max(1, numbers.size // WORTH_LEAVING_OUT)
+        for rank, memory in memories.items():
+            if soles[rank] >= worth and self._leave_out(rank, self._results[slot], numbers, memory):
+                size = seal(memory, number, frontier, numbers, block_bytes, left_out=soles[rank], runs=runs)
+                shorter[rank] = memory[:size]
         return nbytes, shorter
 
     def _leave_out(self, rank: int, result: Array, numbers: Array, memory: Array) -> bool:

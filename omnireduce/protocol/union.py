@@ -38,7 +38,10 @@ class Union:
     def __init__(self, ranks: int, slots: Array, window: int) -> None:
         self._words, self._slot_bytes, self._window = slots.view(np.int64), slots.shape[1], window
         self._indices = np.empty((ranks, window), np.int64)
-        self._position, self._count, self._start = (np.zeros(ranks, np.int64) for _ in range(3))
+        self._counters = np.zeros((4, ranks), np.int64)
+        # of each rank: which index comes next, how many there are, where its first block begins, and the blocks that it
+        # alone has brought
+        self._position, self._count, self._start, self._soles = self._counters
         self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and head
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
         self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
@@ -49,13 +52,12 @@ class Union:
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        return sum(array.nbytes for array in (self._indices, self._position, self._count, self._start))
+        return self._indices.nbytes + self._counters.nbytes
 
     def begin(self, shape: Shape) -> None:
         """Start a collective."""
         self.shape = shape
-        self._position[:] = 0
-        self._count[:] = 0
+        self._counters[:] = 0
         self._unused = [0] * len(self._unused)
         self._frontier = [NOT_STARTED] * len(self._frontier)
         self.watermark = NOT_STARTED  # the lowest frontier: below it nothing can be missing
@@ -129,16 +131,24 @@ class Union:
         """List the next blocks of the union, no more than `numbers`, int64 (blocks,), takes; return how many there are.
 
         `parts`, int64 (blocks or more, ranks), says of each where a rank's part begins, in elements from the start of
-        the slots, or ABSENT. With `mark_sole` a number says which rank alone has brought the block, if one has.
+        the slots, or ABSENT. With `mark_sole` a number says which rank alone has brought the block, if one has; see
+        `take_soles`.
         """
         known = self.watermark
         if self._ahead:
             known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
         added: int = plan_union(
             self._indices, self._position, self._count, self._start,
-            block_size=self.shape.block_size, watermark=known, out_indices=numbers, parts=parts, mark_sole=mark_sole,
+            block_size=self.shape.block_size, watermark=known, out_indices=numbers, parts=parts,
+            mark_sole=mark_sole, soles=self._soles,
         )  # fmt: skip
         return added
+
+    def take_soles(self) -> list[int]:
+        """How many of the blocks planned since the last call each rank alone has brought."""
+        soles: list[int] = self._soles.tolist()
+        self._soles[:] = 0
+        return soles
 
     def use(self) -> None:
         """The blocks planned last are in a result: their ranks need them no more."""

@@ -150,8 +150,7 @@ class WorkerMachine:
         while busy:
             busy = False
             for stream in self._streams:
-                message = stream.pack()
-                if message is not None:
+                if (message := stream.pack()) is not None:
                     busy = True
                     yield message
 
@@ -222,7 +221,8 @@ class WorkerMachine:
         yield Return(shard, slot)
         if done is not None:
             done.parts_left -= 1
-        yield from self._complete(now, shard)
+        if done is not None or self._retired:
+            yield from self._complete(now, shard)
 
     def _complete(self, now: float, shard: int | None = None) -> Iterator[Effect]:
         """Finish the collectives of which everything has come, in order. The last of it came from `shard`, or from the

@@ -1,11 +1,12 @@
 """Slot memory: anonymous files that can be mapped by several processes of one host and leave nothing behind.
 
-An aggregator maps a region and touches none of it: otherwise all jobs would wait while one joins. The region gets its
-pages on first use. A worker on the same host touches its own slots, in its own time, before it goes on.
+Memory gets its pages on first use. An aggregator touches none of a region: otherwise all jobs would wait while one
+joins. A worker touches its own slots before it begins, if it is going to use them: `touch`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -15,7 +16,8 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 
-POPULATE_BYTES = 64 << 20  # largest memory of which a worker touches all; of larger memory it may use little
+TOUCHED_BYTES = 64 << 20  # largest memory of which a worker touches all; of larger memory it may use little
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
 class Region:
@@ -28,7 +30,7 @@ class Region:
             os.ftruncate(self.fd, size)
             # a peer that shrinks the file would end us with SIGBUS: the seal prevents that
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.slots = _map(self.fd, 0, size, 0).reshape(rows, slot_bytes)
+            self.slots = _map(self.fd, 0, size).reshape(rows, slot_bytes)
         except BaseException:
             os.close(self.fd)
             raise
@@ -42,8 +44,7 @@ class Region:
 
 
 def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
-    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes). They are backed by pages
-    already, unless they take more than POPULATE_BYTES.
+    """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes).
 
     Raises TransportError, also when the file is not sealed: a peer that shrinks it would end us with SIGBUS.
     """
@@ -52,18 +53,28 @@ def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
             raise TransportError("the peer could shrink its shared memory under us")
         if os.fstat(fd).st_size < (first + rows) * slot_bytes:
             raise TransportError(f"the peer's shared memory is smaller than {first + rows} slots of {slot_bytes} bytes")
-        size = rows * slot_bytes
-        populate = mmap.MAP_POPULATE if size <= POPULATE_BYTES else 0
-        return _map(fd, first * slot_bytes, size, populate).reshape(rows, slot_bytes)
+        return _map(fd, first * slot_bytes, rows * slot_bytes).reshape(rows, slot_bytes)
     except OSError as error:
         raise TransportError(f"cannot map the peer's shared memory: {error}") from error
 
 
-def _map(fd: int, offset: int, size: int, flags: int) -> Array:
-    return np.frombuffer(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | flags, offset=offset), np.uint8)
-
-
 def private_slots(rows: int, slot_bytes: int) -> Array:
-    """Slots for this process alone, uint8 (rows, slot bytes), already backed by pages."""
-    memory = mmap.mmap(-1, rows * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+    """Slots for this process alone, uint8 (rows, slot bytes)."""
+    memory = mmap.mmap(-1, rows * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.uint8).reshape(rows, slot_bytes)
+
+
+def touch(slots: Array) -> None:
+    """Give all of these slots their pages now, unless they take more than TOUCHED_BYTES: then the first messages need
+    not wait for them. A system that does not know how to do that leaves it to the first use."""
+    memory: object = slots
+    while isinstance(memory, np.ndarray):
+        memory = memory.base
+    mapping = getattr(memory, "obj", None)
+    if isinstance(mapping, mmap.mmap) and slots.nbytes <= TOUCHED_BYTES:
+        with contextlib.suppress(OSError):
+            mapping.madvise(MADV_POPULATE_WRITE)
+
+
+def _map(fd: int, offset: int, size: int) -> Array:
+    return np.frombuffer(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, offset=offset), np.uint8)

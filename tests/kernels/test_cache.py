@@ -5,13 +5,28 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from omnireduce.kernels import jit, scatter
 
-WAIT_S = 20.0
+PROGRAM = """
+import numpy as np
+from omnireduce.kernels.jit import {0}
+
+@{0}
+def total(numbers):
+    found = 0
+    for k in range(numbers.size):
+        found += numbers[k]
+    return found
+
+print(total(np.arange(5)), sum(total.stats.cache_hits.values()))
+"""
+WAIT_S = 60.0
 BRIEFLY_S = 0.2
 
 
@@ -28,6 +43,20 @@ def test_an_edit_to_any_kernel_file_makes_all_compile_anew() -> None:
     cache = scatter.add_rows._cache  # type: ignore[attr-defined]
     stamp = {name: size for name, _, size in cache._cache_file._source_stamp}
     assert stamp == {file.name: file.stat().st_size for file in folder.glob("*.py")}
+
+
+@pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
+def test_an_entry_is_loaded_without_what_compilers_want(tmp_path: Path) -> None:
+    for decorator in ("kernel", "entry"):
+        folder = tmp_path / decorator
+        folder.mkdir()
+        (folder / "program.py").write_text(PROGRAM.format(decorator))
+        for hits in (0, 1):
+            command = [sys.executable, "program.py"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=WAIT_S)
+            assert done.stdout.split() == ["10", str(hits)]
+    sizes = [next((tmp_path / each / "__pycache__").glob("*.nbc")).stat().st_size for each in ("entry", "kernel")]
+    assert sizes[0] < sizes[1]
 
 
 def test_a_cache_is_written_by_one_process_at_a_time() -> None:

@@ -30,12 +30,12 @@ class Union:
         self.start = np.arange(ranks) * 1000
         self.block_size = block_size
         self.out_indices, self.parts = np.full(capacity, -9), np.full((capacity, ranks), -9)
-        self.written = 0
+        self.written, self.soles = 0, np.zeros(ranks, np.int64)
 
     def plan(self, watermark: int, *, mark_sole: bool = False) -> None:
         self.written += plan_union(
             *(self.indices, self.position, self.count, self.start, self.block_size, watermark),
-            *(self.out_indices[self.written :], self.parts[self.written :], mark_sole),
+            *(self.out_indices[self.written :], self.parts[self.written :], mark_sole, self.soles),
         )
 
 
@@ -224,6 +224,7 @@ def test_marks_tell_whose_block_alone_a_result_is(lists: list[list[int]], rank: 
     assert indices.tolist() == [block + FAR for block in blocks]
     alone = [[r for r in range(3) if block in lists[r]] == [rank] for block in blocks]
     assert unchanged.tolist() == alone
+    assert union.soles[rank] == sum(alone)
 
 
 def test_a_mark_leaves_room_for_the_largest_block_number_and_world_size() -> None:

@@ -72,6 +72,20 @@ def test_no_collective_compiles_anything() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_all_processes_name_the_same_kernels_alike() -> None:
+    """So that each knows what the others have compiled."""
+    program = """
+from omnireduce.kernels import claims, warm
+print([claims._mark_of(list(kernels())) for kernels in (warm._of_worker, warm._of_aggregator)])
+"""
+    environs = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(3)]
+    said = {
+        subprocess.run([sys.executable, "-c", program], env=each, capture_output=True, check=True, timeout=60).stdout
+        for each in environs
+    }
+    assert len(said) == 1
+
+
 def test_what_takes_long_is_said_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not of kernels that are only loaded, on a machine that is busy."""
     now, said = [0.0], []

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from omnireduce.errors import TransportError
+from omnireduce.transport import memory
 from omnireduce.transport.base import Control, Event, Lost, Received
-from omnireduce.transport.memory import Region, map_slots, private_slots
+from omnireduce.transport.memory import Region, map_slots, private_slots, touch
 from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
 
 from .pairs import SHM_PORT, SLOT_BYTES, SLOTS, ShmPair, accept
@@ -161,12 +162,26 @@ def test_a_region_keeps_its_size() -> None:
     region.close()
 
 
-def test_who_makes_a_region_touches_nothing_of_it_and_who_maps_slots_touches_those() -> None:
-    """Or all jobs of a shard would wait while the system finds memory for one."""
+def test_memory_gets_its_pages_when_it_is_touched() -> None:
+    """A shard touches none: or all its jobs would wait while the system finds memory for one."""
     region = Region(SLOTS, 4 << 20)
     assert os.fstat(region.fd).st_blocks == 0
     mapped = map_slots(region.fd, 1, 2, 4 << 20)
+    assert os.fstat(region.fd).st_blocks == 0
+    touch(mapped)
     assert os.fstat(region.fd).st_blocks * 512 == mapped.nbytes
+    region.close()
+
+
+def test_memory_that_cannot_be_touched_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = Region(SLOTS, SLOT_BYTES)
+    touch(np.zeros((SLOTS, SLOT_BYTES), np.uint8))
+    monkeypatch.setattr(memory, "TOUCHED_BYTES", region.slots.nbytes - 1)
+    touch(region.slots)
+    monkeypatch.undo()
+    monkeypatch.setattr(memory, "MADV_POPULATE_WRITE", 10_000)  # as on a system that does not know it
+    touch(region.slots)
+    assert os.fstat(region.fd).st_blocks == 0
     region.close()
 
 

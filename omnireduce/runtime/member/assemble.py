@@ -23,6 +23,7 @@ from omnireduce.runtime.member.traced import Parts, traced
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.host_meeting import HostGroup
+from omnireduce.transport.memory import touch
 from omnireduce.wire.control import Cause, Leave, encode_control
 
 
@@ -63,6 +64,9 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         parts = traced(config.trace, job, joined.rank, joined.size, parts.links)
     links = parts.links
     host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
+    if host is None or joined.neighbours.hosts > 1:  # else no block goes by a link
+        for slots in (slots for link in links for slots in (link.send_slots, link.receive_slots)):
+            touch(slots)
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],

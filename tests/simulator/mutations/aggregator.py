@@ -140,6 +140,13 @@ MUTATIONS = (
         "        self.watermark = max(self._frontier)\n",
     ),
     Mutation(
+        "blocks that were left out are left out again",
+        _UNION,
+        "a result says of more blocks than it has that the rank alone has brought them",
+        "        self._soles[:] = 0\n        return soles\n",
+        "        return soles\n",
+    ),
+    Mutation(
         "watermark of those that have begun",
         _UNION,
         "a rank that has sent nothing yet is not waited for",

@@ -65,8 +65,8 @@ MUTATIONS = (
         "a lone contributor is the next rank",
         _MERGE,
         "a rank keeps a block to which another contributed",
-        "sole = last + 1 if",
-        "sole = last + 2 if",
+        "sole = last + 1\n",
+        "sole = last + 2\n",
     ),
     Mutation(
         "indices may repeat",
