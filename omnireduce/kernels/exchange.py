@@ -52,7 +52,7 @@ from omnireduce.kernels.regions import (
 )
 from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_numbers, stage_rows, take_numbers
 
-YIELD_EVERY = 64  # fruitless looks between two offers of the processor to others
+YIELD_EVERY = 8  # fruitless looks between two offers of the processor to others
 # What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it; WANTS: memory.
 WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED, SHOWN_ONE = range(8)
 DONE, DIFFERS, BROKEN, CALLED, WANTS = range(8, 13)

@@ -15,6 +15,7 @@ from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
 WORD = np.dtype(np.uint64)
+PARTS = 8  # of a tensor: shards and links get one while a host sums the next
 Memory = Callable[[int], Array]  # gives a flat array of so many bytes or more, with any content
 
 
@@ -224,9 +225,13 @@ class HostSum(_Tensor):
     def start(self, shard: int) -> int:
         return self.layout.first_block(shard)
 
-    def may_pack(self, cursor: int) -> bool:
-        """Whether what follows at this cursor is there."""
-        return cursor < self.ready or self.ready == self.layout.blocks
+    def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
+        """Whether so much follows at this cursor that it is worth a message: the rest of the tensor, a good part of it,
+        `span` blocks, or `most` that are not 0."""
+        ready, blocks = self.ready, self.layout.blocks
+        if ready == blocks or ready - cursor >= min(span, max(1, blocks // PARTS)):
+            return True
+        return cursor < ready and np.count_nonzero(self.notes[cursor:ready] & NON_ZERO) >= most
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         layout, full, count = self.layout, self.layout.full_blocks, 0

@@ -71,14 +71,17 @@ class ShardStream:
             return None
         collective, extra = self._outgoing[0], b""
         operand, host_sum = collective.sent, collective.host_sum
-        if host_sum is not None and not host_sum.may_pack(max(self._cursor, host_sum.start(self.shard))):
-            return None
+        most = max(1, self._message_bytes // operand.block_bytes)
+        if host_sum is not None:
+            cursor = max(self._cursor, host_sum.start(self.shard))
+            if not host_sum.is_worth_packing(cursor, self._span, most):
+                return None
         slot = self._free.pop()
         if self._cursor < 0:
             self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
         memory = self._send_slots[slot]
         rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
-        rows = rows[: max(1, self._message_bytes // operand.block_bytes)]
+        rows = rows[:most]
         indices = self._scratch(len(rows))
         count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
         indices, layout = indices[:count], operand.layout

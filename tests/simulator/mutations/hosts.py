@@ -50,8 +50,16 @@ MUTATIONS = (
         "sums are sent before they are there",
         _OPERANDS,
         "a shard gets what one rank alone has",
-        "        return cursor < self.ready or self.ready == self.layout.blocks\n",
+        "        return cursor < ready and np.count_nonzero(self.notes[cursor:ready] & NON_ZERO) >= most\n",
         "        return True\n",
+        first=_OF_SEVERAL,
+    ),
+    Mutation(
+        "the rest of a host's sum is not worth a message",
+        _OPERANDS,
+        "a shard waits for the last blocks for ever",
+        "        if ready == blocks or ready - cursor",
+        "        if ready - cursor",
         first=_OF_SEVERAL,
     ),
     Mutation(

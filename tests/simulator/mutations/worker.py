@@ -81,8 +81,8 @@ MUTATIONS = (
         "worker sends blocks larger than a message never",
         _STREAM,
         "a block larger than the limit of a message has no room in any",
-        "rows[: max(1, self._message_bytes // operand.block_bytes)]",
-        "rows[: self._message_bytes // operand.block_bytes]",
+        "most = max(1, self._message_bytes // operand.block_bytes)",
+        "most = self._message_bytes // operand.block_bytes",
     ),
     Mutation(
         "worker never times out",
