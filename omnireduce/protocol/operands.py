@@ -231,7 +231,7 @@ class HostSum(_Tensor):
         ready, blocks = self.ready, self.layout.blocks
         if ready == blocks or ready - cursor >= min(span, max(1, blocks // PARTS)):
             return True
-        return cursor < ready and np.count_nonzero(self.notes[cursor:ready] & NON_ZERO) >= most
+        return cursor < ready and int(np.count_nonzero(self.notes[cursor:ready] & NON_ZERO)) >= most
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         layout, full, count = self.layout, self.layout.full_blocks, 0
