@@ -173,6 +173,8 @@ def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> 
     try:
         older = checkout(before)
         cases = _measurable(cases, older)
+        if not any([*of_setting.values(), cases]):
+            raise click.ClickException("nothing is left to compare")
         between_hosts = (compare_shaped(each, chosen, older, starts) for each, chosen in of_setting.items() if chosen)
         for found in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
             more += [found.name] if found.ratio > most else []

@@ -32,7 +32,7 @@ class Tree(NamedTuple):
     @property
     def repeats(self) -> bool:
         """Whether its ranks can do several exchanges in one round: older ones cannot."""
-        return "repeats" in (self.root / "benchmarks" / "rank.py").read_text()
+        return "repeats:" in (self.root / "benchmarks" / "rank.py").read_text()
 
 
 HERE = Tree(ROOT, Path(sys.executable))

@@ -25,9 +25,9 @@ LOOK_S = 0.02  # between two looks whether a kernel is free: to compile one take
 Kernel = partial[Any]
 
 
-class Part(partial[Any]):
-    """A kernel of the list that others have in themselves: it is compiled, so that they are sooner ready, but not
-    loaded."""
+class BuiltIn(partial[Any]):
+    """A kernel that others of the list have in themselves: it is compiled, so that they are sooner ready. Once all of
+    the list are compiled, it is not loaded."""
 
 
 def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
@@ -41,7 +41,7 @@ def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
         if file >= 0:
             stack.callback(os.close, file)
         if mark in _marks(file):
-            yield from (each for each in kernels if not isinstance(each, Part))
+            yield from (each for each in kernels if not isinstance(each, BuiltIn))
             return
         left, since = deque(kernels), time.monotonic()
         while left:

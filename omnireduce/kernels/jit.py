@@ -1,4 +1,4 @@
-"""The compiler behind every kernel: the one decorator, and the hints that Python has no words for.
+"""The compiler behind every kernel: the three decorators, and the hints that Python has no words for.
 
 Kernels release the GIL and are cached on disk. An edit to any file of this folder makes all of them compile anew,
 because a compiled kernel holds the code of the kernels that it calls. NUMBA_DISABLE_JIT=1 runs the same code as plain
@@ -44,8 +44,8 @@ def inlined(function: F) -> F:
 
 
 def entry(function: F) -> F:
-    """A large kernel that Python calls, and no other kernel. Its file has none of the code that compilers want: loaded,
-    that takes ten times as much memory as the machine code."""
+    """A large kernel that Python calls, and no kernel may call. Its file has none of the code that compilers want:
+    loaded, that takes ten times as much memory as the machine code."""
     return _compiled(function, stored=_machine_code_only)
 
 
@@ -118,7 +118,8 @@ def span_of(array: Array, start: int, size: int) -> Array:
 
 
 def span_or(array: Array, start: int, other: Array) -> Array:
-    """`span_of(array, start, other.size)`, or `other` itself where `start` is negative; see `row_of`."""
+    """`span_of(array, start, other.size)`, or `other` itself where `start` is negative; see `row_of`. `other` is
+    contiguous, and has the same type of element."""
     return other if start < 0 else span_of(array, start, other.size)
 
 

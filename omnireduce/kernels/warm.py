@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.claims import Kernel, Part, in_turn
+from omnireduce.kernels.claims import BuiltIn, Kernel, in_turn
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
@@ -95,9 +95,9 @@ def _of_host() -> Iterator[Kernel]:
     plan, words, floats = np.zeros((0, 2), np.int64), np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.float32)
     for storage in STORAGES:
         row = np.zeros((0, 1), storage)
-        yield Part(reduce_planned, OPS["sum"], row.reshape(-1), plan, row, row)
+        yield BuiltIn(reduce_planned, OPS["sum"], row.reshape(-1), plan, row, row)
     half, bits = np.zeros((0, 1), np.uint16), floats.view(np.uint32)
-    yield Part(reduce_half_planned, OPS["sum"], True, half.reshape(-1), plan, half, half, floats, bits)
+    yield BuiltIn(reduce_half_planned, OPS["sum"], True, half.reshape(-1), plan, half, half, floats, bits)
     state, ints = np.zeros(1, STATE), np.zeros(SLOTS, np.int64)
     state["has_begun"] = state["has_agreed"] = 1  # of a tensor without chunks
     places, marked, notes = np.zeros((3, 1), np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8)

@@ -15,7 +15,7 @@ from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
 WORD = np.dtype(np.uint64)
-PARTS = 8  # of a tensor: shards and links get one while a host sums the next
+SHARES = 8  # of a tensor: shards and links get one while a host sums the next
 Memory = Callable[[int], Array]  # gives a flat array of so many bytes or more, with any content
 
 
@@ -227,9 +227,9 @@ class HostSum(_Tensor):
 
     def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
         """Whether so much follows at this cursor that it is worth a message: the rest of the tensor, a good part of it,
-        `span` blocks, or `most` that are not 0."""
+        `span` blocks, or `most` that are not 0, all shards' together."""
         ready, blocks = self.ready, self.layout.blocks
-        if ready == blocks or ready - cursor >= min(span, max(1, blocks // PARTS)):
+        if ready == blocks or ready - cursor >= min(span, max(1, blocks // SHARES)):
             return True
         return cursor < ready and int(np.count_nonzero(self.notes[cursor:ready] & NON_ZERO)) >= most
 

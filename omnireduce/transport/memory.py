@@ -71,7 +71,7 @@ def touch(slots: Array) -> None:
     while isinstance(memory, np.ndarray):
         memory = memory.base
     mapping = getattr(memory, "obj", None)
-    if isinstance(mapping, mmap.mmap) and slots.nbytes <= TOUCHED_BYTES:
+    if isinstance(mapping, mmap.mmap) and len(mapping) <= TOUCHED_BYTES:
         with contextlib.suppress(OSError):
             mapping.madvise(MADV_POPULATE_WRITE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import multiprocessing
 import os
@@ -52,11 +53,26 @@ def test_an_entry_is_loaded_without_what_compilers_want(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "program.py").write_text(PROGRAM.format(decorator))
         for hits in (0, 1):
-            command = [sys.executable, "program.py"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=WAIT_S)
+            done = subprocess.run(
+                [sys.executable, "program.py"], cwd=folder, env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
+                capture_output=True, text=True, check=True, timeout=WAIT_S,
+            )  # fmt: skip
             assert done.stdout.split() == ["10", str(hits)]
-    sizes = [next((tmp_path / each / "__pycache__").glob("*.nbc")).stat().st_size for each in ("entry", "kernel")]
+    sizes = [next((tmp_path / each).rglob("*.nbc")).stat().st_size for each in ("entry", "kernel")]
     assert sizes[0] < sizes[1]
+
+
+def test_no_kernel_calls_an_entry() -> None:
+    """It would call an empty function, once both are loaded from their files."""
+    trees = [ast.parse(file.read_text()) for file in Path(jit.__file__).parent.glob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    marks = {node: {each.id for each in node.decorator_list if isinstance(each, ast.Name)} for node in functions}
+    entries = {node.name for node, names in marks.items() if "entry" in names}
+    assert entries == {"run", "run_with_rows"}
+    for node, names in marks.items():
+        if names & {"kernel", "inlined", "entry"}:
+            calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+            assert not entries & {each.id for each in calls if isinstance(each, ast.Name)}, node.name
 
 
 def test_a_cache_is_written_by_one_process_at_a_time() -> None:

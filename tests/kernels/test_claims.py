@@ -117,12 +117,12 @@ def test_what_has_been_compiled_as_a_whole_is_not_claimed(tmp_path: Path) -> Non
         another.kill()
 
 
-def test_a_part_is_compiled_but_not_loaded(tmp_path: Path) -> None:
+def test_what_is_built_into_others_is_compiled_but_not_loaded(tmp_path: Path) -> None:
     def kernel(number: int) -> None:
         """Nothing is compiled."""
 
     kernel._cache = type("Cache", (), {"cache_path": str(tmp_path)})  # type: ignore[attr-defined]
-    kernels = [claims.Part(kernel, 1), partial(kernel, 2)]
+    kernels = [claims.BuiltIn(kernel, 1), partial(kernel, 2)]
     assert list(claims.in_turn(kernels)) == kernels
     assert list(claims.in_turn(kernels)) == kernels[1:]
 

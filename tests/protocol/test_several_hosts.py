@@ -14,7 +14,10 @@ from oracle import assert_results, bits, reduce_by_host, reduce_in_rank_order
 from samples import CASES, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.kernels.chunk import NON_ZERO, PRESENT
+from omnireduce.layout import Layout
 from omnireduce.protocol.effects import End
+from omnireduce.protocol.operands import DenseTensor, HostSum
 from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -244,3 +247,34 @@ def test_a_rank_alone_on_its_host_lets_the_others_judge_who_is_late() -> None:
         cluster.settle(paused=[cluster.worker_drivers[0], cluster.worker_drivers[1]])
     assert cluster.worker_ends[2] is None
     assert cluster.workers[2].deadline == pytest.approx(5.5)
+
+
+def host_sum(blocks: int, ready: int, non_zero: Sequence[int] = ()) -> HostSum:
+    """The sum of a host whose blocks of 8 bytes are known below `ready`."""
+    layout = Layout(blocks, 1, 1, 1)
+    found = HostSum(DenseTensor(None, np.zeros(blocks), layout, np.uint64(2**63 - 1)))
+    found.ready, found.notes[:ready] = ready, PRESENT
+    found.notes[list(non_zero)] |= NON_ZERO
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "cursor", "worth"),
+    [
+        (host_sum(0, -1), 0, False),
+        (host_sum(0, 0), 0, True),
+        (host_sum(5, 3), 3, False),  # nothing follows
+        (host_sum(5, 3), 4, False),  # the next block of this shard is not there
+        (host_sum(5, 3), 2, True),  # an eighth of few blocks is one
+        (host_sum(5, 5), 5, True),  # there is only to say that all are sent
+        (host_sum(800, 109), 10, False),
+        (host_sum(800, 110), 10, True),  # an eighth
+        (host_sum(8000, 209), 10, False),
+        (host_sum(8000, 210), 10, True),  # a span
+        (host_sum(800, 50, range(10)), 0, True),  # as many as a message takes
+        (host_sum(800, 50, range(9)), 0, False),
+        (host_sum(800, 50, range(10)), 1, False),
+    ],
+)
+def test_a_sum_is_packed_when_it_is_worth_a_message(found: HostSum, cursor: int, worth: bool) -> None:
+    assert found.is_worth_packing(cursor, 200, 10) is worth

@@ -18,6 +18,7 @@ from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_jo
 from transports import MEMORY, WAYS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
+from omnireduce.dtypes import Array
 from omnireduce.runtime.member import assemble, rendezvous
 from omnireduce.transport.host_meeting import HostMeeting, RankGoneError
 
@@ -174,3 +175,15 @@ def test_who_cannot_make_its_slots_tells_the_others(
     assert first.reason == f"could not begin: {words}"
     assert len(links) == 3
     assert all(link.over for link in links)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_touches_the_slots_that_it_is_going_to_use(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    touched: list[Array] = []
+    monkeypatch.setattr(assemble, "touch", touched.append)
+    run_job(configured(daemon.addresses, *over(way)), 2, lambda comm: comm.barrier())
+    both_ways_of_all_links = 2 * 2 * len(daemon.addresses)
+    assert len(touched) == (0 if way == MEMORY else both_ways_of_all_links)
+    assert all(slots.size for slots in touched)

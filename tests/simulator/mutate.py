@@ -97,7 +97,8 @@ class _Uncached(SourceFileLoader):
         super().exec_module(module)
         import numba
 
-        vars(module)["kernel"] = numba.njit(nogil=True, error_model="numpy")
+        for decorator, inlined in (("kernel", False), ("inlined", True), ("entry", False)):
+            vars(module)[decorator] = numba.njit(nogil=True, error_model="numpy", forceinline=inlined)
 
 
 @dataclass(frozen=True)
