@@ -146,7 +146,8 @@ def reduce_blocks(op: int, arena: Array, parts: Array, out: Array, divisor: int)
     `arena`: (elements,) of the reduced type; `out`: (entries, block size). `divisor` as in `reduce_block`.
     """
     for k in range(parts.shape[0]):
-        reduce_block(op, arena, row_of(parts, k), row_of(out, k), row_of(out, k), divisor)
+        out_row = row_of(out, k)  # also as `own`, for which no part stands
+        reduce_block(op, arena, row_of(parts, k), out_row, out_row, divisor)
 
 
 @kernel

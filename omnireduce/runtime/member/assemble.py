@@ -65,8 +65,9 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     links = parts.links
     host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
     if host is None or joined.neighbours.hosts > 1:  # else no block goes by a link
-        for slots in (slots for link in links for slots in (link.send_slots, link.receive_slots)):
-            touch(slots)
+        for link in links:
+            touch(link.send_slots)
+            touch(link.receive_slots)
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
