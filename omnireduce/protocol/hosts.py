@@ -13,7 +13,8 @@ from omnireduce.wire.control import MOST_NEIGHBOURS, Hello
 
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
 SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
-CHUNKS_AT_ONCE = 4  # in so many chunks a small tensor or union is cut, so that ranks work at the same time
+AT_ONCE = 4  # in so many chunks a small union, or a small sum of a host, is cut: ranks, and shards, work side by side
+HALVES = 2  # the same for a small tensor of one host: all ranks share each of its chunks
 
 
 class Neighbours(NamedTuple):
@@ -41,14 +42,14 @@ def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
     return [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
 
 
-def chunk_bytes(nbytes: int, most: int) -> int:
+def chunk_bytes(nbytes: int, most: int, at_once: int = AT_ONCE) -> int:
     """The wanted size of a chunk of a tensor or union of `nbytes`."""
-    return min(most, max(SMALL_CHUNK_BYTES, nbytes // CHUNKS_AT_ONCE))
+    return min(most, max(SMALL_CHUNK_BYTES, nbytes // at_once))
 
 
-def chunk_blocks(blocks: int, block_bytes: int, room: int) -> int:
+def chunk_blocks(blocks: int, block_bytes: int, room: int, at_once: int = AT_ONCE) -> int:
     """How many blocks a chunk has of a tensor of `blocks` full blocks, where `room` of them fit a slot."""
-    return max(1, min(chunk_bytes(blocks * block_bytes, CHUNK_BYTES) // block_bytes, room))
+    return max(1, min(chunk_bytes(blocks * block_bytes, CHUNK_BYTES, at_once) // block_bytes, room))
 
 
 class Dealing(NamedTuple):

@@ -13,6 +13,7 @@ from transports import WAYS, over
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.config import Config
 from omnireduce.elastic import NewcomersError
+from omnireduce.protocol.exchange import LOOKS
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.calls import Call, Place
@@ -289,7 +290,10 @@ def test_a_loop_that_gets_nowhere_gives_up(daemon: Daemon) -> None:
     assert sorted(calls) == [0] * 2 + [1] * 2
 
 
-def test_a_commit_tells_all_ranks_of_a_newcomer_after_the_same_step(daemon: Daemon) -> None:
+@pytest.mark.parametrize("looks", [LOOKS, 1 << 22], ids=["often", "until all have come"])
+def test_a_commit_tells_all_ranks_of_a_newcomer_after_the_same_step(daemon: Daemon, looks: int) -> None:
+    """Also where each rank looks for the others' steps for so long that no collective leaves it anything to wait for:
+    who does not wait has to read what the aggregator says all the same."""
     config, job, together, goes_on = (
         configured(daemon.addresses, *ELASTIC),
         unique_job(),
@@ -302,6 +306,8 @@ def test_a_commit_tells_all_ranks_of_a_newcomer_after_the_same_step(daemon: Daem
             together.total(comm)
             if rank < 2:
                 comm.reform()
+                assert comm._machine.host is not None
+                comm._machine.host._looks = looks
                 goes_on.set()
                 state = ElasticState(comm, {})
                 while not told(state):

@@ -28,6 +28,7 @@ from omnireduce.wire.control import Cause
 T = TypeVar("T")
 SMALL_BYTES = 1 << 20  # largest tensor that is worth polling for: its exchange is mostly waiting, for a short time
 FORKED = "was forked from the one that joined; connect in it anew"
+LISTEN_S = 0.01  # so often a rank reads what aggregators say, though it never has to wait for other ranks of its host
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
 
@@ -41,6 +42,7 @@ class Engine(Interruptible):
         self._lookout = Lookout(links, machine.host, bells)  # first: it may fail
         self._machine, self._links = machine, links
         self._longest_spin_s = self._spin_s = spin_s
+        self._listen_at = 0.0
         self._driver = Driver(
             machine,
             links,
@@ -99,15 +101,19 @@ class Engine(Interruptible):
             for call in calls:
                 self._check_fits(call.operand.block_bytes)
             check_free(handles, self._handles.values(), self._names)
+            now = time.monotonic()
             try:
                 for call, handle in zip(calls, handles, strict=True):
-                    number = self._machine.submit(call.descriptor, call.operand, time.monotonic())
+                    number = self._machine.submit(call.descriptor, call.operand, now)
                     self._handles[number] = handle
-                is_small = sum(call.operand.nbytes for call in calls) <= SMALL_BYTES
-                self._spin_s = self._longest_spin_s / (1 if is_small or self._machine.host is not None else 10)
+                spins_long = self._machine.host is not None or sum(each.operand.nbytes for each in calls) <= SMALL_BYTES
+                self._spin_s = self._longest_spin_s / (1 if spins_long else 10)
                 self._driver.push()  # whoever drives keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
                     self._lookout.wake()
+                elif now >= self._listen_at:
+                    self._listen_at = now + LISTEN_S
+                    self._driver.turn()
             except BaseException as error:
                 self._cut_by = error.__class__.__name__
                 self._leave()

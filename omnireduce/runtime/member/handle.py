@@ -126,7 +126,8 @@ class Started(Handle[T]):
         self._waiting.clear()
 
     def wait(self, timeout_s: float | None = None) -> T:
-        self._engine.wait(self, timeout_s)
+        if not self.finished:
+            self._engine.wait(self, timeout_s)
         if self._failed:
             raise self._engine.end_error(under_way=True)
         return self._result()
