@@ -12,7 +12,7 @@ from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
 from omnireduce.layout import Layout
 from omnireduce.protocol.collective import Collective
-from omnireduce.protocol.hosts import AT_ONCE, HALVES, chunk_blocks
+from omnireduce.protocol.hosts import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
 from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.wire.blocks import capacity
 
@@ -63,7 +63,7 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> 
     """The state before a call. `layout` says which shard gets what, where hosts send sums."""
     element, block_bytes, is_sum = descriptor.element, descriptor.block_bytes, form == "sum"
     full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
-    at_once = AT_ONCE if is_sum else HALVES
+    at_once = CHUNKS_AT_ONCE if is_sum else CHUNKS_OF_ONE_HOST
     blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes), at_once)
     rows = group.count_words + (blocks + LINE - 1) // LINE * LINE
     chunks = -(-full // blocks) + tail

@@ -13,8 +13,8 @@ from omnireduce.wire.control import MOST_NEIGHBOURS, Hello
 
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
 SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
-AT_ONCE = 4  # in so many chunks a small union, or a small sum of a host, is cut: ranks, and shards, work side by side
-HALVES = 2  # the same for a small tensor of one host: all ranks share each of its chunks
+CHUNKS_AT_ONCE = 4  # in so many a small union, or small sum of a host, is cut: ranks and shards work side by side
+CHUNKS_OF_ONE_HOST = 2  # in so many a small tensor, where there is one host: all ranks share each chunk
 
 
 class Neighbours(NamedTuple):
@@ -42,12 +42,12 @@ def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
     return [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
 
 
-def chunk_bytes(nbytes: int, most: int, at_once: int = AT_ONCE) -> int:
+def chunk_bytes(nbytes: int, most: int, at_once: int = CHUNKS_AT_ONCE) -> int:
     """The wanted size of a chunk of a tensor or union of `nbytes`."""
     return min(most, max(SMALL_CHUNK_BYTES, nbytes // at_once))
 
 
-def chunk_blocks(blocks: int, block_bytes: int, room: int, at_once: int = AT_ONCE) -> int:
+def chunk_blocks(blocks: int, block_bytes: int, room: int, at_once: int = CHUNKS_AT_ONCE) -> int:
     """How many blocks a chunk has of a tensor of `blocks` full blocks, where `room` of them fit a slot."""
     return max(1, min(chunk_bytes(blocks * block_bytes, CHUNK_BYTES, at_once) // block_bytes, room))
 

@@ -1,6 +1,7 @@
 """Who drives a communicator, and how threads wait.
 
 A thread that waits for a collective drives the machine itself: nothing is handed over between threads on that path.
+One that starts collectives takes a turn now and then, because it may never have to wait.
 Only while asynchronous collectives are under way and nobody waits, a background thread drives. One driver at a time.
 """
 
@@ -28,7 +29,7 @@ from omnireduce.wire.control import Cause
 T = TypeVar("T")
 SMALL_BYTES = 1 << 20  # largest tensor that is worth polling for: its exchange is mostly waiting, for a short time
 FORKED = "was forked from the one that joined; connect in it anew"
-LISTEN_S = 0.01  # so often a rank reads what aggregators say, though it never has to wait for other ranks of its host
+READ_EVERY_S = 0.01  # so often a rank reads what aggregators say, though it never has to wait for others
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
 
@@ -42,7 +43,7 @@ class Engine(Interruptible):
         self._lookout = Lookout(links, machine.host, bells)  # first: it may fail
         self._machine, self._links = machine, links
         self._longest_spin_s = self._spin_s = spin_s
-        self._listen_at = 0.0
+        self._read_at = 0.0
         self._driver = Driver(
             machine,
             links,
@@ -108,11 +109,11 @@ class Engine(Interruptible):
                     self._handles[number] = handle
                 spins_long = self._machine.host is not None or sum(each.operand.nbytes for each in calls) <= SMALL_BYTES
                 self._spin_s = self._longest_spin_s / (1 if spins_long else 10)
-                self._driver.push()  # whoever drives keeps the deadline
+                self._driver.push()  # whoever takes turns keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
                     self._lookout.wake()
-                elif now >= self._listen_at:
-                    self._listen_at = now + LISTEN_S
+                elif now >= self._read_at:
+                    self._read_at = now + READ_EVERY_S
                     self._driver.turn()
             except BaseException as error:
                 self._cut_by = error.__class__.__name__
