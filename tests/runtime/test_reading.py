@@ -1,0 +1,32 @@
+"""What ranks read that never have to wait: others of their host have come whenever they look."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from local_cluster import WAIT_S, Daemon, configured, start_job
+
+from omnireduce import AbortedError, Communicator
+
+UNTIL_ALL_HAVE_COME = 1 << 22  # looks at the others' counters: no collective leaves anything to wait for
+
+
+def test_that_the_aggregator_stops() -> None:
+    with Daemon() as daemon:
+        begun = threading.Barrier(3)
+
+        def work(comm: Communicator) -> str:
+            assert comm._machine.host is not None
+            comm.barrier()
+            comm._machine.host._looks = UNTIL_ALL_HAVE_COME
+            begun.wait(WAIT_S)
+            try:
+                while True:
+                    comm.allreduce(np.ones(8, np.float32))
+            except AbortedError as error:
+                return str(error)
+
+        ranks = start_job(configured(daemon.addresses), 2, work)
+        begun.wait(WAIT_S)
+    assert all("shutting down" in text for text in ranks.results())
