@@ -74,6 +74,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_SEVERAL + 611216: "the others of an elastic job had done their work while a rank was stopped",
     FIRST_OF_SEVERAL + 617315: "the same beside a second launch",
     FIRST_OF_SEVERAL + 618428: "a shard that had started again gave the number of an earlier generation",
+    FIRST_OF_SEVERAL + 943980: "a rank slept while another one said that all moves on, and was told so when it woke",
     FIRST_OF_SEVERAL + 543337573: "a rank had left an ended job, and another one's report made it stay",
 }
 SAME = 12  # seeds that are run in two processes

@@ -149,7 +149,7 @@ class Verdicts:
         explained = reasons.plausible(error, self._causes) and self._explained_delay(error, self._causes, culprits)
         if moves_on or not explained:
             self._allow_for_many_messages(worker)
-        if moves_on:
+        if moves_on and worker.culprit in error.culprit:  # others were told what this one says of itself
             self._judge_who_moves_on(worker)
 
     def _allow_for_many_messages(self, worker: Worker) -> None:
