@@ -186,7 +186,7 @@ class WorkerMachine:
 
     def _hand_over(self, host: HostExchange) -> None:
         """Of several hosts: what this one has summed may go to the shards, and what has come back may be shown."""
-        current = host.current if self._neighbours.hosts > 1 else None
+        current = host.current
         if current is not None and current.host_sum is not None:
             current.host_sum.ready = host.summed_blocks
             streams = self._taking_part(current)
