@@ -15,6 +15,7 @@ from omnireduce.protocol.account import Account, Wait
 from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.quiet import Quiet
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.result_slots import ResultSlots
 from omnireduce.protocol.senders import Senders
@@ -25,7 +26,6 @@ from omnireduce.wire.words import listed, shown
 BUDGET = Budget()
 ONE_SHARD = Dealing()
 WHAT_CHARACTERS = 500  # of what a rank says about the collective under way
-LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
 
@@ -91,8 +91,7 @@ class AggregatorMachine:
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
-        self._warn_after_s = warn_after_s
-        self._quiet_since = self._warned_at = self._warn_again_at = 0.0
+        self._quiet = Quiet(warn_after_s)
         self.account = Account(len(members))
         self.ended: End | None = None
 
@@ -106,7 +105,7 @@ class AggregatorMachine:
         """When `timer` must be called, if nothing happens before."""
         if self.idle or self.ended is not None:
             return None
-        return self._quiet_since + max(self._warn_after_s, 2 * (self._warned_at - self._quiet_since))
+        return self._quiet.deadline
 
     def waiting(self, now: float) -> Wait | None:
         """Whom the collective under way waits for; None when no collective is under way."""
@@ -123,7 +122,7 @@ class AggregatorMachine:
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
         who = self.named(ranks) or "the aggregator, which is busy"
-        return Wait(what, ranks, len(ranks), who, now - self._quiet_since)
+        return Wait(what, ranks, len(ranks), who, now - self._quiet.since)
 
     @property
     def slots_in_use(self) -> tuple[int, int]:
@@ -145,7 +144,7 @@ class AggregatorMachine:
         """A block message arrived in receive slot `slot` of `rank`."""
         row = rank * self._slot_count + slot
         if self._current is None and self._senders.delegates and self.idle:
-            self._quiet_since = now  # no result was awaited before
+            self._quiet.since = now  # no result was awaited before
         try:
             header = read_header(self._arena[row], nbytes)
         except ProtocolError as error:
@@ -182,8 +181,7 @@ class AggregatorMachine:
             yield from self._violation(rank, error)
             return
         wait = self.waiting(now)
-        if wait is not None and now >= self._warn_again_at:  # one warning for all ranks that wait
-            self._warn_again_at = now + max(self._warn_after_s, min(wait.seconds, LONGEST_PAUSE_S))
+        if wait is not None and self._quiet.may_warn(wait.seconds, now):
             yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
 
     def heard(self, rank: int, now: float) -> None:
@@ -201,10 +199,12 @@ class AggregatorMachine:
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed. If no result left for long, tell all ranks whom they wait for."""
-        deadline, wait = self.deadline, self.waiting(now)
-        if deadline is None or now < deadline or wait is None:
+        deadline = self.deadline
+        if deadline is None or now < deadline:
             return
-        self._warned_at = now
+        self._quiet.say(now)
+        wait = self.waiting(now)
+        assert wait is not None, "a deadline without a wait"
         yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
         yield Tell(ALL, Waiting(wait.what, wait.who, wait.seconds))
 
@@ -220,7 +220,7 @@ class AggregatorMachine:
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
         if self._current is None and not self._senders.delegates:
-            self._quiet_since = now
+            self._quiet.since = now
         self.spent, self.more, moved = 0, False, True
         while moved and self.ended is None:
             if self.spent >= self.quantum:
@@ -244,7 +244,7 @@ class AggregatorMachine:
             moved = self._merge(self._current)
             moved |= yield from self._return_used(self._current)
             if self._worth_sending(self._current, moved):
-                moved, self._quiet_since = True, now
+                moved, self._quiet.since = True, now
                 yield self._emit(self._current)
 
     def _take_messages(self, now: float) -> bool:

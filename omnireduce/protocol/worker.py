@@ -117,7 +117,7 @@ class WorkerMachine:
         if not self._under_way:
             self._patience.begin(now)
         for stream in self._streams if not self._under_way else ():
-            stream.waiting = None  # that wait is over, or was most likely for this worker
+            stream.begin(now)
         for stream in taking_part:
             stream.submit(collective)
         if self.host is not None:
@@ -211,12 +211,12 @@ class WorkerMachine:
         """A result message arrived in receive slot `slot` of `shard`."""
         if self.ended is not None:
             return
+        self._streams[shard].heard(now)
         try:
             done = self._streams[shard].received(slot, nbytes)
         except ProtocolError as error:
             yield from self.violated(shard, str(error), now)
             return
-        self._streams[shard].heard(now)
         self._waiting_for = ""
         yield Return(shard, slot)
         if done is not None:

@@ -208,7 +208,7 @@ def test_who_blames_a_rank_lets_it_blame_a_shard_before() -> None:
     """The other rank waits for a shard that hangs, and says so right after the time limit."""
     cluster = InprocCluster(2, shards=2, timeout_s=5.0)
     cluster.allreduce(0, np.ones(50, np.float32))
-    for now in (0.0, 2.5, 5.0):
+    for now in (0.0, 1.0, 2.0, 4.0, 5.0):  # a shard late with its warnings stood still itself
         cluster.now = now
         cluster.settle()
     assert cluster.worker_ends == [None] * 2
@@ -236,6 +236,43 @@ def test_a_shard_that_hangs_is_named() -> None:
     cluster.settle(paused=hung)
     assert cluster.culprits() == {"aggregator 127.0.0.1:7401"}
     assert "nothing came from there for 4.0 s: is it stopped or overloaded?" in str(cluster.worker_ends[0])
+
+
+def test_a_shard_that_stood_still_is_named_though_it_moves_on() -> None:
+    """It has read what came from one rank only, and says that it waits for the other one."""
+    cluster = InprocCluster(2, shards=2, timeout_s=5.0)
+    stopped = cluster.aggregator_drivers[1]
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(50 * BLOCK, np.float32))
+    cluster.settle(paused=[stopped])
+    stopped.feed(0)
+    stopped.advance()
+    cluster.now = 4.5
+    stopped.advance()
+    cluster.settle(paused=[stopped])
+    assert "waiting for rank 1 (host h1, pid 101) since 1.0 s" in cluster.warnings[-1]
+    for now in (5.0, 5.25):
+        cluster.now = now
+        cluster.settle(paused=[stopped])
+    assert cluster.culprits() == {"aggregator 127.0.0.1:7401"}
+    assert "nothing came from there for 4.5 s of it: was it stopped or overloaded?" in str(cluster.worker_ends[0])
+
+
+def test_silence_before_a_collective_is_no_fault_of_a_shard() -> None:
+    cluster = InprocCluster(2, timeout_s=5.0)
+    for began_at in (0.0, 100.0):
+        cluster.now = began_at
+        cluster.allreduce(0, np.ones(50, np.float32))
+        cluster.settle()
+        cluster.now = began_at + 1.0
+        cluster.settle()
+        if not began_at:
+            cluster.allreduce(1, np.ones(50, np.float32))
+            cluster.settle()
+    for now in (102.0, 104.0, 105.0, 105.25):
+        cluster.now = now
+        cluster.settle()
+    assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
 
 
 def test_a_shard_whose_results_come_until_the_end_is_not_blamed() -> None:

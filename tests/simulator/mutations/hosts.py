@@ -133,7 +133,7 @@ MUTATIONS = (
         "a pause counts as waiting",
         "omnireduce.protocol.aggregator",
         "ranks hear that a collective that has just begun waits since the last one, and then nothing for as long",
-        "            self._quiet_since = now  # no result was awaited before\n",
+        "            self._quiet.since = now  # no result was awaited before\n",
         "            pass\n",
         test=_TESTS + "test_the_wait_for_ranks_begins_with_the_first_message",
     ),
