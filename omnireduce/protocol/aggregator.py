@@ -15,7 +15,7 @@ from omnireduce.protocol.account import Account, Wait
 from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.hosts import Dealing
-from omnireduce.protocol.quiet import Quiet
+from omnireduce.protocol.quiet import BUSY, STOOD_STILL, Quiet
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.result_slots import ResultSlots
 from omnireduce.protocol.senders import Senders
@@ -121,7 +121,7 @@ class AggregatorMachine:
         return self._wait(f"collective {self._number} ({self._descriptor})", ranks, now)
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
-        who = self.named(ranks) or "the aggregator, which is busy"
+        who = self.named(ranks) or BUSY
         return Wait(what, ranks, len(ranks), who, now - self._quiet.since)
 
     @property
@@ -198,13 +198,13 @@ class AggregatorMachine:
             yield from self._violation(rank, ProtocolError(reason))
 
     def timer(self, now: float) -> Iterator[Effect]:
-        """Time has passed. If no result left for long, tell all ranks whom they wait for."""
-        deadline = self.deadline
-        if deadline is None or now < deadline:
+        """Time has passed. If no result left for long, tell all ranks whom they wait for, or waited for in vain."""
+        deadline, wait = self.deadline, self.waiting(now)
+        if deadline is None or now < deadline or wait is None:
             return
-        self._quiet.say(now)
-        wait = self.waiting(now)
-        assert wait is not None, "a deadline without a wait"
+        if still_s := self._quiet.say(now):
+            yield Tell(ALL, Waiting(wait.what, STOOD_STILL, still_s))
+            wait = wait._replace(seconds=wait.seconds - still_s)
         yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
         yield Tell(ALL, Waiting(wait.what, wait.who, wait.seconds))
 

@@ -60,25 +60,20 @@ class Patience:
         if hanging:
             silent_s = now - max(self.since, *(each.heard_at for each in hanging))
             reason += f"; nothing came from there for {silent_s:.1f} s: is it stopped or overloaded?"
-            return Cause(self._aggregators(hanging), reason, timeout=True)
-        waited_s = 0.0 if self._longest is None else self._longest.seconds
-        stood_still = [each for each in owing if each.stood_still(waited_s, self.timeout_s)]
-        long_wait = waited_s >= self.timeout_s / 2
+            return Cause(
+                listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
+            )
+        longest_s = 0.0 if self._longest is None else self._longest.seconds
+        long_wait = longest_s >= self.timeout_s / 2
         if self.late_s and not long_wait:  # what this worker reads now may be old: it cannot judge others
             reason += f"; it noticed that {self.late_s:.1f} s late: was it stopped or overloaded?"
             return Cause(self._me, reason, timeout=True)
-        if stood_still:  # who it says that it waits for may be no later than this worker
-            silent_s = max(each.silent_s for each in stood_still)
-            reason += f"; nothing came from there for {silent_s:.1f} s of it: was it stopped or overloaded?"
-            return Cause(self._aggregators(stood_still), reason, timeout=True)
-        if waits:
-            return Cause(max(waits, key=lambda each: each.seconds).who, reason, timeout=True)
+        latest = max(waits, key=lambda each: each.seconds, default=None)
+        if latest is not None and (not long_wait or latest.seconds >= longest_s):
+            return Cause(latest.who, reason, timeout=True)
         if self._longest is not None and long_wait:
             return Cause(self._longest.who, f"{reason}; {self._longest.seconds:.1f} s of it all waited", timeout=True)
         return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
-
-    def _aggregators(self, streams: Sequence[ShardStream]) -> str:
-        return listed([f"aggregator {self._addresses[each.shard]}" for each in streams])
 
     def cause_behind(self, reason: str, streams: Sequence[ShardStream], others: str) -> Cause:
         """Whose fault it is for a rank to which no shard owes anything: the `others` of its host know more."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from omnireduce.wire.control import ITSELF
+
+BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # for whom ranks wait, if for no rank
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 
 
@@ -18,15 +21,17 @@ class Quiet:
         """When `say` must be called, if no result leaves before."""
         return self.since + max(self._after_s, 2 * (self._said_at - self.since))
 
-    def say(self, now: float) -> None:
+    def say(self, now: float) -> float:
         """The shard says now whom it waits for.
 
-        A shard that is late with that stood still itself. For so long no other was late.
+        A shard that is late with that stood still itself, and that time is off the wait. Returns how long it was; 0 if
+        the shard is in time.
         """
         late_s = now - self.deadline
-        if late_s >= self._after_s:
-            self.since += late_s
+        still_s = late_s if late_s >= self._after_s else 0.0
+        self.since += still_s
         self._said_at = now
+        return still_s
 
     def may_warn(self, wait_s: float, now: float) -> bool:
         """Whether to warn of a wait of `wait_s` that a rank reports: one warning is enough for all ranks that wait."""

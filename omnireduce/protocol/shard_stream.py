@@ -31,7 +31,6 @@ class ShardStream:
         self._sent_frontier = 0
         self._result_frontier = 0
         self.heard_at = 0.0  # when anything came
-        self.silent_s = 0.0  # the longest time in which nothing came
         self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._runs = np.empty((0, 2), np.int64)
@@ -43,13 +42,8 @@ class ShardStream:
     def credited(self, slot: int) -> None:
         self._free.append(slot)
 
-    def begin(self, now: float) -> None:
-        """Nothing was under way: a wait before is over, or was most likely for this worker, and silence means nothing."""
-        self.heard_at, self.silent_s, self.waiting = now, 0.0, None
-
     def heard(self, now: float, waiting: Waiting | None = None) -> None:
         """Something came from this shard: a sign of work, or the message `waiting`."""
-        self.silent_s = max(self.silent_s, now - self.heard_at)
         self.heard_at, self.waiting = now, waiting
 
     def hangs(self, now: float, since: float, timeout_s: float) -> bool:
@@ -57,11 +51,6 @@ class ShardStream:
         Waiting at the latest after half of the time limit, and again each time that the wait has doubled."""
         waited_s = 0.0 if self.waiting is None else self.waiting.seconds
         return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
-
-    def stood_still(self, waited_s: float, timeout_s: float) -> bool:
-        """Whether this shard was quiet for longer than a shard that works, and has moved on since. The longest wait that
-        shards told of was `waited_s`."""
-        return self.silent_s >= max(timeout_s / 2, 2 * waited_s)
 
     def missing_from(self, collective: Collective) -> int:
         """The first block whose result this shard still owes; the number of blocks if it owes none; -1 if the tensor is
@@ -133,7 +122,7 @@ class ShardStream:
         self._result_frontier = header.frontier
         if header.frontier < blocks:
             return None
-        self._result_frontier, self.silent_s = 0, 0.0
+        self._result_frontier = 0
         return self._incoming.popleft()
 
     @staticmethod

@@ -117,7 +117,7 @@ class WorkerMachine:
         if not self._under_way:
             self._patience.begin(now)
         for stream in self._streams if not self._under_way else ():
-            stream.begin(now)
+            stream.waiting = None  # that wait is over, or was most likely for this worker
         for stream in taking_part:
             stream.submit(collective)
         if self.host is not None:
@@ -211,12 +211,12 @@ class WorkerMachine:
         """A result message arrived in receive slot `slot` of `shard`."""
         if self.ended is not None:
             return
-        self._streams[shard].heard(now)
         try:
             done = self._streams[shard].received(slot, nbytes)
         except ProtocolError as error:
             yield from self.violated(shard, str(error), now)
             return
+        self._streams[shard].heard(now)
         self._waiting_for = ""
         yield Return(shard, slot)
         if done is not None:
@@ -258,9 +258,9 @@ class WorkerMachine:
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
-            stream = self._streams[shard]
-            stream.heard(now, message)
-            if self._under_way and stream.owes(self._under_way[0]):
+            message = message.heard_from(self._addresses[shard])
+            self._streams[shard].heard(now, message)
+            if self._under_way and self._streams[shard].owes(self._under_way[0]):
                 self._patience.heard(message)
             news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who

@@ -158,12 +158,21 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     temporary: bool = False
 
 
+ITSELF = "the aggregator"  # what one calls itself, because workers know it by other addresses
+
+
 class Waiting(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to workers: no result of the collective `what` has left for `seconds`, because of `who`."""
 
     what: _Text
     who: _Text
     seconds: float
+
+    def heard_from(self, address: str) -> Waiting:
+        """The same, where an aggregator that names itself has its `address`."""
+        if not self.who.startswith(ITSELF):
+            return self
+        return msgspec.structs.replace(self, who=self.who.replace(ITSELF, f"aggregator {address}", 1))
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -250,28 +250,22 @@ def test_a_shard_that_stood_still_is_named_though_it_moves_on() -> None:
     cluster.now = 4.5
     stopped.advance()
     cluster.settle(paused=[stopped])
+    assert "waiting for aggregator 127.0.0.1:7401, which stood still since 3.5 s" in cluster.warnings[-2]
     assert "waiting for rank 1 (host h1, pid 101) since 1.0 s" in cluster.warnings[-1]
     for now in (5.0, 5.25):
         cluster.now = now
         cluster.settle(paused=[stopped])
-    assert cluster.culprits() == {"aggregator 127.0.0.1:7401"}
-    assert "nothing came from there for 4.5 s of it: was it stopped or overloaded?" in str(cluster.worker_ends[0])
+    assert cluster.culprits() == {"aggregator 127.0.0.1:7401, which stood still"}
+    assert "3.5 s of it all waited" in str(cluster.worker_ends[0])
 
 
-def test_silence_before_a_collective_is_no_fault_of_a_shard() -> None:
+def test_a_shard_that_stood_still_for_a_moment_still_names_the_rank_that_is_late() -> None:
     cluster = InprocCluster(2, timeout_s=5.0)
-    for began_at in (0.0, 100.0):
-        cluster.now = began_at
-        cluster.allreduce(0, np.ones(50, np.float32))
-        cluster.settle()
-        cluster.now = began_at + 1.0
-        cluster.settle()
-        if not began_at:
-            cluster.allreduce(1, np.ones(50, np.float32))
-            cluster.settle()
-    for now in (102.0, 104.0, 105.0, 105.25):
+    cluster.allreduce(0, np.ones(50, np.float32))
+    for now in (0.0, 1.0, 3.1, 5.0, 5.25):
         cluster.now = now
         cluster.settle()
+    assert any("the aggregator" not in each and "stood still since 1.1 s" in each for each in cluster.warnings)
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
 
 
@@ -374,8 +368,8 @@ def test_a_rank_that_takes_no_results_is_the_one_that_is_waited_for() -> None:
     # rank 1 has sent all that its slots hold, and reads nothing any more
     cluster.worker_drivers[1].advance()
     cluster.settle(paused=[cluster.worker_drivers[1]])
-    cluster.now = 2.0
-    cluster.settle(paused=[cluster.worker_drivers[1]])
+    for cluster.now in (1.0, 2.0):
+        cluster.settle(paused=[cluster.worker_drivers[1]])
     assert cluster.warnings
     assert all("rank 1 (host h1, pid 101)" in warning and "rank 0" not in warning for warning in cluster.warnings)
     cluster.run()

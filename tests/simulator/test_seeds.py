@@ -68,7 +68,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_HOSTS + 516157: "a rank failed before another one asked a draining shard for more time",
     FIRST_OF_HOSTS + 801550: "a rank that joined once more was told of the meeting of its attempt before",
     FIRST_OF_HOSTS + 816303: "a shard was frozen while a rank proved that it knows the secret",
-    FIRST_OF_SEVERAL + 165079158: "a shard was frozen, and then waited so long for a rank whose message it had not read",
+    FIRST_OF_SEVERAL + 165079158: "a shard that was frozen took that time for a wait for a rank",
     FIRST_OF_SEVERAL + 826336: "a shard was frozen with work at hand, and called itself busy just in time",
     FIRST_OF_SEVERAL + 100678: "a rank was frozen, and the other host blamed its delegate",
     FIRST_OF_SEVERAL + 601417: "a shard counted a pause as time in which it waited, and was quiet for as long",

@@ -74,8 +74,8 @@ MUTATIONS = (
         "worker goes on at the last frontier",
         _STREAM,
         "the next collective begins where the last one ended",
-        "        self._result_frontier, self.silent_s = 0, 0.0\n        return self._incoming.popleft()",
-        "        self.silent_s = 0.0\n        return self._incoming.popleft()",
+        "        self._result_frontier = 0\n        return self._incoming.popleft()",
+        "        return self._incoming.popleft()",
     ),
     Mutation(
         "worker sends blocks larger than a message never",
@@ -250,11 +250,11 @@ MUTATIONS = (
         test="tests/protocol/test_failure_modes.py::test_who_blames_a_rank_lets_it_blame_a_shard_before",
     ),
     Mutation(
-        "worker forgets that a shard stood still",
+        "worker blames the last wait, not the longest",
         "omnireduce.protocol.patience",
         "a rank is blamed because the shard stood still before it read its message",
-        "        if stood_still:",
-        "        if stood_still and now < 0:",
+        " or latest.seconds >= longest_s):\n",
+        " or latest.seconds > 0):\n",
         test="tests/protocol/test_failure_modes.py::test_a_shard_that_stood_still_is_named_though_it_moves_on",
     ),
     Mutation(
