@@ -37,9 +37,10 @@ def warm_up_aggregator(progress: Progress = _silent) -> None:
     make_ready(list(_of_aggregator()), progress)
 
 
-def warm_up_worker(progress: Progress = _silent) -> None:
-    """Make the worker's kernels ready; call `progress` about once a second while they are compiled."""
-    make_ready(list(_of_worker()), progress)
+def warm_up_worker(progress: Progress = _silent, *, in_memory: bool = True) -> None:
+    """Make the worker's kernels ready, those of the exchange inside a host only if ranks may exchange `in_memory`; call
+    `progress` about once a second while they are compiled."""
+    make_ready([*_of_worker(), *(_of_host() if in_memory else ())], progress)
 
 
 def make_ready(kernels: Sequence[Kernel], progress: Progress) -> None:
@@ -78,7 +79,6 @@ def _of_worker() -> Iterator[Kernel]:
     yield partial(pack_rows, index, rows, 0, 1, 1, 0, rows.copy(), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):
         yield partial(add_rows, values, index, np.array([0, 1]), values.copy())
-    yield from _of_host()
     yield from _of_runs(index)
     unchanged = np.zeros(1, np.bool_)
     yield partial(admit_marked, index, 0, 0, 1, 0, 1, 1, index.copy(), unchanged)

@@ -103,3 +103,13 @@ def test_what_takes_long_is_said_about_once_a_second(monkeypatch: pytest.MonkeyP
     assert said == []
     warm.make_ready([partial(load, 0.4), *[partial(compile_, 0.4)] * 6], lambda *progress: said.append(progress))
     assert said == [(3, 7), (6, 7)]
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+def test_ranks_that_exchange_nothing_in_memory_load_no_kernels_for_that() -> None:
+    program = (
+        "from omnireduce.kernels import exchange, pack, warm\n"
+        "warm.warm_up_worker(in_memory=False)\n"
+        "assert pack.pack_blocks.signatures and not exchange.run.signatures and not exchange.run_with_rows.signatures\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

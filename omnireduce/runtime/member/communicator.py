@@ -114,7 +114,7 @@ class Communicator(Collectives):
             place = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
             self._embedded = embed(config, place, name, is_named=is_named)
         try:
-            warm_up_worker(self._say_progress)
+            warm_up_worker(self._say_progress, in_memory=config.transport.host_exchange != "off")
             if self._embedded is not None:
                 self.config = self._embedded.meet(self._say_progress)
             self._hello = self._make_hello(is_named)
