@@ -94,7 +94,8 @@ def run_cluster(cluster: Cluster) -> list[str]:
             return cluster.run()
     except _OverdueError:
         where = traceback.format_exc(limit=-3)
-        return [f"stuck: one event of virtual time takes longer than {MOST_S:g} s of processor time: {where}"]
+        limits = f"{MOST_S:g} s of processor time, or the run longer than {MOST_REAL_S:g} s in all"
+        return [f"stuck: one event of virtual time takes longer than {limits}: {where}"]
 
 
 def run_task(task: Task, before_run: Callable[[], None] = lambda: None) -> Outcome:
