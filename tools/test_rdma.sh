@@ -50,11 +50,12 @@ log=$(mktemp)
 two_guests() { # a second chance, said aloud, as in tests/rdma/one_node.sh
     local command=(part 'two guests' --nodes 2 -- bash -c 'tests/rdma/two_nodes.sh && tests/rdma/tutorial.sh')
     "${command[@]}" && return
+    [[ -e $log ]] || return 1 # this script is ending
     echo '== TWO GUESTS FAILED; again'
     "${command[@]}" && echo '== PASSED, BUT ONLY WHEN REPEATED: see above why'
 }
 two_guests >"$log" 2>&1 &
-trap 'pkill -TERM -P $! 2>/dev/null || true; wait; rm -f "$log"' EXIT # its guests end with it
+trap 'rm -f "$log"; pkill -TERM -P $! 2>/dev/null || true; wait' EXIT # its guests end with it
 failed=0
 part 'one guest' -- env SLOWNESS=8 tests/rdma/one_node.sh "${TESTS[@]}" -k "$ONLY" "$@" || failed=1
 wait $! || failed=1

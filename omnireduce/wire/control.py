@@ -31,7 +31,10 @@ _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]  # one peer's text goes to all others: it must fit their messages
+TEXT_CHARACTERS = 4096
+_Text = Annotated[
+    str, msgspec.Meta(max_length=TEXT_CHARACTERS)
+]  # one peer's text goes to all others: it must fit their messages
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -172,7 +175,8 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
         """The same, where an aggregator that names itself has its `address`."""
         if not self.who.startswith(ITSELF):
             return self
-        return msgspec.structs.replace(self, who=self.who.replace(ITSELF, f"aggregator {address}", 1))
+        who = self.who.replace(ITSELF, f"aggregator {address}", 1)
+        return msgspec.structs.replace(self, who=who[:TEXT_CHARACTERS])  # it may go on in a Leave
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -12,7 +12,7 @@ from samples import DTYPES, Array, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.transport.base import Event
-from omnireduce.wire.control import Hello, Leave, Pending, encode_control
+from omnireduce.wire.control import Cause, Hello, Leave, Pending, Waiting, decode_control, encode_control
 
 BLOCK = 8
 ONE_BLOCK_SLOTS = slot_bytes_for(1, BLOCK * 4)
@@ -257,6 +257,12 @@ def test_a_shard_that_stood_still_is_named_though_it_moves_on() -> None:
         cluster.settle(paused=[stopped])
     assert cluster.culprits() == {"aggregator 127.0.0.1:7401, which stood still"}
     assert "3.5 s of it all waited" in str(cluster.worker_ends[0])
+
+
+def test_who_a_hostile_shard_names_still_fits_a_message() -> None:
+    waiting = Waiting("x", "the aggregator" + "a" * 4082, 1.0).heard_from("127.0.0.1:7400")
+    assert waiting.who.startswith("aggregator 127.0.0.1:7400aaa")
+    decode_control(encode_control(Leave(Cause(waiting.who, "not complete", timeout=True))))
 
 
 def test_a_shard_that_stood_still_for_a_moment_still_names_the_rank_that_is_late() -> None:
