@@ -25,10 +25,11 @@ class Patience:
         """Another collective is the oldest one."""
         self.since, self._extra_s, self.late_s, self._longest = now, 0.0, 0.0, None
 
-    def heard(self, waiting: Waiting) -> None:
-        """A shard says whom the oldest collective waits for."""
-        if self._longest is None or waiting.seconds > self._longest.seconds:
-            self._longest = waiting
+    def heard(self, waiting: Waiting, now: float) -> None:
+        """A shard says whom the oldest collective waits for, perhaps since before it was this worker's oldest one."""
+        seconds = min(now - self.since, waiting.seconds)
+        if self._longest is None or seconds > self._longest.seconds:
+            self._longest = Waiting(waiting.what, waiting.who, seconds)
 
     @property
     def ends_at(self) -> float:

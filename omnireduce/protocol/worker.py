@@ -261,7 +261,7 @@ class WorkerMachine:
             message = message.heard_from(self._addresses[shard])
             self._streams[shard].heard(now, message)
             if self._under_way and self._streams[shard].owes(self._under_way[0]):
-                self._patience.heard(message)
+                self._patience.heard(message, now)
             news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who
             if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
