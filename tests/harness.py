@@ -204,7 +204,7 @@ class InprocCluster:
             lambda: self.now,
             on_finish=self.finished[rank].append,
             on_end=on_end,
-            on_warn=self.warnings.append,
+            on_warn=lambda warning: self.warnings.append(warning.text),
         )
 
     def _aggregator_driver(self, shard: int) -> Driver:
@@ -212,7 +212,11 @@ class InprocCluster:
             self.aggregator_ends[shard] = end
 
         return Driver(
-            self.aggregators[shard], self.down[shard], lambda: self.now, on_end=on_end, on_warn=self.warnings.append
+            self.aggregators[shard],
+            self.down[shard],
+            lambda: self.now,
+            on_end=on_end,
+            on_warn=lambda warning: self.warnings.append(warning.text),
         )
 
     # collectives

@@ -74,8 +74,7 @@ class AggregatorMachine:
     ) -> None:
         self._ranks = [_Rank(name) for name in members]
         self._gone: set[int] = set()  # ranks that have left
-        self._arena, self._results = arena, results
-        self._slot_count = len(results)
+        self._arena, self._results, self._slot_count = arena, results, len(results)
         self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
         shape = self._slot_count, min(results.shape[1], room_for(self._message_bytes))
         self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
@@ -144,7 +143,7 @@ class AggregatorMachine:
         """A block message arrived in receive slot `slot` of `rank`."""
         row = rank * self._slot_count + slot
         if self._current is None and self._senders.delegates and self.idle:
-            self._quiet.since = now  # no result was awaited before
+            self._quiet.begin(now)  # no result was awaited before
         try:
             header = read_header(self._arena[row], nbytes)
         except ProtocolError as error:
@@ -185,7 +184,7 @@ class AggregatorMachine:
             yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
 
     def heard(self, rank: int, now: float) -> None:
-        """A part of a message came from `rank`. The machine cannot use it yet."""
+        """A part of a message came from `rank`."""
 
     def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `rank` is over."""
@@ -199,14 +198,10 @@ class AggregatorMachine:
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed. If no result left for long, tell all ranks whom they wait for, or waited for in vain."""
-        deadline, wait = self.deadline, self.waiting(now)
-        if deadline is None or now < deadline or wait is None:
-            return
-        if still_s := self._quiet.say(now):
-            yield Tell(ALL, Waiting(wait.what, STOOD_STILL, still_s))
-            wait = wait._replace(seconds=wait.seconds - still_s)
-        yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
-        yield Tell(ALL, Waiting(wait.what, wait.who, wait.seconds))
+        wait = None if self.idle else self.waiting(now)
+        if wait is not None and self._quiet.is_due(now):
+            yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
+            yield Tell(ALL, Waiting(wait.what, wait.who, wait.seconds))
 
     def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
         """End the job on every rank."""
@@ -220,7 +215,10 @@ class AggregatorMachine:
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
         if self._current is None and not self._senders.delegates:
-            self._quiet.since = now
+            self._quiet.begin(now)
+        elif (still_s := self._quiet.turn(now)) and not self.idle and (wait := self.waiting(now)):
+            yield Warn(f"this shard stood still for {still_s:.1f} s during {wait.what}: was it stopped?", still_s)
+            yield Tell(ALL, Waiting(wait.what, STOOD_STILL, still_s))
         self.spent, self.more, moved = 0, False, True
         while moved and self.ended is None:
             if self.spent >= self.quantum:
@@ -244,7 +242,8 @@ class AggregatorMachine:
             moved = self._merge(self._current)
             moved |= yield from self._return_used(self._current)
             if self._worth_sending(self._current, moved):
-                moved, self._quiet.since = True, now
+                moved = True
+                self._quiet.begin(now)
                 yield self._emit(self._current)
 
     def _take_messages(self, now: float) -> bool:
@@ -343,8 +342,9 @@ class AggregatorMachine:
         only, however few."""
         if self._filling < 0:
             return False
-        is_enough = current.has_news if self._senders.waits else current.half_full
-        return current.full or current.union.complete or (not moved and is_enough)
+        if current.union.complete or current.full:
+            return True
+        return not moved and (current.has_news if self._senders.waits else current.half_full)
 
     def _emit(self, current: Reduction) -> Send:
         slot, self._filling = self._filling, -1

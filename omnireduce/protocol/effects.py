@@ -67,9 +67,11 @@ class End(NamedTuple):
 
 
 class Warn(NamedTuple):
-    """Tell the user about something that is slow, not wrong."""
+    """Tell the user about something that is slow, not wrong. `still_s`: for how long this process itself stood still; 0
+    if it did not."""
 
     text: str
+    still_s: float = 0.0
 
 
 Effect = Send | Return | Tell | Wake | Finish | End | Warn

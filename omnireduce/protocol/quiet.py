@@ -1,4 +1,4 @@
-"""How long no result has left a shard, and when it says so."""
+"""How long no result has left a shard, when it says so, and whether it stood still itself."""
 
 from __future__ import annotations
 
@@ -10,28 +10,40 @@ LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 
 class Quiet:
     """No result has left a shard since `since`. It says whom it waits for after `after_s`, and again each time that the
-    wait has doubled."""
+    wait has doubled.
+
+    While a result is awaited, the shard has a turn at least every `after_s`. So a turn that is late by as much tells
+    that the shard itself stood still. That time is off the wait.
+    """
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        self.since = self._said_at = self._warn_again_at = 0.0
+        self._warn_again_at = 0.0
+        self.begin(0.0)
 
-    @property
-    def deadline(self) -> float:
-        """When `say` must be called, if no result leaves before."""
-        return self.since + max(self._after_s, 2 * (self._said_at - self.since))
+    def begin(self, now: float) -> None:
+        """A result has left now, or is awaited from now on."""
+        self.since = self._turn_at = now
+        self.deadline = self._say_at = now + self._after_s  # when the next turn is due; when to speak
 
-    def say(self, now: float) -> float:
-        """The shard says now whom it waits for.
+    def turn(self, now: float) -> float:
+        """The shard has a turn while a result is awaited. Returns how long it stood still before; 0 if it did not."""
+        late_s = now - self._turn_at - self._after_s
+        self._turn_at, next_at = now, now + self._after_s
+        self.deadline = next_at if next_at < self._say_at else self._say_at
+        if late_s < self._after_s:
+            return 0.0
+        self.since += late_s
+        self.deadline = self._say_at = now
+        return late_s
 
-        A shard that is late with that stood still itself, and that time is off the wait. Returns how long it was; 0 if
-        the shard is in time.
-        """
-        late_s = now - self.deadline
-        still_s = late_s if late_s >= self._after_s else 0.0
-        self.since += still_s
-        self._said_at = now
-        return still_s
+    def is_due(self, now: float) -> bool:
+        """Whether to say now whom the shard waits for; it does."""
+        if now < self._say_at:
+            return False
+        self._say_at = self.since + 2 * (now - self.since)
+        self.deadline = min(self._turn_at + self._after_s, self._say_at)
+        return True
 
     def may_warn(self, wait_s: float, now: float) -> bool:
         """Whether to warn of a wait of `wait_s` that a rank reports: one warning is enough for all ranks that wait."""

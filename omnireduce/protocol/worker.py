@@ -258,12 +258,12 @@ class WorkerMachine:
         elif isinstance(message, Aborted):
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
+            news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
+            self._waiting_for = message.who
             message = message.heard_from(self._addresses[shard])
             self._streams[shard].heard(now, message)
             if self._under_way and self._streams[shard].owes(self._under_way[0]):
                 self._patience.heard(message, now)
-            news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
-            self._waiting_for = message.who
             if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
                 self._warned_at_s = message.seconds
                 yield Warn(f"{shown(message.what)}: waiting for {shown(message.who)} since {message.seconds:.1f} s")

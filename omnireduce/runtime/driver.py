@@ -35,7 +35,7 @@ class Machine(Protocol):
 class Driver:
     """Drives `machine` over `links[peer]`. Never blocks.
 
-    `on_finish(collective)`, `on_end(end)`, `on_warn(text)` and `on_wake(rank)` are called as the effects come.
+    `on_finish(collective)`, `on_end(end)`, `on_warn(warning)` and `on_wake(rank)` are called as the effects come.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Driver:
         *,
         on_finish: Callable[[int], None] = lambda collective: None,
         on_end: Callable[[End], None] = lambda end: None,
-        on_warn: Callable[[str], None] = lambda text: None,
+        on_warn: Callable[[Warn], None] = lambda warning: None,
         on_wake: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.machine, self.links = machine, links
@@ -123,7 +123,7 @@ class Driver:
             elif isinstance(effect, End):
                 self._on_end(effect)
             elif isinstance(effect, Warn):
-                self._on_warn(effect.text)
+                self._on_warn(effect)
             elif isinstance(effect, Wake):
                 self._on_wake(effect.rank)
 

@@ -169,7 +169,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 
     what: _Text
     who: _Text
-    seconds: float
+    seconds: _Seconds
 
     def heard_from(self, address: str) -> Waiting:
         """The same, where an aggregator that names itself has its `address`."""

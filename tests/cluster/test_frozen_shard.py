@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round
-from local_cluster import Daemon, Ranks, configured, unique_job, workers
+from local_cluster import Daemon, Ranks, configured, eventually, unique_job, workers
 from transports import KINDS, MEMORY, over
 
 from omnireduce import ClosedError
@@ -41,6 +41,23 @@ def test_a_stopped_shard_is_named_and_serves_again_when_it_goes_on(transport: st
                 errors = assert_aborted(ranks, since, 0.5 + FAILURE_S, culprit, kind="CollectiveTimeoutError")
         assert all("not complete after 0.5 s; nothing came from there for" in error["text"] for error in errors)
         assert_serves(daemon, *over(transport))
+
+
+def test_a_shard_that_stood_still_says_so() -> None:
+    """To its log, and to the ranks. The time limit of another job tells how long it stood still at least."""
+    waiting, timed = ("--hold", "1", "1"), ["cluster.timeout_s=2.5", *over("tcp")]
+    with Daemon(1) as daemon, workers(daemon, 2, *waiting, overrides=over("tcp")) as (rank, late):
+        expect_round(rank, "started", 1)
+        late.expect("held")
+        assert eventually(lambda: "waits for" in daemon.log)
+        with workers(daemon, 2, "--hold", "1", "1", overrides=timed) as others:
+            expect_round(others[0], "started", 1)
+            with stopped(daemon.shard_pids[0]):
+                others[0].expect("error")
+        assert eventually(lambda: "event=stood_still" in daemon.log)
+        assert eventually(lambda: f"waiting for aggregator {daemon.addresses[0]}, which stood still since" in rank.log)
+        late.go_on()
+        expect_round(rank, "round", 1)
 
 
 def test_ranks_that_share_memory_go_on_beside_stopped_shards() -> None:

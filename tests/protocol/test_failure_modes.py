@@ -209,7 +209,7 @@ def test_who_blames_a_rank_lets_it_blame_a_shard_before() -> None:
     """The other rank waits for a shard that hangs, and says so right after the time limit."""
     cluster = InprocCluster(2, shards=2, timeout_s=5.0)
     cluster.allreduce(0, np.ones(50, np.float32))
-    for now in (0.0, 1.0, 2.0, 4.0, 5.0):  # a shard late with its warnings stood still itself
+    for now in range(6):  # a shard late with a turn stood still itself
         cluster.now = now
         cluster.settle()
     assert cluster.worker_ends == [None] * 2
@@ -251,6 +251,7 @@ def test_a_shard_that_stood_still_is_named_though_it_moves_on() -> None:
     cluster.now = 4.5
     stopped.advance()
     cluster.settle(paused=[stopped])
+    assert any("stood still for 3.5 s during collective 0" in each for each in cluster.warnings)
     assert "waiting for aggregator 127.0.0.1:7401, which stood still since 3.5 s" in cluster.warnings[-2]
     assert "waiting for rank 1 (host h1, pid 101) since 1.0 s" in cluster.warnings[-1]
     for now in (5.0, 5.25):
@@ -275,9 +276,9 @@ def test_a_wait_counts_from_where_this_workers_collective_began() -> None:
 
 
 def test_a_shard_that_stood_still_for_a_moment_still_names_the_rank_that_is_late() -> None:
-    cluster = InprocCluster(2, timeout_s=5.0)
+    cluster = InprocCluster(2, timeout_s=3.0)
     cluster.allreduce(0, np.ones(50, np.float32))
-    for now in (0.0, 1.0, 3.1, 5.0, 5.25):
+    for now in (0.0, 2.1, 3.0, 3.15):
         cluster.now = now
         cluster.settle()
     assert any("the aggregator" not in each and "stood still since 1.1 s" in each for each in cluster.warnings)
@@ -298,7 +299,7 @@ def test_a_shard_whose_results_come_until_the_end_is_not_blamed() -> None:
 def test_a_rank_that_came_just_before_the_end_is_the_one_that_was_waited_for() -> None:
     cluster = InprocCluster(2, slot_bytes=ONE_BLOCK_SLOTS, timeout_s=5.0)
     cluster.allreduce(0, np.ones(100 * BLOCK, np.float32))
-    for now in (0.0, 1.0, 2.0, 4.0):
+    for now in (0.0, 1.0, 2.0, 3.0, 4.0):
         cluster.now = now
         cluster.settle()
     cluster.allreduce(1, np.ones(100 * BLOCK, np.float32))

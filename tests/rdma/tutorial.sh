@@ -25,7 +25,7 @@ fail() {
     tail -n 20 "$WORK"/*.log >&2
     for node in "${NODES[@]}"; do
         echo "what Soft-RoCE counted on $node:" >&2
-        on "$node" "grep -r . /sys/class/infiniband/rxe0/ports/1/hw_counters" >&2 || true
+        timeout 60 ssh -o BatchMode=yes "$node" "grep -r . /sys/class/infiniband/rxe0/ports/1/hw_counters" >&2 || true
     done
     exit 1
 }

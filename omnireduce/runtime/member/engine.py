@@ -50,7 +50,7 @@ class Engine(Interruptible):
             time.monotonic,
             on_finish=self._on_finish,
             on_end=self._on_end,
-            on_warn=lambda text: log.warning(text, extra=tagged("waiting")),
+            on_warn=lambda warning: log.warning(warning.text, extra=tagged("waiting")),
             on_wake=self._lookout.ring,
         )
         self._handles: dict[int, Started[Any]] = {}

@@ -15,7 +15,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
-from omnireduce.protocol.effects import AbortKind, End
+from omnireduce.protocol.effects import AbortKind, End, Warn
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.hosts import Dealing, hosts_of
 from omnireduce.protocol.reduction import Budget, Reduction
@@ -175,12 +175,15 @@ class Job:
         else:
             link.send_control(encode_control(welcome))
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, warning: Warn) -> None:
         wait = self.machine.waiting(self._clock())
-        if wait is not None and wait.seconds >= self._straggler_s:
+        if warning.still_s:
+            still = tagged("stood_still", seconds=round(warning.still_s, 1))
+            self.log.warning("%s: %s", self, warning.text, extra=still)
+        elif wait is not None and wait.seconds >= self._straggler_s:
             who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
             waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
-            self.log.warning("%s: %s", self, text, extra=waiting)
+            self.log.warning("%s: %s", self, warning.text, extra=waiting)
 
     def log_end(self, end: End) -> None:
         """Say why the job is over."""

@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "a pause counts as waiting",
         "omnireduce.protocol.aggregator",
-        "ranks hear that a collective that has just begun waits since the last one, and then nothing for as long",
-        "            self._quiet.since = now  # no result was awaited before\n",
+        "ranks hear that a shard that had nothing to do stood still",
+        "            self._quiet.begin(now)  # no result was awaited before\n",
         "            pass\n",
         test=_TESTS + "test_the_wait_for_ranks_begins_with_the_first_message",
     ),
