@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma test-rdma clean
+.PHONY: help install demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma torch test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -71,6 +71,9 @@ bench-quick: $(READY) ## measure what has a target: on this host and, as root, o
 
 rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are
 	@tools/pyverbs.sh $(VENV)
+
+torch: $(READY) ## install torch into .venv, for the tests of omnireduce.torch; 200 MB
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 
 test-rdma: $(READY) ## boot guests with Soft-RoCE and run the RDMA tests in them
 	@tools/test_rdma.sh $(ARGS)

@@ -167,3 +167,24 @@ def test_names_that_meet_in_another_order_are_an_error(local: Config) -> None:
     for error in start_job(local, 2, run).outcomes():
         assert isinstance(error, AbortedError)
         assert "rank 0 called allreduce 'b' of float64 (10,), sum; rank 1 called allreduce 'a'" in str(error)
+
+
+def test_threads_hand_over_the_right_to_start_what_has_no_name(local: Config) -> None:
+    """One after another, in one order on both ranks. Who has handed it over has it no longer."""
+
+    def run(comm: Communicator) -> list[float]:
+        sums = []
+
+        def turn(number: int) -> None:
+            comm.take_over()
+            sums.append(float(comm.allreduce(np.full(3, float(number)))[0]))
+
+        for number in range(5):
+            Ranks(1, lambda _, number=number: turn(number)).results()
+        with pytest.raises(UsageError, match="without a name"):
+            comm.barrier()
+        comm.take_over()
+        comm.barrier()
+        return sums
+
+    assert run_job(local, 2, run) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2

@@ -65,6 +65,8 @@ class Communicator(Collectives):
     name belongs to the thread that used it first, until that thread has ended, or until `reform`: use other names in
     each thread. Handles may be waited for in any thread.
 
+    Another thread can become the one whose collectives need no name: see `take_over`.
+
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
     Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
@@ -169,6 +171,16 @@ class Communicator(Collectives):
         if self._seat is not None:
             hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
         self._form(hello)
+
+    def take_over(self) -> None:
+        """From now on, this thread is the one that may start collectives without a name.
+
+        For programs in which several threads start collectives one after another, in an order that is the same on every
+        rank. Such a program keeps a lock from here until the collective is started.
+        """
+        place, engine = self._member
+        if place.owner is not threading.current_thread():
+            self._member = Member(place._replace(owner=threading.current_thread()), engine)
 
     @property
     def _engine(self) -> Engine:

@@ -1,0 +1,19 @@
+"""PyTorch over the service: import this, then `torch.distributed.init_process_group("omnireduce")`.
+
+Every collective of `torch.distributed` works, also under DistributedDataParallel. The aggregators come from the
+configuration of omnireduce. Where none is configured, all ranks are on one host, and rank 0 starts one.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
+from omnireduce.torch.launch import tell_torch
+from omnireduce.torch.process_group import BACKEND, DEVICES, ProcessGroup
+
+tell_torch()
+if BACKEND not in dist.Backend.backend_list:
+    dist.Backend.register_backend(BACKEND, ProcessGroup, devices=DEVICES)
+
+__all__ = ["ProcessGroup", "State", "allreduce_hook", "block_topk_hook"]

@@ -1,0 +1,71 @@
+"""The job of one process group: its ranks join it together, and start collectives in one order."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from omnireduce.config import load_config
+from omnireduce.errors import OmniReduceError
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.torch.work import told_to_torch
+
+SHORTEST_S, LONGEST_S = 0.1, 86400.0  # that `cluster.timeout_s` may be
+T = TypeVar("T")
+
+
+class Job:
+    """The job of the ranks of `gloo`. A collective may take as long as `timeout`."""
+
+    def __init__(self, gloo: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._gloo = gloo
+        self._timeout_s = min(max(timeout.total_seconds(), SHORTEST_S), LONGEST_S)
+        self._order = threading.RLock()  # a signal handler may come on top
+        self._communicator: Communicator | None = None
+
+    def start(self, begin: Callable[[Communicator], T]) -> T:
+        """Start a collective; return what `begin` returns. All ranks start theirs in the same order, in any thread.
+
+        Raises RuntimeError.
+        """
+        with self._order:
+            communicator = self.join()
+            try:
+                communicator.take_over()
+                return begin(communicator)
+            except OmniReduceError as error:
+                raise told_to_torch(error) from error
+
+    def join(self) -> Communicator:
+        """Join the job, unless this rank has. All ranks must do so. Raises RuntimeError."""
+        with self._order:
+            if self._communicator is None:
+                launch = self._agree()
+                try:
+                    self._communicator = self._communicator_of(launch)
+                except OmniReduceError as error:
+                    raise told_to_torch(error) from error
+            return self._communicator
+
+    def _agree(self) -> str:
+        """What tells this job from all others: rank 0 draws it. Returns when all ranks are here; a rank that has died
+        is noticed at once."""
+        drawn = torch.tensor([secrets.randbits(63) if self._gloo.rank() == 0 else 0])
+        self._gloo.allreduce([drawn]).wait()
+        return f"{int(drawn):016x}"
+
+    def _communicator_of(self, launch: str) -> Communicator:
+        config = load_config(overrides=[f"cluster.launch={launch}", f"cluster.timeout_s={self._timeout_s}"])
+        name = "torch" if config.cluster.job == "auto" else config.cluster.job
+        return Communicator(config, rank=self._gloo.rank(), size=self._gloo.size(), job=f"{name}-{launch}")
+
+    def leave(self) -> None:
+        """Leave the job; collectives under way fail on all ranks."""
+        if self._communicator is not None:
+            self._communicator.shutdown()

@@ -1,0 +1,44 @@
+"""What torch wants to know of a launch, where another launcher than torchrun has started this process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import MutableMapping
+
+from omnireduce.runtime.member.launcher import Launch, detect_launch, launch_id
+
+LAUNCHERS = ("Open MPI", "MPICH", "Slurm")
+FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
+
+
+def tell_torch(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that `init_process_group` reads, unless they are set: under mpirun and srun.
+
+    RANK, WORLD_SIZE and LOCAL_RANK are what the launcher says. MASTER_ADDR is this host if all ranks are here, and the
+    first host of a Slurm step. MASTER_PORT is drawn from what tells this launch from others. Where nothing is known,
+    the two stay unset, and torch asks for them. Raises UsageError if the launcher's variables make no sense.
+    """
+    if "RANK" in environ:
+        return
+    launch = detect_launch(environ)
+    if launch.launcher not in LAUNCHERS:
+        return
+    identity, address = launch_id(launch.rank, launch.size, environ), _address(launch, environ)
+    environ["RANK"], environ["WORLD_SIZE"] = str(launch.rank), str(launch.size)
+    if launch.local_rank is not None:
+        environ.setdefault("LOCAL_RANK", str(launch.local_rank))
+    if identity and address:
+        drawn = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
+        environ.setdefault("MASTER_ADDR", address)
+        environ.setdefault("MASTER_PORT", str(FIRST_PORT + drawn % PORTS))
+
+
+def _address(launch: Launch, environ: MutableMapping[str, str]) -> str:
+    """Where rank 0 is; empty if nobody says it."""
+    if launch.size == launch.local_size:
+        return "127.0.0.1"
+    hosts = environ.get("SLURM_STEP_NODELIST", "") if launch.launcher == "Slurm" else ""
+    first = re.match(r"([^,\[\]]+)(?:\[([0-9]+)[^\]]*\]([^,\[\]]*))?", hosts)  # such as node[03-05,9]-ib,other
+    return "".join(part or "" for part in first.groups()) if first else ""

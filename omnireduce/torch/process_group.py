@@ -1,0 +1,157 @@
+"""A process group of torch whose collectives the aggregators serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnireduce.descriptor import Op, RowOp
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.handle import Handle
+from omnireduce.torch.job import Job
+from omnireduce.torch.rows import replace, rows_of, width_of
+from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
+from omnireduce.torch.work import HandleWork
+
+BACKEND, DEVICES = "omnireduce", ["cpu", "cuda"]
+MOST_CALLBACKS = 1024  # that run at once. One that waits for another collective keeps its thread, so there are many
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group of torch that uses gloo."""
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    return group
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """`rank` of `size`, who meet at `store`. A collective may take as long as `timeout`.
+
+    Reductions, broadcasts and barriers go through omnireduce; what that does not serve goes through gloo. The methods
+    have the names, parameters and results that torch asks for; where a rank fails, they or the work that they return
+    raise RuntimeError.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._name, self._description = rank, size, "", ""
+        self._gloo = gloo_group(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._job = Job(self._gloo, timeout)
+        self._callbacks = ThreadPoolExecutor(MOST_CALLBACKS, thread_name_prefix=BACKEND)
+        if not dist.is_initialized():  # the first group: what is wrong with the configuration shows at once
+            self._job.join()
+
+    # what torch asks every group
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._size
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def shutdown(self) -> None:
+        """Leave the job. Collectives under way fail."""
+        self._job.leave()
+        self._callbacks.shutdown(wait=False)
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    # collectives
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        [tensor] = tensors
+        op = op_of(opts.reduceOp, tensor.dtype)
+        if op is not None and not tensor.is_sparse:
+            return self._allreduce(tensors, op)
+        if (op == "sum" or op == "mean") and width_of(tensor):
+            return self._allreduce_rows(tensor, op)
+        return self._gloo.allreduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        op = op_of(opts.reduceOp, tensors[0].dtype)
+        if op is None or any(tensor.is_sparse or tensor.dtype != tensors[0].dtype for tensor in tensors):
+            return self._gloo.allreduce_coalesced(tensors, opts)
+        return self._allreduce(tensors, op)
+
+    def _allreduce(self, tensors: list[Tensor], op: Op) -> dist._Work:
+        copies = [staged(tensor) for tensor in tensors]
+        arrays = [array_of(copy) for copy in copies]
+        x = arrays[0] if len(arrays) == 1 else arrays
+        return self._start(lambda c: c.allreduce_async(x, op=op), lambda _: put_back(tensors, copies))
+
+    def _allreduce_rows(self, tensor: Tensor, op: RowOp) -> dist._Work:
+        numbers, values, n_rows = rows_of(tensor)
+        return self._start(
+            lambda c: c.allreduce_rows_async(numbers, values, n_rows, op=op),
+            lambda rows: replace(tensor, rows),
+        )
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        [tensor] = tensors
+        op = op_of(opts.reduceOp, tensor.dtype)
+        if op is None or tensor.is_sparse:
+            return self._gloo.reduce(tensors, opts)
+        copies, root = [staged(tensor)], opts.rootRank
+        return self._start(
+            lambda c: c.reduce_async(array_of(copies[0]), root, op=op),
+            lambda _: put_back(tensors, copies) if self._rank == root else tensors,
+        )
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        copies = [staged(tensor) for tensor in tensors]
+        return self._start(
+            lambda c: c.broadcast_async(bytes_of(copies[0]), opts.rootRank), lambda _: put_back(tensors, copies)
+        )
+
+    def barrier(self, opts: Any = None) -> dist._Work:
+        return self._start(lambda c: c.barrier_async(), lambda _: [])
+
+    def _start(
+        self, begin: Callable[[Communicator], Handle[Any]], finish: Callable[[Any], Sequence[Tensor]]
+    ) -> HandleWork:
+        return HandleWork(self._job.start(begin), finish, self._callbacks)
+
+
+for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"):
+    setattr(ProcessGroup, _name, torch.compiler.disable(getattr(ProcessGroup, _name)))  # nothing to compile there
+
+
+def _through_gloo(name: str) -> Callable[..., Any]:
+    def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (
+    "allgather", "all_gather_single", "all_gather_single_coalesced", "allgather_coalesced", "_allgather_base",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall",
+    "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource",
+):  # fmt: skip
+    setattr(ProcessGroup, _name, _through_gloo(_name))

@@ -1,0 +1,50 @@
+"""Sparse tensors of torch, in coordinate form, as rows of a matrix, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnireduce.dtypes import Array
+from omnireduce.runtime.member.calls import Rows
+from omnireduce.torch.tensors import array_of, staged, tensor_of
+
+
+def rows_of(tensor: Tensor) -> tuple[Array, Array, int]:
+    """The numbers of the rows of a sparse tensor, int64 (n,), which may repeat; the rows, (n, width); how many rows the
+    matrix has in all.
+
+    The sparse dimensions of the tensor number the rows; the dense ones make one row.
+    """
+    shape = tuple(tensor.shape[: tensor.sparse_dim()])
+    indices, values = staged(tensor._indices()).numpy(), staged(tensor._values())
+    numbers = np.ravel_multi_index(tuple(indices), shape) if indices.size else np.zeros(0, np.int64)
+    return numbers, array_of(values).reshape(len(numbers), width_of(tensor)), math.prod(shape)
+
+
+def width_of(tensor: Tensor) -> int:
+    """How many numbers of the service's types a row of a sparse tensor has."""
+    dense: Sequence[int] = tensor.shape[tensor.sparse_dim() :]
+    return math.prod(dense) * (2 if tensor.is_complex() else 1)
+
+
+@torch.no_grad()
+def replace(tensor: Tensor, rows: Rows[Any]) -> list[Tensor]:
+    """Replace a sparse tensor by the coalesced one of these rows, and return it."""
+    return [tensor.copy_(sparse_of(rows, tensor))]  # not a detached one: that has numbers of rows of its own
+
+
+def sparse_of(rows: Rows[Any], like: Tensor) -> Tensor:
+    """The coalesced sparse tensor of these rows, of the shape, type and device of `like`."""
+    numbers, values = rows
+    sparse, dense = like.shape[: like.sparse_dim()], like.shape[like.sparse_dim() :]
+    pair = (2,) if like.is_complex() else ()
+    indices = torch.from_numpy(np.stack(np.unravel_index(numbers, tuple(sparse))).astype(np.int64, copy=False))
+    found = tensor_of(values.reshape(len(numbers), *dense, *pair), like.dtype)
+    made = torch.sparse_coo_tensor(indices, found, like.shape, is_coalesced=True, check_invariants=False)
+    return made.to(like.device)

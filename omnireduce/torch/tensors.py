@@ -1,0 +1,74 @@
+"""Tensors of torch as NumPy arrays of the same memory, in the types that the service reduces, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
+
+_OPS: tuple[tuple[object, Op], ...] = (
+    (ReduceOp.SUM, "sum"),
+    (ReduceOp.AVG, "mean"),
+    (ReduceOp.MIN, "min"),
+    (ReduceOp.MAX, "max"),
+    (ReduceOp.PRODUCT, "prod"),
+)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+def op_of(op: object, dtype: torch.dtype) -> Op | None:
+    """What the service calls the reduction `op` of tensors of `dtype`; None if it has none."""
+    found = next((name for known, name in _OPS if op == known), None)
+    if dtype in _FLOATS:
+        return found
+    if dtype in _INTEGERS:
+        return None if found == "mean" else found
+    return found if dtype in _COMPLEX and found in ("sum", "mean") else None
+
+
+def staged(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in the processor's memory with the values of `tensor`: itself, if it is one."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_cuda:  # pinned memory: the device copies from and to it by itself
+        return torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain)
+    return plain.contiguous()
+
+
+def put_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
+    """Replace each tensor by its staged copy, unless that shares its memory. Returns the tensors."""
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if tensor.data_ptr() != copy.data_ptr():
+            tensor.detach().copy_(copy)
+    return list(tensors)
+
+
+def array_of(tensor: Tensor) -> Array:
+    """The memory of a staged tensor as an array of its numbers. Complex ones are pairs, in one more dimension."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if plain.dtype == torch.bfloat16:
+        plain = plain.view(torch.uint16)
+    found: Array = plain.numpy()
+    return found.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else found
+
+
+def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
+    """The reverse of `array_of`, for a tensor of `dtype`."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(dtype)
+    found = torch.from_numpy(array)
+    return torch.view_as_complex(found) if dtype.is_complex else found
+
+
+def bytes_of(tensor: Tensor) -> Array:
+    """The memory of a staged tensor, uint8 (bytes,)."""
+    found: Array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return found

@@ -1,0 +1,48 @@
+"""Process groups whose ranks are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from local_cluster import WAIT_S, Ranks
+
+from omnireduce.torch.process_group import ProcessGroup, gloo_group
+
+T = TypeVar("T")
+
+
+def options(kind: str, **values: Any) -> Any:
+    """What torch hands to a method with a collective: `kind` is "Allreduce", "Broadcast", ..."""
+    found = getattr(dist, f"{kind}Options")()
+    for name, value in values.items():
+        setattr(found, name, value)
+    return found
+
+
+def start_group(size: int, function: Callable[[ProcessGroup, int], T], timeout_s: float = WAIT_S) -> Ranks:
+    """Run `function(group, rank)` on `size` ranks."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> T:
+        group = ProcessGroup(store, rank, size, timedelta(seconds=timeout_s))
+        try:
+            return function(group, rank)
+        finally:
+            group.shutdown()
+
+    return Ranks(size, run)
+
+
+def run_group(size: int, function: Callable[[ProcessGroup, int], T]) -> list[T]:
+    """`start_group`, and what each rank returned."""
+    return start_group(size, function).results()
+
+
+def run_gloo(size: int, function: Callable[[dist.ProcessGroup, int], T]) -> list[T]:
+    """The same for gloo."""
+    store = dist.HashStore()
+    wait = timedelta(seconds=WAIT_S)
+    return Ranks(size, lambda rank: function(gloo_group(store, rank, size, wait), rank)).results()

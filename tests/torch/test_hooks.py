@@ -1,0 +1,37 @@
+"""Hooks of DistributedDataParallel: what they keep, send and average."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from omnireduce import UsageError
+from omnireduce.torch.hooks import State, keep_largest
+
+
+@pytest.mark.parametrize(
+    ("length", "density", "kept"),
+    [(0, 0.5, []), (3, 0.01, [0, 1, 2]), (16, 0.5, [8, 9, 10, 11, 12, 13, 14, 15]), (10, 0.34, [8, 9])],
+)
+def test_the_blocks_with_the_largest_norms_are_kept(length: int, density: float, kept: list[int]) -> None:
+    """Blocks of four; a short last one counts as one."""
+    x = torch.arange(1.0, length + 1)
+    x[8:] *= 10
+    before = x.clone()
+    keep_largest(x, density, 4)
+    assert x.nonzero().flatten().tolist() == kept
+    assert torch.equal(x[kept], before[kept])
+
+
+def test_infinities_are_kept() -> None:
+    x = torch.ones(12)
+    x[5] = float("inf")
+    keep_largest(x, 0.3, 4)
+    assert x.tolist() == [0] * 4 + [1, float("inf"), 1, 1] + [0] * 4
+
+
+@pytest.mark.parametrize("wrong", [{"density": 0}, {"density": 1.5}, {"block_size": 0}])
+def test_impossible_numbers_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(wrong))} .*: expected"):
+        State(nn.Linear(2, 2), **wrong)

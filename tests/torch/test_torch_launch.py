@@ -1,0 +1,76 @@
+"""Unchanged programs under each launcher: torch finds its rank and the other ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from local_cluster import MPIRUN, WAIT_S, Process
+
+from omnireduce.torch.launch import FIRST_PORT, PORTS, tell_torch
+
+PROGRAM = """
+import torch, torch.distributed as dist
+import omnireduce.torch
+dist.init_process_group("omnireduce")
+x = torch.ones(3) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+print(dist.get_backend(), dist.get_rank(), dist.get_world_size(), x.tolist())
+dist.destroy_process_group()
+"""
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_a_program_needs_no_change(launcher: str, tmp_path: Path) -> None:
+    """No address, no port, no aggregator: rank 0 starts what is missing."""
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    if launcher == "mpirun":
+        assert MPIRUN is not None
+        command = [MPIRUN, "-n", "2", sys.executable]
+    with Process(*command, str(script), environ={"OMP_NUM_THREADS": "1"}) as process:
+        printed = [process._lines.next(time.monotonic() + 4 * WAIT_S) for _ in range(2)]
+        assert process.wait(4 * WAIT_S) == 0, process.log
+    assert sorted(str(line) for line in printed) == [f"omnireduce {rank} 2 [3.0, 3.0, 3.0]" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("alpha,beta", "alpha"), ("node[03-04]", "node03"), ("node[7,9]-ib,other", "node7-ib"), ("", "")],
+)
+def test_under_slurm_ranks_meet_at_the_first_host(hosts: str, first: str) -> None:
+    environ = {**SLURM, "SLURM_STEP_NODELIST": hosts}
+    tell_torch(environ)
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("3", "4", "1")
+    assert environ.get("MASTER_ADDR", "") == first
+    assert not first or FIRST_PORT <= int(environ["MASTER_PORT"]) < FIRST_PORT + PORTS
+
+
+def test_ranks_of_a_launch_draw_one_port_and_other_launches_other_ones() -> None:
+    ports = []
+    for job, rank in (("17", "0"), ("17", "3"), ("18", "0")):
+        environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha,beta", "SLURM_JOB_ID": job, "SLURM_PROCID": rank}
+        tell_torch(environ)
+        ports.append(environ["MASTER_PORT"])
+    assert ports[0] == ports[1] != ports[2]
+
+
+def test_what_the_user_has_set_counts() -> None:
+    environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha", "MASTER_ADDR": "gamma", "MASTER_PORT": "29500"}
+    tell_torch(environ)
+    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"], environ["RANK"]) == ("gamma", "29500", "3")
+    torchrun = {**SLURM, "RANK": "0"}
+    tell_torch(torchrun)
+    assert torchrun == {**SLURM, "RANK": "0"}

@@ -1,0 +1,83 @@
+"""Training with unchanged code: the same parameters on all ranks, and as with gloo; errors that name who failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from cluster_checks import FAILURE_S
+from local_cluster import ROOT, WAIT_S, Daemon, Process
+
+FOLDER = ROOT / "tests" / "torch"
+PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+
+
+@contextlib.contextmanager
+def started(commands: Sequence[Sequence[str]], **environ: str) -> Iterator[list[Process]]:
+    """Ranks as processes; they are gone at the end."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(Process(sys.executable, *command, environ=PLAIN | environ, from_scratch=True))
+            for command in commands
+        ]
+
+
+def lines(rank: Process, timeout_s: float = 4 * WAIT_S) -> list[str]:
+    """All that a rank prints until it ends."""
+    found, deadline = [], time.monotonic() + timeout_s
+    while (line := rank._lines.next(deadline)) not in (None, "closed"):
+        found.append(line or "")
+    assert line is not None, f"still under way after {found[-1:]}\n{rank.log}"
+    return found
+
+
+@pytest.mark.parametrize(("size", "debug"), [(2, "OFF"), (3, "DETAIL")])
+def test_models_are_the_same_on_all_ranks_and_as_with_gloo(tmp_path: Path, size: int, debug: str) -> None:
+    """With two ranks there is one order of sums, so gloo's parameters have the same bits."""
+    script = str(FOLDER / "training_worker.py")
+    commands = [[script, f"file://{tmp_path}/init", str(rank), str(size)] for rank in range(size)]
+    with started(commands, TORCH_DISTRIBUTED_DEBUG=debug) as ranks:
+        first, *others = [[json.loads(line) for line in lines(rank)] for rank in ranks]
+        assert [rank.wait() for rank in ranks] == [0] * size, ranks[0].log
+    assert first.pop() == {"way": "left"}
+    assert len(first) == 17
+    for way in first:
+        assert len(way["omnireduce"]) == 16, way
+        assert size > 2 or way["omnireduce"] == way["gloo"], way
+    assert all(other[:-1] == first for other in others)
+
+
+def test_a_rank_that_dies_in_the_backward_pass_is_named(tmp_path: Path) -> None:
+    who = ["--init", f"file://{tmp_path}/init", "--size", "3", "--dies", "1", "2"]
+    with started([[str(FOLDER / "failing_worker.py"), *who, "--rank", str(rank)] for rank in range(3)]) as ranks:
+        for rank in (0, 2):
+            first, *error = lines(ranks[rank])
+            assert first == "trains"
+            assert error[0].startswith("RuntimeError: ")
+            assert "omnireduce: rank 1 (" in error[0]
+            assert ranks[rank].wait() == 0
+        assert ranks[1].wait() == -signal.SIGKILL
+
+
+def test_an_aggregator_that_dies_in_training_is_named(tmp_path: Path) -> None:
+    with Daemon(1) as daemon:
+        address = daemon.addresses[0]
+        who = ["--init", f"file://{tmp_path}/init", "--size", "2"]
+        commands = [[str(FOLDER / "failing_worker.py"), *who, "--rank", str(rank)] for rank in range(2)]
+        with started(commands, OMNIREDUCE_CLUSTER_AGGREGATORS=address) as ranks:
+            for rank in ranks:
+                assert rank._lines.next(time.monotonic() + 4 * WAIT_S) == "trains", rank.log
+            killed = time.monotonic()
+            os.kill(daemon.shard_pids[0], signal.SIGKILL)
+            for rank in ranks:
+                error, *_ = lines(rank)
+                assert error.startswith("RuntimeError: ")
+                assert f"omnireduce: aggregator {address}: " in error
+            assert time.monotonic() - killed < FAILURE_S + WAIT_S
