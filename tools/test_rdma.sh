@@ -42,8 +42,9 @@ tools/pyverbs.sh .venv || could_not_run 'no pyverbs (the reason is above)'
 
 TESTS=(tests/rdma tests/transport/test_conformance.py tests/runtime tests/cluster)
 # Of the suites that run over every transport, what is RDMA's: real queues only, and once what differs by types of
-# elements or by what ranks disagree about. Blocks are bytes by then, and the other tests have all of them.
-ONLY='(rdma or verbs or test_guest or test_failures) and not test_impossible_hellos and not (test_conformance and not rdma)'
+# elements or by what ranks disagree about. Blocks are bytes by then, and the other tests have all of them. Launches by
+# mpirun are what the two guests have.
+ONLY='(rdma or verbs or test_guest or test_failures) and not test_impossible_hellos and not test_rank_size_and_job and not (test_conformance and not rdma)'
 ONCE='test_gather_scatter or test_ragged_allgather or test_out_takes or test_duplicates or test_broadcast_from or test_allgather or test_both_sides'
 ONLY="$ONLY and not (($ONCE) and not (float32 or f4 or order-verbs))"
 log=$(mktemp)
