@@ -30,7 +30,8 @@ class Job:
         self._communicator: Communicator | None = None
 
     def start(self, begin: Callable[[Communicator], T]) -> T:
-        """Start a collective; return what `begin` returns. All ranks start theirs in the same order, in any thread.
+        """Start a collective, or go through it; return what `begin` returns. All ranks start theirs in the same order,
+        in any thread.
 
         Raises RuntimeError.
         """

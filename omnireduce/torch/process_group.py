@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omnireduce.descriptor import Op, RowOp
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.handle import Handle, Ready
 from omnireduce.torch.job import Job
 from omnireduce.torch.rows import replace, rows_of, width_of
 from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
@@ -30,6 +30,15 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
     return group
+
+
+class Call(NamedTuple):
+    """A collective: how to go through it, how to start it, and with what."""
+
+    run: Callable[..., Any]
+    begin: Callable[..., Handle[Any]]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -86,29 +95,27 @@ class ProcessGroup(dist.ProcessGroup):
         [tensor] = tensors
         op = op_of(opts.reduceOp, tensor.dtype)
         if op is not None and not tensor.is_sparse:
-            return self._allreduce(tensors, op)
+            return self._allreduce(tensors, op, opts)
         if (op == "sum" or op == "mean") and width_of(tensor):
-            return self._allreduce_rows(tensor, op)
+            return self._allreduce_rows(tensor, op, opts)
         return self._gloo.allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         op = op_of(opts.reduceOp, tensors[0].dtype)
         if op is None or any(tensor.is_sparse or tensor.dtype != tensors[0].dtype for tensor in tensors):
             return self._gloo.allreduce_coalesced(tensors, opts)
-        return self._allreduce(tensors, op)
+        return self._allreduce(tensors, op, opts)
 
-    def _allreduce(self, tensors: list[Tensor], op: Op) -> dist._Work:
+    def _allreduce(self, tensors: list[Tensor], op: Op, opts: Any) -> dist._Work:
         copies = [staged(tensor) for tensor in tensors]
         arrays = [array_of(copy) for copy in copies]
         x = arrays[0] if len(arrays) == 1 else arrays
-        return self._start(lambda c: c.allreduce_async(x, op=op), lambda _: put_back(tensors, copies))
+        call = Call(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": op})
+        return self._start(call, opts, lambda _: put_back(tensors, copies))
 
-    def _allreduce_rows(self, tensor: Tensor, op: RowOp) -> dist._Work:
-        numbers, values, n_rows = rows_of(tensor)
-        return self._start(
-            lambda c: c.allreduce_rows_async(numbers, values, n_rows, op=op),
-            lambda rows: replace(tensor, rows),
-        )
+    def _allreduce_rows(self, tensor: Tensor, op: RowOp, opts: Any) -> dist._Work:
+        call = Call(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
+        return self._start(call, opts, lambda rows: replace(tensor, rows))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         [tensor] = tensors
@@ -116,24 +123,24 @@ class ProcessGroup(dist.ProcessGroup):
         if op is None or tensor.is_sparse:
             return self._gloo.reduce(tensors, opts)
         copies, root = [staged(tensor)], opts.rootRank
-        return self._start(
-            lambda c: c.reduce_async(array_of(copies[0]), root, op=op),
-            lambda _: put_back(tensors, copies) if self._rank == root else tensors,
-        )
+        call = Call(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": op})
+        return self._start(call, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         copies = [staged(tensor) for tensor in tensors]
-        return self._start(
-            lambda c: c.broadcast_async(bytes_of(copies[0]), opts.rootRank), lambda _: put_back(tensors, copies)
-        )
+        call = Call(Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {})
+        return self._start(call, opts, lambda _: put_back(tensors, copies))
 
     def barrier(self, opts: Any = None) -> dist._Work:
-        return self._start(lambda c: c.barrier_async(), lambda _: [])
+        return self._start(Call(Communicator.barrier, Communicator.barrier_async, (), {}), opts, lambda _: [])
 
-    def _start(
-        self, begin: Callable[[Communicator], Handle[Any]], finish: Callable[[Any], Sequence[Tensor]]
-    ) -> HandleWork:
-        return HandleWork(self._job.start(begin), finish, self._callbacks)
+    def _start(self, call: Call, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> HandleWork:
+        """Start a collective; go through it at once where the caller is going to wait for it."""
+        if opts is None or opts.asyncOp:
+            handle = self._job.start(lambda c: call.begin(c, *call.args, **call.options))
+        else:
+            handle = Ready(self._job.start(lambda c: call.run(c, *call.args, **call.options)))
+        return HandleWork(handle, finish, self._callbacks)
 
 
 for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"):
