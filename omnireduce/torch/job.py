@@ -64,7 +64,9 @@ class Job:
     def _communicator_of(self, launch: str) -> Communicator:
         config = load_config(overrides=[f"cluster.launch={launch}", f"cluster.timeout_s={self._timeout_s}"])
         name = "torch" if config.cluster.job == "auto" else config.cluster.job
-        return Communicator(config, rank=self._gloo.rank(), size=self._gloo.size(), job=f"{name}-{launch}")
+        found = Communicator(config, rank=self._gloo.rank(), size=self._gloo.size(), job=f"{name}-{launch}")
+        found.drives_in_background = False  # a thread waits for each collective: see `Completion`
+        return found
 
     def leave(self) -> None:
         """Leave the job; collectives under way fail on all ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,13 +13,13 @@ from torch import Tensor
 from omnireduce.descriptor import Op, RowOp
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle, Ready
+from omnireduce.torch.completion import Completion
 from omnireduce.torch.job import Job
 from omnireduce.torch.rows import replace, rows_of, width_of
 from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
 from omnireduce.torch.work import HandleWork
 
 BACKEND, DEVICES = "omnireduce", ["cpu", "cuda"]
-MOST_CALLBACKS = 1024  # that run at once. One that waits for another collective keeps its thread, so there are many
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -54,7 +53,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._rank, self._size, self._name, self._description = rank, size, "", ""
         self._gloo = gloo_group(dist.PrefixStore("gloo", store), rank, size, timeout)
         self._job = Job(self._gloo, timeout)
-        self._callbacks = ThreadPoolExecutor(MOST_CALLBACKS, thread_name_prefix=BACKEND)
+        self._completion = Completion()
         if not dist.is_initialized():  # the first group: what is wrong with the configuration shows at once
             self._job.join()
 
@@ -84,7 +83,7 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leave the job. Collectives under way fail."""
         self._job.leave()
-        self._callbacks.shutdown(wait=False)
+        self._completion.close()
 
     def abort(self) -> None:
         self.shutdown()
@@ -140,7 +139,7 @@ class ProcessGroup(dist.ProcessGroup):
             handle = self._job.start(lambda c: call.begin(c, *call.args, **call.options))
         else:
             handle = Ready(self._job.start(lambda c: call.run(c, *call.args, **call.options)))
-        return HandleWork(handle, finish, self._callbacks)
+        return HandleWork(handle, finish, self._completion)
 
 
 for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.futures import Future
 from omnireduce.errors import OmniReduceError
 from omnireduce.runtime.member.calls import once
 from omnireduce.runtime.member.handle import Handle
+from omnireduce.torch.completion import Completion, Pending
 
 NO_LIMIT = timedelta(0)
 
@@ -25,16 +26,21 @@ def told_to_torch(error: OmniReduceError) -> RuntimeError:
 
 
 class HandleWork(dist._Work):
-    """The collective behind `handle`. `finish` makes its tensors of its result; it is called once.
+    """The collective behind `handle`. `finish` makes its tensors of its result; it is called once, in whatever thread.
 
-    `callbacks` runs what waits for the future of this work. That may wait for other collectives.
+    A thread of `completion` goes on with the collective until it is done.
     """
 
-    def __init__(self, handle: Handle[Any], finish: Callable[[Any], Sequence[Tensor]], callbacks: Executor) -> None:
+    def __init__(self, handle: Handle[Any], finish: Callable[[Any], Sequence[Tensor]], completion: Completion) -> None:
         super().__init__()
-        self._handle, self._callbacks = handle, callbacks
+        self._handle = handle
         self._tensors = once(lambda: list(finish(handle.wait())))
+        self._over: Future[None] = Future()
         self._future = once(self._make_future)
+        if handle.done():
+            self._over.set_result(None)
+        else:
+            completion.add(Pending(self._await_end, lambda: self._over.set_result(None)))
 
     def is_completed(self) -> bool:
         return self._handle.done()
@@ -69,12 +75,13 @@ class HandleWork(dist._Work):
         except TimeoutError as error:
             raise dist.DistBackendError(f"omnireduce: {error} after {timeout.total_seconds():g} s") from error
 
+    def _await_end(self) -> None:
+        with suppress(OmniReduceError):  # who asks for the result is told
+            self._handle.wait()
+
     def get_future(self) -> Future[list[Tensor]]:
         return self._future()
 
     def _make_future(self) -> Future[list[Tensor]]:
-        over: Future[None] = Future()
         # A callback that raises, not `set_exception`: that ends the process in the backward pass of torch 2.13.
-        future: Future[list[Tensor]] = over.then(lambda _: self._settled(NO_LIMIT))
-        self._handle.when_done(lambda: over.set_result(None), self._callbacks)
-        return future
+        return self._over.then(lambda _: self._settled(NO_LIMIT))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -392,41 +390,14 @@ def test_it_says_who_it_is(local: Config) -> None:
         assert after == before[:-1] + ", shut down>"
 
 
-def test_what_is_to_be_called_when_it_is_done_may_start_another_collective(config: Config) -> None:
-    """In a thread of the executor, once, for single collectives, groups and empty groups, also if asked afterwards."""
+def test_without_a_background_thread_collectives_go_on_while_somebody_waits(config: Config) -> None:
+    """For none of them in particular."""
 
-    def run(comm: Communicator) -> list[float]:
-        told = queue.SimpleQueue[float]()
-        with ThreadPoolExecutor(1) as executor:
-            x, group = np.ones(10), [np.ones(3), np.ones(200_000, np.float32)]
-            handle = comm.allreduce_async(x)
-            handle.when_done(lambda: told.put(float(comm.allreduce(x, name="again")[0])), executor)
-            sums = [told.get(timeout=WAIT_S)]
-            together = comm.allreduce_async(group)
-            together.when_done(lambda: told.put(float(group[1][0])), executor)
-            sums.append(told.get(timeout=WAIT_S))
-            for each in (handle, comm.allreduce_async([])):
-                each.when_done(lambda: told.put(0.0), executor)
-            return [*sums, told.get(timeout=WAIT_S), told.get(timeout=WAIT_S)]
+    def run(comm: Communicator) -> tuple[float, bool]:
+        comm.drives_in_background = False
+        first, second = (comm.allreduce_async(np.full(100_000, n)) for n in (1.0, 2.0))
+        found = second.wait()[0]
+        assert first.done()
+        return float(found), comm._engine._background is None
 
-    assert run_job(config, 2, run) == [[4.0, 2.0, 0.0, 0.0]] * 2
-
-
-def test_who_is_to_be_told_is_told_of_a_failure(config: Config) -> None:
-    may_leave = threading.Event()
-
-    def run(comm: Communicator) -> bool:
-        if comm.rank:
-            wait_for(may_leave)
-            return True
-        over = threading.Event()
-        with ThreadPoolExecutor(1) as executor:
-            handle = comm.allreduce_async(np.ones(10))
-            handle.when_done(over.set, executor)
-            may_leave.set()
-            wait_for(over)
-        with pytest.raises(AbortedError):
-            handle.wait()
-        return handle.done()
-
-    assert run_job(config, 2, run) == [True, True]
+    assert run_job(config, 2, run) == [(4.0, True)] * 2

@@ -38,6 +38,7 @@ class Collectives:
     """Collectives on NumPy arrays; every rank must call the same ones in the same order."""
 
     _member: Member
+    drives_in_background = True
 
     @overload
     def allreduce(self, x: G, *, op: Op = ..., name: str = ...) -> G: ...
@@ -292,6 +293,8 @@ class Collectives:
         return Together(engine.submit(*batch.calls), batch.result)
 
     def _in_background(self, start: Callable[[], Handle[T]]) -> Handle[T]:
+        if not self.drives_in_background:
+            return start()
         engine = self._member.engine
         engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
         handle = start()

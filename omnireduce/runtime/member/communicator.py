@@ -67,6 +67,9 @@ class Communicator(Collectives):
 
     Another thread can become the one whose collectives need no name: see `take_over`.
 
+    Set `drives_in_background` to False in a program where some thread waits whenever a collective is under way: then no
+    thread of the communicator's own competes with it.
+
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
     Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not

@@ -7,7 +7,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -46,16 +45,6 @@ class Handle(Generic[T], ABC):
         shut the communicator down, and TimeoutError after `timeout_s` seconds (None: no such limit; `cluster.timeout_s`
         always applies); the collective is then still under way and may be waited for again.
         """
-
-    def when_done(self, call: Callable[[], object], executor: Executor) -> None:
-        """Have `executor` call `call` as soon as `wait` would return (or raise) at once.
-
-        `call` may then wait, and start other collectives. It must not raise: nobody would hear of it.
-        """
-        if self._parts:  # they complete in the order in which they were started
-            self._parts[-1].tell_when_over(lambda: executor.submit(call))
-        else:
-            executor.submit(call)
 
     def __await__(self) -> Generator[Any, None, T]:
         """`await handle` in a coroutine does what `wait` does, while the event loop goes on. If the coroutine is
@@ -114,7 +103,7 @@ class Started(Handle[T]):
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
         self._engine, self._result, self.name = engine, call.result, call.descriptor.name
         self._put_back = call.put_back
-        self._waiting: set[Callable[[], object]] = set()  # each wakes one coroutine, or hands one call to an executor
+        self._waiting: set[Callable[[], None]] = set()  # each wakes one coroutine
         self._reads, self._writes = call.reads, call.writes
         self.thread = threading.current_thread()
         self._failed = False
@@ -142,20 +131,8 @@ class Started(Handle[T]):
         finally:
             self._waiting.discard(wake)
 
-    def tell_when_over(self, tell: Callable[[], object]) -> None:
-        """Call `tell` once, in whatever thread, when the collective is over. It must not wait for anything."""
-
-        def tell_safely() -> None:
-            with suppress(RuntimeError):  # the executor takes no more calls: nobody waits any more
-                tell()
-
-        waiting = once(tell_safely)
-        self._waiting.add(waiting)
-        if self.finished:  # another thread may have finished it before it could see `waiting`
-            waiting()
-
     def tell(self) -> None:
-        """For the engine: wake those who wait, once the collective is over."""
+        """For the engine: wake the coroutines that wait, once the collective is over."""
         for wake in tuple(self._waiting):
             wake()
 
