@@ -72,8 +72,8 @@ bench-quick: $(READY) ## measure what has a target: on this host and, as root, o
 rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are
 	@tools/pyverbs.sh $(VENV)
 
-torch: $(READY) ## install torch into .venv, for the tests of omnireduce.torch; 200 MB
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+torch: $(READY) ## install torch into .venv, for the tests and examples of omnireduce.torch; 250 MB
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 scikit-learn
 
 test-rdma: $(READY) ## boot guests with Soft-RoCE and run the RDMA tests in them
 	@tools/test_rdma.sh $(ARGS)

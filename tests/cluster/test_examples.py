@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from local_cluster import ROOT, Daemon, unique_job
+from local_cluster import ROOT, WAIT_S, Daemon, unique_job
 
 
 def outputs(daemon: Daemon, script: str, host_exchange: str = "auto") -> list[str]:
@@ -61,3 +62,28 @@ def test_the_commands_in_an_example_exist(script: str) -> None:
     text = (ROOT / "examples" / script).read_text()
     assert f"python examples/{script}" in text
     assert all((ROOT / path).exists() for path in re.findall(r"configs/[\w.-]+", text))
+
+
+@pytest.mark.parametrize(
+    ("script", "small", "said"),
+    [
+        ("torch_ddp.py", ["--steps", "60", "--width", "64"], "of digits read right"),
+        ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20"], "loss "),
+        ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20", "--dense"], "loss "),
+    ],
+)
+def test_pytorch(script: str, small: list[str], said: str) -> None:
+    """What it says, but for its speed, is what it says with gloo. It needs no aggregator."""
+    pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    found = []
+    for backend in ("omnireduce", "gloo"):
+        command = [torchrun, "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / script), *small]
+        done = subprocess.run(
+            [*command, "--backend", backend], capture_output=True, text=True, timeout=4 * WAIT_S, check=False,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert re.match(rf"{backend}\b.*, 2 ranks: [\d.]+ steps/s; .*{said}", done.stdout), done.stdout
+        found.append(done.stdout.partition("; ")[2])
+    assert found[0] == found[1]
