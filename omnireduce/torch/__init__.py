@@ -1,7 +1,8 @@
 """PyTorch over the service: import this, then `torch.distributed.init_process_group("omnireduce")`.
 
-Every collective of `torch.distributed` works, also under DistributedDataParallel. The aggregators come from the
-configuration of omnireduce. Where none is configured, all ranks are on one host, and rank 0 starts one.
+The collectives of `torch.distributed` work, also under DistributedDataParallel. docs/pytorch.md says which do not. The
+aggregators come from the configuration of omnireduce. Where none is configured, all ranks are on one host, and rank 0
+starts one.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Pending(NamedTuple):
-    """A collective: `wait` returns when it is over, `tell` is called then. Neither raises."""
+    """A collective: `wait` returns, or raises an Exception, when it is over; `tell` is called then."""
 
     wait: Callable[[], object]
     tell: Callable[[], object]
@@ -25,7 +25,7 @@ class Completion:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come on top, and close
         self._turn = threading.Condition(self._lock)
         self._pending = deque[Pending]()
         self._is_waiting = False  # a thread waits for a collective, or has been told to
@@ -61,7 +61,8 @@ class Completion:
         while is_needed:
             with self._lock:
                 pending = self._pending.popleft()
-            pending.wait()
+            with suppress(Exception):  # who asks for the result is told
+                pending.wait()
             with self._lock:
                 self._is_waiting = False
                 with suppress(RuntimeError):  # no room for a thread: this one goes on when it has told

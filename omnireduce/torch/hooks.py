@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
 from omnireduce.torch.process_group import BACKEND, ProcessGroup
@@ -41,7 +42,8 @@ class State:
         if block_size < 1:
             raise UsageError(f"block_size {block_size}: expected at least 1")
         self.density, self.block_size = density, block_size
-        self.names = {} if model is None else {each: name for name, each in model.named_parameters()}
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        self.names = {} if plain is None else {each: name for name, each in plain.named_parameters()}
         self.residuals: dict[str, Tensor] = {}
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, ProcessGroup):
@@ -54,7 +56,12 @@ class State:
         return {"residuals": {name: each.clone() for name, each in self.residuals.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with what `state_dict` returned."""
+        """Go on with what `state_dict` returned. Raises UsageError if it is of another model."""
+        shapes = {name: each.shape for each, name in self.names.items()}
+        for name, each in saved["residuals"].items():
+            if shapes.get(name) != each.shape:
+                there = f"has shape {tuple(shapes[name])}" if name in shapes else "is not there"
+                raise UsageError(f"parameter '{name}' of shape {tuple(each.shape)} was saved; in this model it {there}")
         self.residuals = {name: each.clone() for name, each in saved["residuals"].items()}
 
     def _residual(self, parameter: Tensor) -> Tensor:
@@ -87,7 +94,7 @@ def block_topk_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
             residual.copy_(gradient)
         keep_largest(bucket.buffer(), state.density, state.block_size)
         for gradient, residual in zip(gradients, residuals, strict=True):
-            residual.masked_fill_(gradient != 0, 0)  # not a difference: that of infinities would stay for ever
+            residual.masked_fill_(gradient != 0, 0).nan_to_num_(0, 0, 0)  # an overflow must not come back
     return allreduce_hook(state, bucket)
 
 

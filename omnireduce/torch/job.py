@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from omnireduce.config import load_config
-from omnireduce.errors import OmniReduceError
+from omnireduce.errors import ClosedError, OmniReduceError
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.world import connect
 from omnireduce.torch.work import told_to_torch
 
 SHORTEST_S, LONGEST_S = 0.1, 86400.0  # that `cluster.timeout_s` may be
@@ -28,6 +29,7 @@ class Job:
         self._timeout_s = min(max(timeout.total_seconds(), SHORTEST_S), LONGEST_S)
         self._order = threading.RLock()  # a signal handler may come on top
         self._communicator: Communicator | None = None
+        self._has_left = False
 
     def start(self, begin: Callable[[Communicator], T]) -> T:
         """Start a collective, or go through it; return what `begin` returns. All ranks start theirs in the same order,
@@ -44,7 +46,7 @@ class Job:
                 raise told_to_torch(error) from error
 
     def join(self) -> Communicator:
-        """Join the job, unless this rank has. All ranks must do so. Raises RuntimeError."""
+        """Join the job, unless this rank has. All ranks must do so. Raises RuntimeError, also after `leave`."""
         with self._order:
             if self._communicator is None:
                 launch = self._agree()
@@ -52,23 +54,30 @@ class Job:
                     self._communicator = self._communicator_of(launch)
                 except OmniReduceError as error:
                     raise told_to_torch(error) from error
+            if self._has_left:
+                self._communicator.shutdown()  # `leave` may have come too early for it
+                raise told_to_torch(ClosedError("this process group was destroyed; make a new one to go on"))
             return self._communicator
 
     def _agree(self) -> str:
         """What tells this job from all others: rank 0 draws it. Returns when all ranks are here; a rank that has died
         is noticed at once."""
         drawn = torch.tensor([secrets.randbits(63) if self._gloo.rank() == 0 else 0])
-        self._gloo.allreduce([drawn]).wait()
+        try:
+            self._gloo.allreduce([drawn]).wait()
+        except RuntimeError as error:
+            raise dist.DistBackendError(f"omnireduce: not all ranks came to join the job: {error}") from error
         return f"{int(drawn):016x}"
 
     def _communicator_of(self, launch: str) -> Communicator:
         config = load_config(overrides=[f"cluster.launch={launch}", f"cluster.timeout_s={self._timeout_s}"])
         name = "torch" if config.cluster.job == "auto" else config.cluster.job
-        found = Communicator(config, rank=self._gloo.rank(), size=self._gloo.size(), job=f"{name}-{launch}")
+        found = connect(config, job=f"{name}-{launch}", rank=self._gloo.rank(), size=self._gloo.size())
         found.drives_in_background = False  # a thread waits for each collective: see `Completion`
         return found
 
     def leave(self) -> None:
         """Leave the job; collectives under way fail on all ranks."""
+        self._has_left = True
         if self._communicator is not None:
             self._communicator.shutdown()

@@ -17,7 +17,7 @@ from omnireduce.torch.completion import Completion
 from omnireduce.torch.job import Job
 from omnireduce.torch.rows import replace, rows_of, width_of
 from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
-from omnireduce.torch.work import HandleWork
+from omnireduce.torch.work import Outcome, OutcomeWork
 
 BACKEND, DEVICES = "omnireduce", ["cpu", "cuda"]
 
@@ -27,7 +27,9 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    for device in DEVICES:
+        group._register_backend(torch.device(device), kind, gloo)
     return group
 
 
@@ -100,7 +102,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._gloo.allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        op = op_of(opts.reduceOp, tensors[0].dtype)
+        op = op_of(opts.reduceOp, tensors[0].dtype) if tensors else None
         if op is None or any(tensor.is_sparse or tensor.dtype != tensors[0].dtype for tensor in tensors):
             return self._gloo.allreduce_coalesced(tensors, opts)
         return self._allreduce(tensors, op, opts)
@@ -133,13 +135,15 @@ class ProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist._Work:
         return self._start(Call(Communicator.barrier, Communicator.barrier_async, (), {}), opts, lambda _: [])
 
-    def _start(self, call: Call, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> HandleWork:
+    def _start(self, call: Call, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> OutcomeWork:
         """Start a collective; go through it at once where the caller is going to wait for it."""
-        if opts is None or opts.asyncOp:
-            handle = self._job.start(lambda c: call.begin(c, *call.args, **call.options))
-        else:
-            handle = Ready(self._job.start(lambda c: call.run(c, *call.args, **call.options)))
-        return HandleWork(handle, finish, self._completion)
+        if opts is not None and not opts.asyncOp:
+            result = self._job.start(lambda c: call.run(c, *call.args, **call.options))
+            return OutcomeWork(Outcome(Ready(result), finish), None)
+        completion = self._completion  # in the same order as they are started
+        return self._job.start(
+            lambda c: OutcomeWork(Outcome(call.begin(c, *call.args, **call.options), finish), completion)
+        )
 
 
 for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"):

@@ -45,7 +45,7 @@ def test_a_stopped_shard_is_named_and_serves_again_when_it_goes_on(transport: st
 
 def test_a_shard_that_stood_still_says_so() -> None:
     """To its log, and to the ranks. The time limit of another job tells how long it stood still at least."""
-    waiting, timed = ("--hold", "1", "1"), ["cluster.timeout_s=2.5", *over("tcp")]
+    waiting, timed = ("--hold", "1", "1"), ["cluster.timeout_s=4", *over("tcp")]
     with Daemon(1) as daemon, workers(daemon, 2, *waiting, overrides=over("tcp")) as (rank, late):
         expect_round(rank, "started", 1)
         late.expect("held")

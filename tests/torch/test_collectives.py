@@ -73,15 +73,15 @@ def cases() -> list[Any]:
     return [pytest.param(*each, id=f"{each[0]}-{each[1]}".removeprefix("torch.")) for each in found]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_allreduce_of_every_type_and_layout(size: int) -> None:
-    """One group for all cases. A mean of three or five is not exact: it is compared for two and four ranks."""
+    """One group for all cases. A mean of three or five is not exact, and left out."""
     few = [each.values for each in cases()]
 
     def run(group: Group, rank: int) -> list[Tensor]:
         results = []
         for dtype, name in few:
-            if name == "mean" and size not in (1, 2):
+            if name == "mean" and size not in (1, 2, 4):
                 continue
             for change in LAYOUTS.values():
                 x = packed(group, change(values(rank, dtype)))

@@ -35,3 +35,14 @@ def test_infinities_are_kept() -> None:
 def test_impossible_numbers_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} .*: expected"):
         State(nn.Linear(2, 2), **wrong)
+
+
+def test_what_was_kept_of_another_model_is_refused() -> None:
+    kept = object.__new__(State)  # without a group
+    kept.names = {each: name for name, each in nn.Linear(2, 3).named_parameters()}
+    kept.load_state_dict({"residuals": {"weight": torch.ones(3, 2)}})
+    assert kept.state_dict()["residuals"]["weight"].tolist() == [[1, 1]] * 3
+    with pytest.raises(UsageError, match=r"'module.weight' of shape \(3, 2\) was saved; in this model it is not there"):
+        kept.load_state_dict({"residuals": {"module.weight": torch.ones(3, 2)}})
+    with pytest.raises(UsageError, match=r"'bias' of shape \(2,\) was saved; in this model it has shape \(3,\)"):
+        kept.load_state_dict({"residuals": {"bias": torch.ones(2)}})

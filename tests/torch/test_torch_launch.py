@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from local_cluster import MPIRUN, WAIT_S, Process
 
+from omnireduce.runtime.member.launcher import detect_launch, launch_id
 from omnireduce.torch.launch import FIRST_PORT, PORTS, tell_torch
 
 PROGRAM = """
@@ -65,6 +66,17 @@ def test_ranks_of_a_launch_draw_one_port_and_other_launches_other_ones() -> None
         tell_torch(environ)
         ports.append(environ["MASTER_PORT"])
     assert ports[0] == ports[1] != ports[2]
+
+
+def test_the_launcher_stays_who_it_is() -> None:
+    """The name of the job, the id of the launch and the local numbers come from Slurm, as before."""
+    environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha,beta"}
+    before = detect_launch(environ), launch_id(3, 4, environ)
+    tell_torch(environ)
+    assert (detect_launch(environ), launch_id(3, 4, environ)) == before
+    assert before[0].launcher == "Slurm"
+    torchrun = {**environ, "RANK": "7", "WORLD_SIZE": "8"}  # in each task of a step
+    assert detect_launch(torchrun).launcher == "torchrun"
 
 
 def test_what_the_user_has_set_counts() -> None:

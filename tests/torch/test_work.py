@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import queue
 import threading
+import weakref
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from groups import options, run_group, start_group
-from local_cluster import WAIT_S, Daemon, Ranks
+from local_cluster import WAIT_S, Daemon, Ranks, eventually
 from torch import Tensor
 
 from omnireduce.torch import ProcessGroup
+from omnireduce.torch.completion import Completion, Pending
 
 pytestmark = pytest.mark.usefixtures("aggregators")
 
@@ -43,6 +48,73 @@ def test_a_future_has_the_tensors() -> None:
         return found is not None and torch.equal(found, torch.full((3, 8), 2.0)) and torch.equal(x, found)
 
     assert run_group(2, run) == [True, True]
+
+
+def test_a_collective_is_complete_when_its_tensor_has_the_result() -> None:
+    """Also where the result is copied back, or has other rows than the tensor had; nobody waits."""
+
+    def run(group: ProcessGroup, rank: int) -> tuple[float, float]:
+        turned = torch.ones(8, 3).t()
+        sparse = torch.sparse_coo_tensor([[rank]], torch.ones(1, 2), (4, 2), check_invariants=True)
+        for x in (turned, sparse):
+            work = allreduce(group, x)
+            assert eventually(work.is_completed)
+        return float(turned[0, 0]), float(sparse._values().sum())
+
+    assert run_group(2, run) == [(2.0, 4.0)] * 2
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waited for", "not waited for"])
+def test_tensors_are_free_when_nobody_refers_to_their_collective(waits: bool) -> None:
+    """At once, not when the collector of cycles runs."""
+
+    def run(group: ProcessGroup, rank: int) -> bool:
+        x = torch.ones(8, 3).t()
+        known = weakref.ref(x)
+        work = group.allreduce([x], options("Allreduce", asyncOp=not waits))
+        work.get_future().wait()
+        del work, x
+        return eventually(lambda: known() is None)
+
+    gc.disable()
+    try:
+        assert run_group(2, run) == [True, True]
+    finally:
+        gc.enable()
+
+
+def test_a_wait_that_breaks_does_not_keep_the_others_from_hearing() -> None:
+    """Of a machine that is out of memory, for example."""
+    completion, told = Completion(), queue.SimpleQueue[int]()
+
+    def breaks() -> None:
+        raise MemoryError
+
+    for number, wait in enumerate((breaks, list, breaks, list)):
+        completion.add(Pending(wait, partial(told.put, number)))
+    assert [told.get(timeout=WAIT_S) for _ in range(4)] == [0, 1, 2, 3]
+    completion.close()
+
+
+def test_threads_of_a_group_that_is_destroyed_end() -> None:
+    before = threading.active_count()
+
+    def run(group: ProcessGroup, rank: int) -> None:
+        works = [allreduce(group, torch.ones(3)) for _ in range(5)]
+        works[-1].wait()
+
+    run_group(2, run)
+    assert eventually(lambda: threading.active_count() <= before)
+
+
+def test_a_group_that_was_destroyed_says_so() -> None:
+    def run(group: ProcessGroup, rank: int) -> None:
+        group.shutdown()
+        allreduce(group, torch.ones(3))
+
+    for error in start_group(2, run).outcomes():
+        assert isinstance(error, RuntimeError)
+        assert "omnireduce: this process group was destroyed; make a new one to go on" in str(error)
 
 
 def test_callbacks_may_wait_for_other_collectives() -> None:

@@ -153,6 +153,16 @@ def top_blocks_hook(group: Group) -> nn.Module:
     return train(model, numbers, steps=2)
 
 
+def overflow_hook(group: Group) -> nn.Module:
+    """A gradient that overflows is not kept: it would come back in later steps."""
+    model = DistributedDataParallel(dense(), process_group=group)
+    state = omnireduce.torch.State(model, process_group=group, density=0.1, block_size=8)
+    model.register_comm_hook(state, omnireduce.torch.block_topk_hook)
+    (model(numbers(0)) * torch.inf).sum().backward()
+    assert all(each.isfinite().all() for each in state.residuals.values())
+    return train(model, numbers)
+
+
 def embedding(group: Group) -> nn.Module:
     return train(DistributedDataParallel(Words(bag=False), process_group=group), words)
 
@@ -203,7 +213,7 @@ def saved(group: Group) -> nn.Module:
 
 WAYS = (
     plain, views, static, unused, accumulated, uneven, mixed, half_hook, low_rank_hook, own_hook,
-    top_blocks_hook, embedding, bag, sharded_optimizer, compiled, sharded_model, saved,
+    top_blocks_hook, overflow_hook, embedding, bag, sharded_optimizer, compiled, sharded_model, saved,
 )  # fmt: skip
 
 

@@ -116,15 +116,13 @@ def detect_launch(
         rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
-        said = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
+        said = _innermost(environ)
         if said is None or not _says(said, environ, rank, size):
             return Launch(rank, size, None, None, "arguments")
         local_rank, local_size = _local(said.local_rank, environ), _local(said.local_size, environ)
         return Launch(rank, size, local_rank, None, "arguments", local_size)
-    for variables in _LAUNCHERS:
-        if _is_inside(variables, environ):
-            return _launch(variables, environ)
-    return Launch(0, 1, 0, None, "none", 1)
+    found = _innermost(environ)
+    return Launch(0, 1, 0, None, "none", 1) if found is None else _launch(found, environ)
 
 
 def job_name(config: Config, launcher_job: str | None) -> str:
@@ -149,7 +147,7 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
     id stands before that, but this may be the same for all launches. Every host has a loopback address of its own, so
     something that tells hosts apart stands behind such a one.
     """
-    inside = next((each for each in _LAUNCHERS if _is_inside(each, environ)), None)
+    inside = _innermost(environ)
     if inside is not None and not _says(inside, environ, rank, size):
         inside = None
     parts = [] if inside is None else [_id(inside, environ)]
@@ -197,7 +195,7 @@ def this_host(proc: Path = PROC) -> str:
     return ".".join(parts)
 
 
-def _says(variables: _Variables, environ: Mapping[str, str], rank: int, size: int) -> bool:
+def _says(variables: _Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> bool:
     """Whether the launcher started this process as that rank."""
     sizes = [environ[name] for name in variables.size if name in environ]
     return environ.get(variables.rank) == str(rank) and sizes[:1] == [str(size)]
@@ -212,6 +210,15 @@ def _short(text: str) -> str:
     if len(text) <= LONGEST and text == _clean(text):
         return text
     return _clean(text)[:64] + hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _innermost(environ: Mapping[str, str]) -> _Variables | None:
+    """Who started this process. Where Slurm says what the variables of torchrun say, they only repeat it."""
+    found = [each for each in _LAUNCHERS if _is_inside(each, environ)]
+    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if [each.launcher for each in found] == ["torchrun", "Slurm"] and _says(found[1], environ, rank, size):
+        return found[1]
+    return found[0] if found else None
 
 
 def _is_inside(variables: _Variables, environ: Mapping[str, str]) -> bool:

@@ -177,10 +177,10 @@ class Job:
 
     def _warn(self, warning: Warn) -> None:
         wait = self.machine.waiting(self._clock())
-        if warning.still_s:
+        if warning.still_s >= self._straggler_s:
             still = tagged("stood_still", seconds=round(warning.still_s, 1))
             self.log.warning("%s: %s", self, warning.text, extra=still)
-        elif wait is not None and wait.seconds >= self._straggler_s:
+        elif not warning.still_s and wait is not None and wait.seconds >= self._straggler_s:
             who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
             waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
             self.log.warning("%s: %s", self, warning.text, extra=waiting)
