@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -23,6 +24,23 @@ def main() -> None:
 
     Start N workers with `mpirun -n N omnireduce bench`; for several hosts, aggregators with `omnireduce aggregator`.
     """
+
+
+@main.command("slurm-script", short_help="Write a batch file for Slurm.")
+@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--ntasks-per-node", type=click.IntRange(1), default=2, show_default=True, help="Ranks on each node.")
+@click.option("--time", default="00:30:00", show_default=True, help="How long it may take, as Slurm says it.")
+@click.option("--job-name", default="omnireduce", show_default=True)
+@click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
+def slurm_script(command: tuple[str, ...], **asked: Any) -> None:
+    """Write a batch file for Slurm to standard output. It starts an aggregator on every node of the allocation, and
+    COMMAND as every rank.
+
+    Example: omnireduce slurm-script --nodes 2 --ntasks-per-node 2 -- python train.py > train.sbatch
+    """
+    from omnireduce.console.batch_script import batch_script
+
+    click.echo(batch_script(command=command, **asked), nl=False)
 
 
 @main.command(short_help="Show what aggregators do: jobs, traffic, stragglers.")

@@ -1,0 +1,36 @@
+"""The batch file for Slurm, with a user's own numbers and command in it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from importlib.resources import files
+
+from omnireduce.errors import UsageError
+
+NAME = r"[A-Za-z0-9._+-]{1,128}"
+TIME = r"[0-9]{1,4}(:[0-5]?[0-9]){0,2}|[0-9]{1,4}-[0-9]{1,2}(:[0-5]?[0-9]){0,2}"
+
+
+def batch_script(*, job_name: str, nodes: int, ntasks_per_node: int, time: str, command: Sequence[str]) -> str:
+    """The text of the file. It runs `command` as every task, unless the file is given another one.
+
+    Raises UsageError for a name or time that Slurm does not take.
+    """
+    if not re.fullmatch(NAME, job_name):
+        raise UsageError(f"job name {job_name!r}: expected letters, digits and . _ + -")
+    if not re.fullmatch(TIME, time):
+        raise UsageError(f"time {time!r}: expected MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
+    text = files("omnireduce.console").joinpath("train.sbatch").read_text()
+    asked = {"job-name": job_name, "nodes": nodes, "ntasks-per-node": ntasks_per_node, "time": time}
+    for option, value in asked.items():
+        text = _replaced(text, rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}")
+    return _replaced(text, r"\|\| set -- omnireduce train --against none", f"|| set -- {shlex.join(command)}")
+
+
+def _replaced(text: str, pattern: str, by: str) -> str:
+    """The text, in which the one place that fits the pattern is replaced."""
+    found, count = re.subn(pattern, lambda _: by, text)
+    assert count == 1, pattern
+    return found

@@ -1,0 +1,44 @@
+"""`omnireduce slurm-script`. What the file does is tested in tests/deploy/test_slurm.py."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from click.testing import CliRunner
+from local_cluster import WAIT_S
+
+from omnireduce.console.program import main
+
+
+def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
+    asked = ["--nodes", "3", "--ntasks-per-node", "4", "--time", "1-2:30:00", "--job-name", "big.one"]
+    done = CliRunner().invoke(main, ["slurm-script", *asked, "--", "python", "my train.py", "--lr=0.1"])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    said = [line for line in lines if line.startswith("#SBATCH")]
+    assert said == [
+        "#SBATCH --job-name=big.one", "#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=4", "#SBATCH --time=1-2:30:00",
+    ]  # fmt: skip
+    assert "(($#)) || set -- python 'my train.py' --lr=0.1" in lines
+    checker = [shutil.which("shellcheck") or "bash", *(["-"] if shutil.which("shellcheck") else ["-n"])]
+    subprocess.run(checker, input=done.output, text=True, check=True, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--", "python"], ""),
+        ([], "Missing argument '-- COMMAND...'"),
+        (["--nodes", "0", "--", "x"], "0 is not in the range x>=1"),
+        (["--job-name", "a b", "--", "x"], "job name 'a b': expected letters, digits and . _ + -"),
+        (["--time", "soon", "--", "x"], "time 'soon': expected MINUTES, HOURS:MINUTES:SECONDS or"),
+    ],
+    ids=["right", "no command", "no nodes", "name", "time"],
+)
+def test_wrong_input(wrong: list[str], said: str) -> None:
+    done = CliRunner().invoke(main, ["slurm-script", *wrong])
+    assert (done.exit_code == 0) == (not said)
+    assert said in done.output + str(done.exception or "")
