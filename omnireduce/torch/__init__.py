@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
-from omnireduce.torch.launch import tell_torch
+from omnireduce.torch.launch import local_first, tell_torch
 from omnireduce.torch.process_group import BACKEND, DEVICES, ProcessGroup
 
 tell_torch()
 if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, ProcessGroup, devices=DEVICES)
 
-__all__ = ["ProcessGroup", "State", "allreduce_hook", "block_topk_hook"]
+__all__ = ["ProcessGroup", "State", "allreduce_hook", "block_topk_hook", "local_first"]

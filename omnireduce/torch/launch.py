@@ -6,8 +6,13 @@ import hashlib
 import os
 import re
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 
+import torch.distributed as dist
+
+from omnireduce.errors import UsageError
 from omnireduce.runtime.member.launcher import Launch, detect_launch, launch_id
+from omnireduce.runtime.member.local_first import local_first as first_of_host
 
 LAUNCHERS = ("Open MPI", "MPICH", "Slurm")
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
@@ -33,6 +38,18 @@ def tell_torch(environ: MutableMapping[str, str] = os.environ) -> None:
         drawn = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
         environ.setdefault("MASTER_ADDR", address)
         environ.setdefault("MASTER_PORT", str(FIRST_PORT + drawn % PORTS))
+
+
+def local_first(group: dist.ProcessGroup | None = None) -> AbstractContextManager[bool]:
+    """`with omnireduce.torch.local_first():` lets one rank of each host, the one whose LOCAL_RANK is 0, go through the
+    block before the others of `group` (None: all).
+
+    For data that are downloaded or prepared once per host: the others find them. All ranks must call it; it gives
+    whether this rank is the first of its host. Raises UsageError where no launcher has set LOCAL_RANK.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        raise UsageError("LOCAL_RANK is not set, so nothing tells which rank is the first of its host")
+    return first_of_host(os.environ["LOCAL_RANK"] == "0", lambda: dist.barrier(group))
 
 
 def _address(launch: Launch, environ: MutableMapping[str, str]) -> str:

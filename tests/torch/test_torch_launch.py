@@ -13,11 +13,15 @@ from omnireduce.runtime.member.launcher import detect_launch, launch_id
 from omnireduce.torch.launch import FIRST_PORT, PORTS, tell_torch
 
 PROGRAM = """
-import torch, torch.distributed as dist
+import pathlib, torch, torch.distributed as dist
 import omnireduce.torch
 dist.init_process_group("omnireduce")
 x = torch.ones(3) * (dist.get_rank() + 1)
 dist.all_reduce(x)
+with omnireduce.torch.local_first() as first:
+    prepared = pathlib.Path(__file__).parent / "prepared"
+    prepared.touch(exist_ok=False) if first else None
+    assert prepared.exists()
 print(dist.get_backend(), dist.get_rank(), dist.get_world_size(), x.tolist())
 dist.destroy_process_group()
 """

@@ -38,7 +38,7 @@ class Collectives:
     """Collectives on NumPy arrays; every rank must call the same ones in the same order."""
 
     _member: Member
-    drives_in_background = True
+    drives_in_background: bool
 
     @overload
     def allreduce(self, x: G, *, op: Op = ..., name: str = ...) -> G: ...

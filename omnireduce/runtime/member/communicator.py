@@ -111,6 +111,7 @@ class Communicator(Collectives):
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest, self._pool = name, size, Pool()
         self._gave_up = False  # `shutdown` was called
+        self.drives_in_background = True
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         self.rank = rank
         is_named = config.cluster.job != "auto" or name != job_name(config, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,6 +19,7 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.runtime.member.launcher import detect_launch, job_name
+from omnireduce.runtime.member.local_first import local_first as first_of_host
 
 _global: Communicator | None = None
 
@@ -279,6 +281,15 @@ def local_rank() -> int:
 def local_size() -> int:
     """How many workers of the launch this host has, as the launcher gave it. Raises UsageError when nobody said it."""
     return _said_by_launcher(_communicator().local_size, "how many workers this host has")
+
+
+def local_first() -> AbstractContextManager[bool]:
+    """`with omnireduce.local_first():` lets one rank of each host, local rank 0, go first through the block.
+
+    For data that are downloaded or prepared once per host: the others find them. All ranks must call it; it gives
+    whether this rank is the first of its host. Raises what `barrier` and `local_rank` raise.
+    """
+    return first_of_host(local_rank() == 0, barrier)
 
 
 def _said_by_launcher(found: int | None, what: str) -> int:

@@ -1,0 +1,19 @@
+"""What is done once for each host, before the other ranks of the host do it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def local_first(is_first: bool, barrier: Callable[[], object]) -> Iterator[bool]:
+    """Go through a block first, or after those who are first. Each rank calls `barrier` once.
+
+    If the block of one who is first raises, the others are not let in: they hear that this rank has failed.
+    """
+    if not is_first:
+        barrier()
+    yield is_first
+    if is_first:
+        barrier()
