@@ -74,6 +74,37 @@ def bench(
     sys.exit(1 if wrong else 0)
 
 
+@main.command(short_help="Compare libraries in the exercises of a first lesson.")
+@config_options
+@launch_options
+@click.option("--elements", default="1,1000,100000,1000000", show_default=True, help="Sizes of tensors of float32.")
+@click.option("--rounds", type=click.IntRange(1), default=20, show_default=True)
+def lab(
+    config_file: str | None,
+    overrides: tuple[str, ...],
+    rank: int | None,
+    size: int | None,
+    elements: str,
+    rounds: int,
+) -> None:
+    """How long a message between two ranks takes; reduce and all-reduce made of such messages, and those of the
+    libraries: omnireduce, gloo and mpi4py side by side, with a table for each exercise.
+
+    Times are medians of rank 0. Every result is checked. Start it with mpirun, else mpi4py is left out.
+    """
+    config = _load(config_file, overrides)
+    from omnireduce.runtime.member.launcher import detect_launch
+    from worker.lab.command import run_lab
+
+    try:
+        sizes = [int(each) for each in elements.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise click.BadParameter(f"got {elements!r}, expected numbers like 1,1000", param_hint="--elements")
+    run_lab(config, detect_launch(rank=rank, size=size), sizes, rounds)
+
+
 @main.command(short_help="Train on real text, verify the weights.")
 @config_options
 @launch_options

@@ -1,0 +1,77 @@
+"""The libraries that the exercises compare: what each calls a message, a reduction and a barrier.
+
+Tensors are float32 arrays of one dimension; every reduction is a sum in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.launcher import Launch
+
+
+class Library(NamedTuple):
+    """`send(x, peer)` and `receive(x, peer)` return when `x` is on its way, or there; None where a library has no
+    messages between two ranks. `reduce(x)` is for rank 0; `allreduce(x)` for all."""
+
+    name: str
+    send: Callable[[Array, int], object] | None
+    receive: Callable[[Array, int], object] | None
+    reduce: Callable[[Array], object]
+    allreduce: Callable[[Array], object]
+    barrier: Callable[[], object]
+
+
+def service(comm: Communicator) -> Library:
+    """omnireduce itself: it sums, and has no messages between two ranks."""
+    return Library("omnireduce", None, None, comm.reduce, comm.allreduce, comm.barrier)
+
+
+def gloo(launch: Launch) -> Library:
+    """torch.distributed with gloo. Raises UsageError where torch is not installed."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError:
+        raise UsageError("torch is not installed here; `make torch`, or pip install 'omnireduce[torch]'") from None
+    from omnireduce.torch.launch import tell_torch
+
+    tell_torch()
+    torch.set_num_threads(1)
+    if launch.size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
+    tensor: Callable[[Array], Any] = torch.from_numpy
+    return Library(
+        "gloo",
+        lambda x, peer: dist.send(tensor(x), peer),
+        lambda x, peer: dist.recv(tensor(x), peer),
+        lambda x: dist.reduce(tensor(x), 0),
+        lambda x: dist.all_reduce(tensor(x)),
+        dist.barrier,
+    )
+
+
+def mpi(launch: Launch) -> Library:
+    """mpi4py. Raises UsageError where it is not installed, or where no mpirun started these ranks."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise UsageError("mpi4py is not installed here; pip install 'omnireduce[mpi]'") from None
+    world: Any = MPI.COMM_WORLD
+    if world.Get_size() != launch.size:
+        raise UsageError(f"MPI has {world.Get_size()} ranks here, the launch {launch.size}: start it with mpirun")
+    place: Any = MPI.IN_PLACE
+    return Library(
+        "mpi4py",
+        lambda x, peer: world.Send(x, peer),
+        lambda x, peer: world.Recv(x, peer),
+        lambda x: world.Reduce(place if launch.rank == 0 else x, x if launch.rank == 0 else None),
+        lambda x: world.Allreduce(place, x),
+        world.Barrier,
+    )
