@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -53,7 +54,9 @@ class ProcessGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._name, self._description = rank, size, "", ""
-        self._gloo = gloo_group(dist.PrefixStore("gloo", store), rank, size, timeout)
+        # torchrun keeps the store when it starts ranks anew: the addresses of those before are in it
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._gloo = gloo_group(dist.PrefixStore(f"gloo {attempt}", store), rank, size, timeout)
         self._job = Job(self._gloo, timeout)
         self._completion = Completion()
         if not dist.is_initialized():  # the first group: what is wrong with the configuration shows at once

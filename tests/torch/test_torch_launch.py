@@ -25,6 +25,18 @@ with omnireduce.torch.local_first() as first:
 print(dist.get_backend(), dist.get_rank(), dist.get_world_size(), x.tolist())
 dist.destroy_process_group()
 """
+RESTARTED = """
+import os, torch, torch.distributed as dist
+import omnireduce.torch
+dist.init_process_group("omnireduce")
+x = torch.ones(3)
+for _ in range(4):
+    dist.all_reduce(x)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        os._exit(3)
+print(os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank(), x.tolist())
+dist.destroy_process_group()
+"""
 SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "4",
@@ -49,6 +61,18 @@ def test_a_program_needs_no_change(launcher: str, tmp_path: Path) -> None:
         printed = [process._lines.next(time.monotonic() + 4 * WAIT_S) for _ in range(2)]
         assert process.wait(4 * WAIT_S) == 0, process.log
     assert sorted(str(line) for line in printed) == [f"omnireduce {rank} 2 [3.0, 3.0, 3.0]" for rank in range(2)]
+
+
+def test_torchrun_starts_failed_ranks_anew(tmp_path: Path) -> None:
+    """All of them, as it does: the ranks of the second try form a job of their own."""
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
+    with Process(*command, environ={"OMP_NUM_THREADS": "1"}) as process:
+        printed = [process._lines.next(time.monotonic() + 4 * WAIT_S) for _ in range(2)]
+        assert process.wait(4 * WAIT_S) == 0, process.log
+    assert sorted(str(line) for line in printed) == [f"1 {rank} [16.0, 16.0, 16.0]" for rank in range(2)]
 
 
 @pytest.mark.parametrize(
