@@ -49,6 +49,17 @@ class Patience:
         it knows that, and names the shard."""
         return 0 if cause.culprit == self._me or cause.culprit.startswith("aggregator ") else 1
 
+    @staticmethod
+    def moments_of_hosts(sees_who: bool, is_owed: bool, after_rows: bool) -> int:
+        """How many moments to wait where there are several hosts. Only the ranks of a host see who of it is late: one
+        that `sees_who` speaks first. Then those speak to whom shards owe results: they see delegates.
+
+        `after_rows`: the collective before was of rows, which each rank has from the shards by itself. A rank that is
+        late may still wait for a shard in it, and names that shard before it is named.
+        """
+        first = 3 if after_rows else 0
+        return first if sees_who else first + 2 if is_owed else first + 4
+
     @property
     def moment_s(self) -> float:
         """A short time: a twentieth of the time limit."""

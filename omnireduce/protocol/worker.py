@@ -57,9 +57,9 @@ class WorkerMachine:
         self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
         self._patience = Patience(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
-        self._next = 0
-        self._waiting_for = ""
+        self._next, self._waiting_for = 0, ""
         self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
+        self._after_rows = False  # the collective before the oldest one was of rows
         self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
         self._accused: Cause | None = None  # why the job has to end, as far as memory shows
         self._goodbyes: set[int] = set()
@@ -236,7 +236,7 @@ class WorkerMachine:
                 return
             self._under_way.popleft()
             self._patience.begin(now)
-            self._waiting_for = ""
+            self._waiting_for, self._after_rows = "", collective.host_sum is None
             yield Finish(collective.number)
         if self._retired:
             yield from self._end_if_retired()
@@ -327,9 +327,9 @@ class WorkerMachine:
         """How many moments to let others judge first."""
         if self._neighbours.hosts == 1:
             return 0 if self.host is not None else self._patience.moments_before(cause)
-        if self.host is not None and self.host.waited_for():
-            return 0  # only the ranks of a host see who of it is late
-        return 2 if any(each.owes(self._under_way[0]) for each in self._streams) else 4  # who sees delegates; who less
+        oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())
+        owed = any(each.owes(oldest) for each in self._streams)
+        return self._patience.moments_of_hosts(sees_who, owed, self._after_rows and oldest.host_sum is not None)
 
     @property
     def _is_old_news(self) -> bool:

@@ -252,6 +252,31 @@ def test_the_wait_for_ranks_begins_with_the_first_message() -> None:
     assert not any("since 3" in warning or "stood still" in warning for warning in cluster.warnings)
 
 
+@pytest.mark.parametrize(("after_rows", "moments"), [(False, 0), (True, 3)], ids=["tensor", "rows"])
+def test_a_rank_that_may_still_wait_for_rows_speaks_before_it_is_named(after_rows: bool, moments: int) -> None:
+    """Rank 0 has finished the first collective. Rank 1, of the same host, comes to no second one."""
+    cluster = InprocCluster(3, slots=2, slot_bytes=slot_bytes_for(4, 32), seed=1, hosts=[[0, 1], [2]], timeout_s=5.0)
+    for rank in range(3):
+        if after_rows:
+            cluster.rows(rank, np.arange(3), np.ones((3, 8), np.float32), 20)
+        else:
+            cluster.allreduce(rank, np.ones(20, np.float32))
+    cluster.run()
+    cluster.allreduce(0, np.ones(20, np.float32))
+    for now in (0.0, 2.5, 5.0 - 1e-6):
+        cluster.now = now
+        cluster.settle()
+    assert cluster.worker_ends[0] is None
+    cluster.now = 5.0
+    cluster.settle()
+    if moments:
+        assert cluster.worker_ends[0] is None
+        assert cluster.workers[0].deadline == pytest.approx(5.0 + moments * 0.25)
+        cluster.now = 5.0 + moments * 0.25
+        cluster.settle()
+    assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
+
+
 def test_a_rank_alone_on_its_host_lets_the_others_judge_who_is_late() -> None:
     """It sees the delegate of the other host only, and that one waits for a neighbour."""
     cluster = InprocCluster(3, slots=2, slot_bytes=slot_bytes_for(4, 32), seed=1, hosts=[[0, 1], [2]], timeout_s=5.0)

@@ -204,7 +204,7 @@ class Verdicts:
     def _judge_expectations(self) -> None:
         for worker, generation, by, fault in self._must_end:
             ended_at = worker.ends[generation] if len(worker.ends) > generation else None
-            if ended_at is None or ended_at > by:
+            if ended_at is None or ended_at > by + self._unread_s(fault):
                 self.add(f"late: {worker.name} ended at {ended_at} instead of {by:.3f} after {fault}")
         for worker, fault in self._must_fail:
             if not worker.alive and not worker.killed and worker.error is None:
@@ -216,6 +216,13 @@ class Verdicts:
         self._must_end.clear()
         self._must_fail.clear()
         self._must_go_on.clear()
+
+    def _unread_s(self, fault: Fault) -> float:
+        """How long nobody notices that a link of the same rank has broken: until then its last words are on their
+        way."""
+        lost = [each for each in self._cluster.plan.faults if each.kind == "link loss"]
+        same = [each.number for each in lost if (each.job, each.rank) == (fault.job, fault.rank) and each != fault]
+        return max(same, default=0.0) if "link loss" in self._cluster.causes else 0.0
 
     def _left_behind(self, worker: Worker) -> bool:
         """The job ran without it while it waited, until its time was over or until all others had done their work."""
