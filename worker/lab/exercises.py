@@ -46,22 +46,22 @@ def allreduce_by_messages(library: Library, rank: int, size: int, x: Array) -> N
     if size == 1:
         return
     parts = np.array_split(x, size)
-    right, left = (rank + 1) % size, (rank - 1) % size
     for turn in range(2 * (size - 1)):
         out, into = parts[(rank - turn) % size], parts[(rank - turn - 1) % size]
         arrived = np.empty_like(into)
-        _pass_on(library, rank, size, out, right, arrived, left)
+        _pass_on(library, rank, size, out, arrived)
         if turn < size - 1:
             into += arrived
         else:
             into[:] = arrived
 
 
-def _pass_on(library: Library, rank: int, size: int, out: Array, right: int, arrived: Array, left: int) -> None:
+def _pass_on(library: Library, rank: int, size: int, out: Array, arrived: Array) -> None:
     """Send `out` to the right, and receive `arrived` from the left. The last rank of an odd ring is even beside rank 0:
     it receives first."""
     assert library.send is not None
     assert library.receive is not None
+    right, left = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and not (size % 2 and rank == size - 1)
     if sends_first:
         library.send(out, right)
