@@ -184,7 +184,7 @@ class AggregatorMachine:
             yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
 
     def heard(self, rank: int, now: float) -> None:
-        """A part of a message came from `rank`."""
+        """A part of a message came from `rank`. The machine cannot use it yet."""
 
     def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `rank` is over."""

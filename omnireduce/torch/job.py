@@ -48,16 +48,22 @@ class Job:
     def join(self) -> Communicator:
         """Join the job, unless this rank has. All ranks must do so. Raises RuntimeError, also after `leave`."""
         with self._order:
+            self._check_not_left()
             if self._communicator is None:
                 launch = self._agree()
                 try:
-                    self._communicator = self._communicator_of(launch)
+                    found = self._communicator_of(launch)
                 except OmniReduceError as error:
                     raise told_to_torch(error) from error
-            if self._has_left:
-                self._communicator.shutdown()  # `leave` may have come too early for it
-                raise told_to_torch(ClosedError("this process group was destroyed; make a new one to go on"))
+                self._communicator = found
+                if self._has_left:  # by another thread, or a signal handler, that did not see it
+                    found.shutdown()
+                self._check_not_left()
             return self._communicator
+
+    def _check_not_left(self) -> None:
+        if self._has_left:
+            raise told_to_torch(ClosedError("this process group was destroyed; make a new one to go on"))
 
     def _agree(self) -> str:
         """What tells this job from all others: rank 0 draws it. Returns when all ranks are here; a rank that has died

@@ -34,8 +34,8 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     return group
 
 
-class Call(NamedTuple):
-    """A collective: how to go through it, how to start it, and with what."""
+class Request(NamedTuple):
+    """A collective that torch asks for: how to go through it, how to start it, and with what."""
 
     run: Callable[..., Any]
     begin: Callable[..., Handle[Any]]
@@ -114,12 +114,12 @@ class ProcessGroup(dist.ProcessGroup):
         copies = [staged(tensor) for tensor in tensors]
         arrays = [array_of(copy) for copy in copies]
         x = arrays[0] if len(arrays) == 1 else arrays
-        call = Call(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": op})
-        return self._start(call, opts, lambda _: put_back(tensors, copies))
+        request = Request(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": op})
+        return self._start(request, opts, lambda _: put_back(tensors, copies))
 
     def _allreduce_rows(self, tensor: Tensor, op: RowOp, opts: Any) -> dist._Work:
-        call = Call(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
-        return self._start(call, opts, lambda rows: replace(tensor, rows))
+        request = Request(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
+        return self._start(request, opts, lambda rows: replace(tensor, rows))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         [tensor] = tensors
@@ -127,25 +127,27 @@ class ProcessGroup(dist.ProcessGroup):
         if op is None or tensor.is_sparse:
             return self._gloo.reduce(tensors, opts)
         copies, root = [staged(tensor)], opts.rootRank
-        call = Call(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": op})
-        return self._start(call, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors)
+        request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": op})
+        return self._start(request, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         copies = [staged(tensor) for tensor in tensors]
-        call = Call(Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {})
-        return self._start(call, opts, lambda _: put_back(tensors, copies))
+        request = Request(
+            Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {}
+        )
+        return self._start(request, opts, lambda _: put_back(tensors, copies))
 
     def barrier(self, opts: Any = None) -> dist._Work:
-        return self._start(Call(Communicator.barrier, Communicator.barrier_async, (), {}), opts, lambda _: [])
+        return self._start(Request(Communicator.barrier, Communicator.barrier_async, (), {}), opts, lambda _: [])
 
-    def _start(self, call: Call, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> OutcomeWork:
+    def _start(self, request: Request, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> OutcomeWork:
         """Start a collective; go through it at once where the caller is going to wait for it."""
         if opts is not None and not opts.asyncOp:
-            result = self._job.start(lambda c: call.run(c, *call.args, **call.options))
+            result = self._job.start(lambda c: request.run(c, *request.args, **request.options))
             return OutcomeWork(Outcome(Ready(result), finish), None)
         completion = self._completion  # in the same order as they are started
         return self._job.start(
-            lambda c: OutcomeWork(Outcome(call.begin(c, *call.args, **call.options), finish), completion)
+            lambda c: OutcomeWork(Outcome(request.begin(c, *request.args, **request.options), finish), completion)
         )
 
 

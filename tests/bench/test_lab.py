@@ -14,10 +14,10 @@ import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S, Ranks
 
 from worker.lab.exercises import allreduce_by_messages, reduce_by_messages
-from worker.lab.libraries import Library
+from worker.lab.libraries import Messages
 
 
-def by_queues(size: int, rank: int, ways: dict[tuple[int, int], Any]) -> Library:
+def by_queues(rank: int, ways: dict[tuple[int, int], Any]) -> Messages:
     """Messages as a library without a buffer has them: who sends waits until the other one receives."""
 
     def send(x: np.ndarray[Any, Any], peer: int) -> None:
@@ -30,7 +30,7 @@ def by_queues(size: int, rank: int, ways: dict[tuple[int, int], Any]) -> Library
         x[:] = there.get(timeout=WAIT_S)
         taken.put(None)
 
-    return Library("queues", send, receive, lambda x: None, lambda x: None, lambda: None)
+    return Messages(send, receive)
 
 
 @pytest.mark.parametrize("elements", [1, 3, 100])
@@ -39,10 +39,10 @@ def test_messages_make_reductions(size: int, elements: int) -> None:
     ways = {(a, b): (queue.Queue[Any](), queue.Queue[Any]()) for a in range(size) for b in range(size)}
 
     def run(rank: int) -> tuple[list[float], list[float]]:
-        library = by_queues(size, rank, ways)
+        messages = by_queues(rank, ways)
         first, second = (np.full(elements, 2.0**rank, np.float32) for _ in range(2))
-        reduce_by_messages(library, rank, size, first)
-        allreduce_by_messages(library, rank, size, second)
+        reduce_by_messages(messages, rank, size, first)
+        allreduce_by_messages(messages, rank, size, second)
         return first.tolist(), second.tolist()
 
     results = Ranks(size, run).results()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from omnireduce.torch import ProcessGroup
 from omnireduce.torch.completion import Completion, Pending
+from omnireduce.torch.job import Job
 
 pytestmark = pytest.mark.usefixtures("aggregators")
 
@@ -107,14 +108,22 @@ def test_threads_of_a_group_that_is_destroyed_end() -> None:
     assert eventually(lambda: threading.active_count() <= before)
 
 
-def test_a_group_that_was_destroyed_says_so() -> None:
-    def run(group: ProcessGroup, rank: int) -> None:
-        group.shutdown()
-        allreduce(group, torch.ones(3))
+@pytest.mark.parametrize("had_joined", [True, False])
+def test_a_group_that_was_destroyed_says_so_at_once(had_joined: bool) -> None:
+    """It does not wait for the other rank, which does nothing."""
 
-    for error in start_group(2, run).outcomes():
-        assert isinstance(error, RuntimeError)
-        assert "omnireduce: this process group was destroyed; make a new one to go on" in str(error)
+    def run(group: ProcessGroup, rank: int) -> None:
+        if not had_joined:
+            group._job.leave()
+            group._job = Job(group._gloo, timedelta(seconds=WAIT_S))  # as of a group that is not the first one
+        if rank == 0:
+            group.shutdown()
+            allreduce(group, torch.ones(3))
+
+    error, other = start_group(2, run).outcomes()
+    assert other is None
+    assert isinstance(error, RuntimeError)
+    assert "omnireduce: this process group was destroyed; make a new one to go on" in str(error)
 
 
 def test_callbacks_may_wait_for_other_collectives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -12,8 +13,8 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.printing import make_console, short_count, short_time
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.launcher import Launch, job_name
+from omnireduce.runtime.member.launcher import Launch
+from omnireduce.runtime.member.world import connect
 from worker.lab.exercises import allreduce_by_messages, echo, reduce_by_messages, timed
 from worker.lab.libraries import Library, gloo, mpi, service
 
@@ -26,11 +27,7 @@ def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -
     A library that is not installed is left out, and rank 0 says so.
     """
     console = make_console(quiet=launch.rank != 0)
-    comm = Communicator(
-        config, rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size,
-        job=job_name(config, launch.job),
-    )  # fmt: skip
-    with comm:
+    with connect(config, rank=launch.rank, size=launch.size) as comm:
         found = [service(comm)]
         for make in (gloo, mpi):
             try:
@@ -40,42 +37,44 @@ def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -
         for title, columns in _exercises(found, launch):
             table = Table(title=f"{title}, {launch.size} ranks, milliseconds", title_justify="left")
             table.add_column("bytes", justify="right")
-            for name, *_ in columns:
-                table.add_column(name, justify="right")
+            for column in columns:
+                table.add_column(column.name, justify="right")
             for size in sizes:
                 cells = [_time(launch, column, size, rounds) for column in columns]
                 table.add_row(short_count(4 * size), *(short_time(1000 * seconds) for seconds in cells))
             console.print(table)
 
 
-Column = tuple[str, Library, Way, bool, bool]  # its name; the library; what is timed; it sums; on all ranks
+class Column(NamedTuple):
+    """What is timed of a library. `sums`: the result is the sum of all ranks, at rank 0 or, with `everywhere`, on
+    all."""
+
+    name: str
+    library: Library
+    way: Way
+    sums: bool = True
+    everywhere: bool = False
 
 
 def _exercises(libraries: Sequence[Library], launch: Launch) -> list[tuple[str, list[Column]]]:
     rank, size = launch.rank, launch.size
-    with_messages = [each for each in libraries if each.send is not None]
-    messages: list[Column] = [(each.name, each, partial(echo, each, rank), False, False) for each in with_messages]
-    reductions: list[Column] = [
-        (f"{each.name}, by messages", each, partial(reduce_by_messages, each, rank, size), True, False)
-        for each in with_messages
-    ]
-    reductions += [(each.name, each, each.reduce, True, False) for each in libraries]
-    sums: list[Column] = [
-        (f"{each.name}, by messages", each, partial(allreduce_by_messages, each, rank, size), True, True)
-        for each in with_messages
-    ]
-    sums += [(each.name, each, each.allreduce, True, True) for each in libraries]
-    return [
-        *([("a message and its echo", messages)] if size > 1 and messages else []),
-        ("reduce", reductions),
-        ("all-reduce", sums),
-    ]
+    echoes, reductions, sums = list[Column](), list[Column](), list[Column]()
+    for each in libraries:
+        if each.messages is not None:
+            by_hand, by_messages = each.messages, f"{each.name}, by messages"
+            echoes.append(Column(each.name, each, partial(echo, by_hand, rank), sums=False))
+            reductions.append(Column(by_messages, each, partial(reduce_by_messages, by_hand, rank, size)))
+            sums.append(Column(by_messages, each, partial(allreduce_by_messages, by_hand, rank, size), everywhere=True))
+    reductions += [Column(each.name, each, each.reduce) for each in libraries]
+    sums += [Column(each.name, each, each.allreduce, everywhere=True) for each in libraries]
+    tables = [("a message and its echo", echoes), ("reduce", reductions), ("all-reduce", sums)]
+    return tables if size > 1 and echoes else tables[1:]
 
 
 def _time(launch: Launch, column: Column, elements: int, rounds: int) -> float:
-    _, library, way, is_sum, is_everywhere = column
-    checked = is_sum and (is_everywhere or launch.rank == 0)
+    checked = column.sums and (column.everywhere or launch.rank == 0)
     total = float(sum(range(1, launch.size + 1)))
     return timed(
-        way, library, lambda: np.full(elements, launch.rank + 1, np.float32), total if checked else None, rounds
-    )
+        column.way, column.library, lambda: np.full(elements, launch.rank + 1, np.float32),
+        total if checked else None, rounds,
+    )  # fmt: skip

@@ -9,38 +9,34 @@ from collections.abc import Callable
 import numpy as np
 
 from omnireduce.dtypes import Array
-from worker.lab.libraries import Library
+from worker.lab.libraries import Library, Messages
 
 
-def echo(library: Library, rank: int, x: Array) -> None:
+def echo(messages: Messages, rank: int, x: Array) -> None:
     """Rank 0 sends `x` to rank 1, and gets it back. The others do nothing."""
-    assert library.send is not None
-    assert library.receive is not None
     if rank == 0:
-        library.send(x, 1)
-        library.receive(x, 1)
+        messages.send(x, 1)
+        messages.receive(x, 1)
     elif rank == 1:
-        library.receive(x, 0)
-        library.send(x, 0)
+        messages.receive(x, 0)
+        messages.send(x, 0)
 
 
-def reduce_by_messages(library: Library, rank: int, size: int, x: Array) -> None:
+def reduce_by_messages(messages: Messages, rank: int, size: int, x: Array) -> None:
     """Add `x` of all ranks into rank 0's, along a tree: in each round half of the ranks that are left send theirs to
     the other half."""
-    assert library.send is not None
-    assert library.receive is not None
     other, step = np.empty_like(x), 1
     while step < size:
         if rank % (2 * step):
-            library.send(x, rank - step)
+            messages.send(x, rank - step)
             return
         if rank + step < size:
-            library.receive(other, rank + step)
+            messages.receive(other, rank + step)
             x += other
         step *= 2
 
 
-def allreduce_by_messages(library: Library, rank: int, size: int, x: Array) -> None:
+def allreduce_by_messages(messages: Messages, rank: int, size: int, x: Array) -> None:
     """Add `x` of all ranks into everyone's, around a ring: each part goes around once to be added, and once to be
     copied. An even rank sends first, so that no two wait for each other."""
     if size == 1:
@@ -49,25 +45,23 @@ def allreduce_by_messages(library: Library, rank: int, size: int, x: Array) -> N
     for turn in range(2 * (size - 1)):
         out, into = parts[(rank - turn) % size], parts[(rank - turn - 1) % size]
         arrived = np.empty_like(into)
-        _pass_on(library, rank, size, out, arrived)
+        _pass_on(messages, rank, size, out, arrived)
         if turn < size - 1:
             into += arrived
         else:
             into[:] = arrived
 
 
-def _pass_on(library: Library, rank: int, size: int, out: Array, arrived: Array) -> None:
+def _pass_on(messages: Messages, rank: int, size: int, out: Array, arrived: Array) -> None:
     """Send `out` to the right, and receive `arrived` from the left. The last rank of an odd ring is even beside rank 0:
     it receives first."""
-    assert library.send is not None
-    assert library.receive is not None
     right, left = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and not (size % 2 and rank == size - 1)
     if sends_first:
-        library.send(out, right)
-    library.receive(arrived, left)
+        messages.send(out, right)
+    messages.receive(arrived, left)
     if not sends_first:
-        library.send(out, right)
+        messages.send(out, right)
 
 
 def timed(

@@ -14,13 +14,19 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import Launch
 
 
+class Messages(NamedTuple):
+    """`send(x, peer)` and `receive(x, peer)` return when `x` is on its way, or there."""
+
+    send: Callable[[Array, int], object]
+    receive: Callable[[Array, int], object]
+
+
 class Library(NamedTuple):
-    """`send(x, peer)` and `receive(x, peer)` return when `x` is on its way, or there; None where a library has no
-    messages between two ranks. `reduce(x)` is for rank 0; `allreduce(x)` for all."""
+    """`messages`: those between two ranks; None where a library has none. `reduce(x)` is for rank 0; `allreduce(x)` for
+    all."""
 
     name: str
-    send: Callable[[Array, int], object] | None
-    receive: Callable[[Array, int], object] | None
+    messages: Messages | None
     reduce: Callable[[Array], object]
     allreduce: Callable[[Array], object]
     barrier: Callable[[], object]
@@ -28,7 +34,7 @@ class Library(NamedTuple):
 
 def service(comm: Communicator) -> Library:
     """omnireduce itself: it sums, and has no messages between two ranks."""
-    return Library("omnireduce", None, None, comm.reduce, comm.allreduce, comm.barrier)
+    return Library("omnireduce", None, comm.reduce, comm.allreduce, comm.barrier)
 
 
 def gloo(launch: Launch) -> Library:
@@ -49,8 +55,7 @@ def gloo(launch: Launch) -> Library:
     tensor: Callable[[Array], Any] = torch.from_numpy
     return Library(
         "gloo",
-        lambda x, peer: dist.send(tensor(x), peer),
-        lambda x, peer: dist.recv(tensor(x), peer),
+        Messages(lambda x, peer: dist.send(tensor(x), peer), lambda x, peer: dist.recv(tensor(x), peer)),
         lambda x: dist.reduce(tensor(x), 0),
         lambda x: dist.all_reduce(tensor(x)),
         dist.barrier,
@@ -69,8 +74,7 @@ def mpi(launch: Launch) -> Library:
     place: Any = MPI.IN_PLACE
     return Library(
         "mpi4py",
-        lambda x, peer: world.Send(x, peer),
-        lambda x, peer: world.Recv(x, peer),
+        Messages(lambda x, peer: world.Send(x, peer), lambda x, peer: world.Recv(x, peer)),
         lambda x: world.Reduce(place if launch.rank == 0 else x, x if launch.rank == 0 else None),
         lambda x: world.Allreduce(place, x),
         world.Barrier,
