@@ -22,7 +22,8 @@ with omnireduce.torch.local_first() as first:
     prepared = pathlib.Path(__file__).parent / "prepared"
     prepared.touch(exist_ok=False) if first else None
     assert prepared.exists()
-print(dist.get_backend(), dist.get_rank(), dist.get_world_size(), x.tolist())
+line = f"{dist.get_backend()} {dist.get_rank()} {dist.get_world_size()} {x.tolist()}\\n"
+print(line, end="")  # one write, for torchrun gives both ranks one pipe and no buffer
 dist.destroy_process_group()
 """
 RESTARTED = """
@@ -34,7 +35,7 @@ for _ in range(4):
     dist.all_reduce(x)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
         os._exit(3)
-print(os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank(), x.tolist())
+print(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {dist.get_rank()} {x.tolist()}\\n", end="")
 dist.destroy_process_group()
 """
 SLURM = {
