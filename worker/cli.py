@@ -28,9 +28,9 @@ def launch_options(command: _F) -> _F:
 
 @click.group(cls=Group, name="worker")
 def main() -> None:
-    """Workers of the sparse all-reduce service: benchmark and training.
+    """Workers of the sparse all-reduce service: benchmark, training and lab.
 
-    Start N of them with: mpirun -n N omnireduce COMMAND
+    Start N of them with: mpirun -n N python -m worker COMMAND
     """
 
 

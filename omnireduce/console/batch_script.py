@@ -10,7 +10,8 @@ from importlib.resources import files
 from omnireduce.errors import UsageError
 
 NAME = r"[A-Za-z0-9._+-]{1,128}"
-TIME = r"[0-9]{1,4}(:[0-5]?[0-9]){0,2}|[0-9]{1,4}-[0-9]{1,2}(:[0-5]?[0-9]){0,2}"
+TIME = r"UNLIMITED|[0-9]{1,8}(:[0-5]?[0-9]){0,2}|[0-9]{1,4}-[0-9]{1,2}(:[0-5]?[0-9]){0,2}"
+TIMES = "UNLIMITED, MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]"
 
 
 def batch_script(*, job_name: str, nodes: int, ntasks_per_node: int, time: str, command: Sequence[str]) -> str:
@@ -21,7 +22,7 @@ def batch_script(*, job_name: str, nodes: int, ntasks_per_node: int, time: str, 
     if not re.fullmatch(NAME, job_name):
         raise UsageError(f"job name {job_name!r}: expected letters, digits and . _ + -")
     if not re.fullmatch(TIME, time):
-        raise UsageError(f"time {time!r}: expected MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
+        raise UsageError(f"time {time!r}: expected {TIMES}")
     text = files("omnireduce.console").joinpath("train.sbatch").read_text()
     asked = {"job-name": job_name, "nodes": nodes, "ntasks-per-node": ntasks_per_node, "time": time}
     for option, value in asked.items():

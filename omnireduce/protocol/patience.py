@@ -49,25 +49,30 @@ class Patience:
         it knows that, and names the shard."""
         return 0 if cause.culprit == self._me or cause.culprit.startswith("aggregator ") else 1
 
-    @staticmethod
-    def moments_of_hosts(sees_who: bool, is_owed: bool, after_rows: bool) -> int:
-        """How many moments to wait where there are several hosts. Only the ranks of a host see who of it is late: one
-        that `sees_who` speaks first. Then those speak to whom shards owe results: they see delegates.
+    def moments_of_hosts(self, now: float, sees_who: bool, owing: Sequence[ShardStream], after_own: bool) -> int:
+        """How many moments to wait where there are several hosts. A rank that waits for shards which hang speaks at
+        once. Only the ranks of a host see who of it is late: one that `sees_who` comes next. Then come those to whom
+        shards are `owing` results: they see delegates.
 
-        `after_rows`: the collective before was of rows, which each rank has from the shards by itself. A rank that is
-        late may still wait for a shard in it, and names that shard before it is named.
+        `after_own`: each rank got the result of the collective before from the shards by itself, as it does with rows.
+        A rank that is late may still wait for a shard in it, and names that shard before it is named.
         """
-        first = 3 if after_rows else 0
-        return first if sees_who else first + 2 if is_owed else first + 4
+        if not sees_who and self._hanging(now, owing):
+            return 0
+        first = 3 if after_own else 0
+        return first if sees_who else first + 2 if owing else first + 4
 
     @property
     def moment_s(self) -> float:
         """A short time: a twentieth of the time limit."""
         return LATE * self.timeout_s
 
+    def _hanging(self, now: float, owing: Sequence[ShardStream]) -> list[ShardStream]:
+        return [each for each in owing if each.hangs(now, self.since, self.timeout_s)]
+
     def cause(self, now: float, reason: str, owing: Sequence[ShardStream]) -> Cause:
         """Whose fault it is: that of shards, of those `owing` results, which hang, or of ranks that come late."""
-        hanging = [each for each in owing if each.hangs(now, self.since, self.timeout_s)]
+        hanging = self._hanging(now, owing)
         waits = [each.waiting for each in owing if each.waiting is not None]
         if hanging:
             silent_s = now - max(self.since, *(each.heard_at for each in hanging))

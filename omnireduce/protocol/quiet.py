@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from omnireduce.wire.control import ITSELF
+from omnireduce.wire.control import ITSELF, Waiting
+from omnireduce.wire.words import shown
 
 BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # for whom ranks wait, if for no rank
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
+
+
+def in_words(message: Waiting) -> str:
+    """What a worker tells its user."""
+    how = "for" if message.who.endswith(STOOD_STILL.removeprefix(ITSELF)) else "since"
+    return f"{shown(message.what)}: waiting for {shown(message.who)} {how} {message.seconds:.1f} s"
 
 
 class Quiet:

@@ -15,10 +15,11 @@ from omnireduce.protocol.host_faults import DifferenceError, HostError, Shortage
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.operands import HostSum, Operand
 from omnireduce.protocol.patience import Patience
+from omnireduce.protocol.quiet import in_words
 from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.wire.blocks import largest_block
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
-from omnireduce.wire.words import listed, shown
+from omnireduce.wire.words import listed
 
 WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
 REPORT_S = 1.0  # between two reports to the first shard, while there is something to report
@@ -59,7 +60,7 @@ class WorkerMachine:
         self._under_way: deque[Collective] = deque()
         self._next, self._waiting_for = 0, ""
         self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
-        self._after_rows = False  # the collective before the oldest one was of rows
+        self._after_own = False  # of the collective before the oldest one each rank got the result from the shards
         self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
         self._accused: Cause | None = None  # why the job has to end, as far as memory shows
         self._goodbyes: set[int] = set()
@@ -200,8 +201,7 @@ class WorkerMachine:
 
     def _end_if_deserted(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """End when the collective under way waits for ranks that have left."""
-        gone = host.departed(BY_ITSELF)
-        if gone:
+        if gone := host.departed(BY_ITSELF):
             self._accuse(Cause(self._named(gone), f"had shut down when {self._under_way[0]} began"), now)
         elif self._retired and host.departed(RETIRED):
             shard, cause = next(iter(self._retired.items()))
@@ -236,7 +236,7 @@ class WorkerMachine:
                 return
             self._under_way.popleft()
             self._patience.begin(now)
-            self._waiting_for, self._after_rows = "", collective.host_sum is None
+            self._waiting_for, self._after_own = "", not collective.descriptor.summed_by_host
             yield Finish(collective.number)
         if self._retired:
             yield from self._end_if_retired()
@@ -266,7 +266,7 @@ class WorkerMachine:
                 self._patience.heard(message, now)
             if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
                 self._warned_at_s = message.seconds
-                yield Warn(f"{shown(message.what)}: waiting for {shown(message.who)} since {message.seconds:.1f} s")
+                yield Warn(in_words(message))
         elif isinstance(message, Newcomers):
             self.newcomers = message.count
         else:
@@ -320,16 +320,16 @@ class WorkerMachine:
             yield from self._say_who(self.host, now)
         elif not self._patience.late_s and (now - deadline >= self._patience.moment_s or self._is_old_news):
             self._patience.late_s = max(now - deadline, 1e-6)
-        elif not self._patience.defer(self._moments_more(cause := self._overdue(now))):
+        elif not self._patience.defer(self._moments_more(cause := self._overdue(now), now)):
             yield from self._end(cause)
 
-    def _moments_more(self, cause: Cause) -> int:
+    def _moments_more(self, cause: Cause, now: float) -> int:
         """How many moments to let others judge first."""
         if self._neighbours.hosts == 1:
             return 0 if self.host is not None else self._patience.moments_before(cause)
         oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())
-        owed = any(each.owes(oldest) for each in self._streams)
-        return self._patience.moments_of_hosts(sees_who, owed, self._after_rows and oldest.host_sum is not None)
+        owing = [each for each in self._streams if each.owes(oldest)]
+        return self._patience.moments_of_hosts(now, sees_who, owing, self._after_own)
 
     @property
     def _is_old_news(self) -> bool:

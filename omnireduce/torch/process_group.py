@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omnireduce.descriptor import Op, RowOp
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle, Ready
+from omnireduce.runtime.member.handle import Finished, Handle
 from omnireduce.torch.completion import Completion
 from omnireduce.torch.job import Job
 from omnireduce.torch.rows import replace, rows_of, width_of
@@ -144,7 +144,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Start a collective; go through it at once where the caller is going to wait for it."""
         if opts is not None and not opts.asyncOp:
             result = self._job.start(lambda c: request.run(c, *request.args, **request.options))
-            return OutcomeWork(Outcome(Ready(result), finish), None)
+            return OutcomeWork(Outcome(Finished(result), finish), None)
         completion = self._completion  # in the same order as they are started
         return self._job.start(
             lambda c: OutcomeWork(Outcome(request.begin(c, *request.args, **request.options), finish), completion)

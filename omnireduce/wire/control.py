@@ -32,9 +32,8 @@ _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 TEXT_CHARACTERS = 4096
-_Text = Annotated[
-    str, msgspec.Meta(max_length=TEXT_CHARACTERS)
-]  # one peer's text goes to all others: it must fit their messages
+# one peer's text goes to all others: it must fit their messages
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS)]
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -161,7 +160,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     temporary: bool = False
 
 
-ITSELF = "the aggregator"  # what one calls itself, because workers know it by other addresses
+ITSELF = "the aggregator"  # what one calls itself: it does not know by which address a worker reached it
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):

@@ -74,7 +74,8 @@ def test_the_commands_in_an_example_exist(script: str) -> None:
 )
 def test_pytorch(script: str, small: list[str], said: str) -> None:
     """They need no aggregator. What is said of speed differs."""
-    pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
+    for package in ("torch", "sklearn"):
+        pytest.importorskip(package, reason=f"no {package} here; `make torch` installs it")
     torchrun = str(Path(sys.executable).parent / "torchrun")
     command = [torchrun, "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / script), *small]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}

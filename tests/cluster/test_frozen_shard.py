@@ -45,7 +45,7 @@ def test_a_stopped_shard_is_named_and_serves_again_when_it_goes_on(transport: st
 
 def test_a_shard_that_stood_still_says_so() -> None:
     """To its log, and to the ranks. The time limit of another job tells how long it stood still at least."""
-    waiting, timed = ("--hold", "1", "1"), ["cluster.timeout_s=4", *over("tcp")]
+    waiting, timed = ("--hold", "1", "1"), ["cluster.timeout_s=8", *over("tcp")]
     with Daemon(1) as daemon, workers(daemon, 2, *waiting, overrides=over("tcp")) as (rank, late):
         expect_round(rank, "started", 1)
         late.expect("held")
@@ -55,7 +55,7 @@ def test_a_shard_that_stood_still_says_so() -> None:
             with stopped(daemon.shard_pids[0]):
                 others[0].expect("error")
         assert eventually(lambda: "event=stood_still" in daemon.log)
-        assert eventually(lambda: f"waiting for aggregator {daemon.addresses[0]}, which stood still since" in rank.log)
+        assert eventually(lambda: f"waiting for aggregator {daemon.addresses[0]}, which stood still for" in rank.log)
         late.go_on()
         expect_round(rank, "round", 1)
 

@@ -34,7 +34,7 @@ def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
         ([], "Missing argument '-- COMMAND...'"),
         (["--nodes", "0", "--", "x"], "0 is not in the range x>=1"),
         (["--job-name", "a b", "--", "x"], "job name 'a b': expected letters, digits and . _ + -"),
-        (["--time", "soon", "--", "x"], "time 'soon': expected MINUTES, HOURS:MINUTES:SECONDS or"),
+        (["--time", "soon", "--", "x"], "time 'soon': expected UNLIMITED, MINUTES[:SECONDS],"),
     ],
     ids=["right", "no command", "no nodes", "name", "time"],
 )

@@ -112,4 +112,4 @@ def test_ranks_that_exchange_nothing_in_memory_load_no_kernels_for_that() -> Non
         "warm.warm_up_worker(in_memory=False)\n"
         "assert pack.pack_blocks.signatures and not exchange.run.signatures and not exchange.run_with_rows.signatures\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

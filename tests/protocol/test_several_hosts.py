@@ -277,12 +277,38 @@ def test_a_rank_that_may_still_wait_for_rows_speaks_before_it_is_named(after_row
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
 
 
+@pytest.mark.parametrize("ranks", [[[0, 1], [2]], [[0], [1, 2]]], ids=["with a neighbour", "alone"])
+@pytest.mark.parametrize("next_one", ["tensor", "rows"])
+@pytest.mark.parametrize("gap_s", [0.002, 0.4])
+def test_a_shard_that_hangs_in_rows_is_named_though_others_wait_for_a_rank(
+    ranks: list[list[int]], next_one: str, gap_s: float
+) -> None:
+    """The second shard froze after it had served ranks 1 and 2, which begin another collective. Rank 0 does not."""
+    slot_bytes = slot_bytes_for(4, 32)
+    cluster = InprocCluster(3, slots=2, slot_bytes=slot_bytes, seed=1, hosts=ranks, timeout_s=5.0, shards=2)
+    cluster.up[0][1].deliver = lambda event: None  # type: ignore[method-assign]
+    for rank in range(3):
+        cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float32), 200)
+    cluster.settle()
+    assert cluster.finished == [[], [0], [0]]
+    cluster.now = gap_s
+    for rank in (1, 2):
+        if next_one == "rows":
+            cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float32), 200)
+        else:
+            cluster.allreduce(rank, np.ones(200, np.float32))
+    while not all(cluster.worker_ends) and cluster.now < 10:
+        cluster.settle(paused=cluster.aggregator_drivers[1:])
+        cluster.now += 0.05
+    assert cluster.culprits() == {"aggregator 127.0.0.1:7401"}
+
+
 def test_a_rank_alone_on_its_host_lets_the_others_judge_who_is_late() -> None:
     """It sees the delegate of the other host only, and that one waits for a neighbour."""
     cluster = InprocCluster(3, slots=2, slot_bytes=slot_bytes_for(4, 32), seed=1, hosts=[[0, 1], [2]], timeout_s=5.0)
     for rank in (2, 0):
         cluster.allreduce(rank, np.ones(20, np.float32))
-    for now in (0.0, 2.5, 5.0):
+    for now in range(6):
         cluster.now = now
         cluster.settle(paused=[cluster.worker_drivers[0], cluster.worker_drivers[1]])
     assert cluster.worker_ends[2] is None

@@ -108,6 +108,14 @@ def test_the_launcher_stays_who_it_is() -> None:
     assert detect_launch(torchrun).launcher == "torchrun"
 
 
+def test_torchrun_in_a_step_counts_also_where_its_numbers_are_those_of_slurm() -> None:
+    """By chance: the numbers of other ranks of the same launch differ, and all must see one launcher."""
+    numbers = {"RANK": SLURM["SLURM_PROCID"], "WORLD_SIZE": SLURM["SLURM_NTASKS"], "MASTER_ADDR": "a"}
+    environ = {**SLURM, **numbers, "TORCHELASTIC_RUN_ID": "abc", "MASTER_PORT": "29500"}
+    assert detect_launch(environ).launcher == "torchrun"
+    assert launch_id(3, 4, environ) == launch_id(2, 4, {**environ, "RANK": "2"})
+
+
 def test_what_the_user_has_set_counts() -> None:
     environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha", "MASTER_ADDR": "gamma", "MASTER_PORT": "29500"}
     tell_torch(environ)

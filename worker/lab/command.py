@@ -24,7 +24,7 @@ Way = Callable[[Array], object]
 def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -> None:
     """Do all exercises with tensors of `sizes` elements of float32. Every rank calls this; rank 0 prints.
 
-    A library that is not installed is left out, and rank 0 says so.
+    A library that is not installed, or cannot start here, is left out, and rank 0 says so.
     """
     console = make_console(quiet=launch.rank != 0)
     with connect(config, rank=launch.rank, size=launch.size) as comm:

@@ -38,7 +38,7 @@ def service(comm: Communicator) -> Library:
 
 
 def gloo(launch: Launch) -> Library:
-    """torch.distributed with gloo. Raises UsageError where torch is not installed."""
+    """torch.distributed with gloo. Raises UsageError where torch is not installed, or does not know where to meet."""
     try:
         import torch
         import torch.distributed as dist
@@ -51,7 +51,11 @@ def gloo(launch: Launch) -> Library:
     if launch.size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group("gloo")
+        try:
+            dist.init_process_group("gloo")
+        except ValueError as error:  # a variable is not set
+            advice = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start this with torchrun"
+            raise UsageError(f"gloo: {error}; {advice}") from None
     tensor: Callable[[Array], Any] = torch.from_numpy
     return Library(
         "gloo",

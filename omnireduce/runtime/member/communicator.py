@@ -180,7 +180,7 @@ class Communicator(Collectives):
         """From now on, this thread is the one that may start collectives without a name.
 
         For programs in which several threads start collectives one after another, in an order that is the same on every
-        rank. Such a program keeps a lock from here until the collective is started.
+        rank. Such a program keeps a lock from here until the collective is started. It does not `reform` meanwhile.
         """
         place, engine = self._member
         if place.owner is not threading.current_thread():

@@ -61,7 +61,7 @@ class Handle(Generic[T], ABC):
         """The collectives that this is made of."""
 
 
-class Ready(Handle[T]):
+class Finished(Handle[T]):
     """A result that is there."""
 
     _parts = ()

@@ -213,11 +213,12 @@ def _short(text: str) -> str:
 
 
 def _innermost(environ: Mapping[str, str]) -> _Variables | None:
-    """Who started this process. Where Slurm says what the variables of torchrun say, they only repeat it."""
+    """Who started this process. Where Slurm says what the variables of a torchrun that is not there say, they only
+    repeat it."""
     found = [each for each in _LAUNCHERS if _is_inside(each, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if [each.launcher for each in found] == ["torchrun", "Slurm"] and _says(found[1], environ, rank, size):
-        return found[1]
+    if [each.launcher for each in found] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
+        return found[1] if _says(found[1], environ, rank, size) else found[0]
     return found[0] if found else None
 
 

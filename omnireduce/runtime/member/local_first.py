@@ -10,7 +10,8 @@ from contextlib import contextmanager
 def local_first(is_first: bool, barrier: Callable[[], object]) -> Iterator[bool]:
     """Go through a block first, or after those who are first. Each rank calls `barrier` once.
 
-    If the block of one who is first raises, the others are not let in: they hear that this rank has failed.
+    If the block of one who is first raises, the others are not let in. They hear that this rank has failed when it
+    leaves its job, so the exception must not be caught before that.
     """
     if not is_first:
         barrier()
