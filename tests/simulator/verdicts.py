@@ -207,7 +207,7 @@ class Verdicts:
             if ended_at is None or ended_at > by + self._unread_s(fault):
                 self.add(f"late: {worker.name} ended at {ended_at} instead of {by:.3f} after {fault}")
         for worker, fault in self._must_fail:
-            if not worker.alive and not worker.killed and worker.error is None:
+            if not (worker.alive or worker.killed or worker.left_early) and worker.error is None:
                 self.add(f"unnoticed: {worker.name} did all its work after {fault}")
         for worker, fault in self._must_go_on:
             gave_up = worker.error is not None and not worker.killed and not self._left_behind(worker)

@@ -96,7 +96,7 @@ class Worker(Process):
         self.clean = False  # confirmed by every shard
         self.joined = False
         self.found = ""  # what was wrong inside
-        self.killed = False
+        self.killed = self.left_early = False
         self.reforms_left = job.attempts if job.smallest else 0
         self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
         self.completed = 0  # collectives
@@ -423,7 +423,7 @@ class Worker(Process):
 
     def leave_early(self) -> None:
         """Shut down although work is left or under way, and for good."""
-        self.program, self.reforms_left = self.program[: self._submitted], 0
+        self.program, self.reforms_left, self.left_early = self.program[: self._submitted], 0, True
         if self.driver is not None:
             self.driver.perform(self._machine.leave())
         self.wake()
