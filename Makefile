@@ -56,10 +56,11 @@ siege: $(READY) ## attack a daemon in every way, each beside an honest job; thre
 	$(if $(ARGS),,$(BIN)/python -m tests.siege --seconds 600 --secret --tls || status=1;) \
 	exit $$status
 
-bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; twenty minutes. ARGS=--resume goes on
+bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; three quarters of an hour. ARGS=--resume goes on
 	@status=0; \
 	$(BIN)/python -m benchmarks run $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
+	$(BIN)/python -m benchmarks training --optional $(ARGS) || status=1; \
 	$(BIN)/python -m pip install --quiet -e '.[plot]' && $(BIN)/python -m benchmarks plot || status=1; \
 	exit $$status
 

@@ -1,6 +1,7 @@
 """The benchmark against what a user would pick instead.
 
-`run` measures on this host, `shaped` between hosts with shaped links; both say in summary.json which targets are met.
+`run` measures on this host, `shaped` between hosts with shaped links, `training` trains with torch on both; all say in
+summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
 `profile` shows where the service's own time goes, `compare` what a change costs.
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import click
 from rich.console import Console
@@ -24,16 +26,18 @@ from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import PEERS, labels
 from benchmarks.environments import Tree
 from benchmarks.group import PeerError
-from benchmarks.outcomes import Outcome, Results, show_case, show_verdicts
+from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
 from benchmarks.profiling import profile_case
 from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
+from benchmarks.training import HERE, MODELS, TURNS, Training, run_trainings
 from omnireduce.errors import OmniReduceError
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
 RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
 RATE = "1gbit"
+C = TypeVar("C", bound=AnyCase)
 RESUME = click.option("--resume", is_flag=True, help="Leave out the cases that the files have all rows of.")
 ROUNDS = click.option("--rounds", type=click.IntRange(1), help="Timed rounds of each case, instead of its own.")
 
@@ -108,21 +112,52 @@ def shaped(
     try:
         _measure(found, left, run_settings(chosen, sets))
     except TestbedError as error:
-        if not optional:
-            raise click.ClickException(str(error)) from error
-        sys.stderr.write(f"\n###\n### NOT MEASURED: shaped links: {error}\n###\n")
+        _not_measured(error, optional)
+
+
+@main.command()
+@click.option("--links", type=click.Choice((HERE, RATE)), multiple=True, default=(HERE, RATE), show_default=True)
+@click.option("--ranks", type=click.Choice(("2", "4")), multiple=True, default=("2", "4"), show_default=True)
+@ONLY
+@click.option("--turns", type=click.IntRange(1), default=TURNS, show_default=True, help="Runs of each example.")
+@click.option("--optional", is_flag=True, help="Where there can be no hosts with shaped links say so, and succeed.")
+@RESUME
+@RESULTS
+def training(
+    links: tuple[str, ...], ranks: tuple[str, ...], only: str, turns: int, optional: bool, resume: bool, results: Path
+) -> None:
+    """Train the examples with omnireduce and with gloo, on this host and on two with shaped links (needs root), and
+    write training.json and summary.json."""
+    every = [Training(model, int(size), each) for each, model, size in itertools.product(links, MODELS, ranks)]
+    expected = {case: set(case.labels) for case in every if only in case.name}
+    if not expected:
+        raise click.UsageError(f"no training's name contains {only!r}")
+    found, left = _opened(results, "training.json", expected, resume, rounds=None if turns == TURNS else turns)
+    try:
+        _measure(found, left, run_trainings(left, turns))
+    except TestbedError as error:
+        _not_measured(error, optional)
+    except (PeerError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _not_measured(error: TestbedError, optional: bool) -> None:
+    """There can be no hosts with shaped links here."""
+    if not optional:
+        raise click.ClickException(str(error)) from error
+    sys.stderr.write(f"\n###\n### NOT MEASURED: shaped links: {error}\n###\n")
 
 
 def _opened(
     folder: Path,
     rows: str,
-    expected: Mapping[Case, set[str]],
+    expected: Mapping[C, set[str]],
     resume: bool,
     *,
     rounds: int | None,
     peers: Sequence[str] = PEERS,
     sets: Sequence[str] = (),
-) -> tuple[Results, list[Case]]:
+) -> tuple[Results, list[C]]:
     """The results so far, without these cases, and the cases; or those that lack rows of entrants expected of them."""
     options = [f"--rounds {rounds}"] if rounds else []
     if set(peers) != set(PEERS):
@@ -137,7 +172,7 @@ def _opened(
     return found, left
 
 
-def _measure(found: Results, cases: Sequence[Case], outcomes: Iterable[Outcome]) -> None:
+def _measure(found: Results, cases: Sequence[AnyCase], outcomes: Iterable[Outcome]) -> None:
     """Take the outcomes of the cases as they come; end the program if one is missing or wrong."""
     console, started = Console(width=140, markup=False), time.monotonic()
     for each in outcomes:

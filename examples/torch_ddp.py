@@ -51,8 +51,10 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     images, labels = digits()
     chance = torch.Generator().manual_seed(1)
-    began = time.perf_counter()
-    for _ in range(asked.steps):
+    for step in range(asked.steps + 1):
+        if step == 1:  # the first one is slower
+            dist.barrier()
+            began = time.perf_counter()
         batch = torch.randint(0, len(labels) - HELD_OUT, (asked.batch,), generator=chance)[rank::size]
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()

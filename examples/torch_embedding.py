@@ -80,7 +80,6 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    dist.barrier()
     seconds = time.perf_counter() - began
 
     if rank == 0:

@@ -1,0 +1,85 @@
+"""The examples of training as a benchmark: what is run, what is made of it, and what is said where it cannot run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import training
+from benchmarks.__main__ import main
+from benchmarks.outcomes import Outcome
+from benchmarks.training import MODELS, Runs, Training, outcome_of
+
+
+def found(case: Training, **ms: float) -> Outcome:
+    """What becomes of it when each entrant takes so many milliseconds per step, and all models are as good."""
+    runs = {label: Runs([ms[label.replace(" ", "_")]] * 3, [0.5] * 3) for label in case.labels}
+    return outcome_of(case, runs)
+
+
+def test_who_is_compared_with_whom() -> None:
+    plain = found(Training("embedding", 2), omnireduce=5.0, gloo=9.0, omnireduce_dense=50.0, gloo_dense=55.0)
+    assert [(each.case.partition(": ")[2], each.ratio, each.met) for each in plain.verdicts] == [
+        ("against dense", 11.0, True), ("both dense", 1.1, False),
+    ]  # fmt: skip
+    shaped = Training("embedding", 4, "1gbit")
+    ms = {"omnireduce": 5.0, "gloo": 6.0, "omnireduce_dense": 50.0, "gloo_dense": 110.0}
+    assert [(each.ratio, each.met) for each in found(shaped, **ms).verdicts] == [(22, True), (2.2, True), (1.2, False)]
+    assert found(replace(shaped, ranks=2), **ms).verdicts == []
+    digits = Training("digits", 2)
+    assert found(digits, omnireduce=10.4, gloo=10.0).verdicts[0].met
+    assert not found(digits, omnireduce=10.6, gloo=10.0).verdicts[0].met
+    assert not found(Training("digits", 4, "1gbit"), omnireduce=10.4, gloo=10.0).verdicts[0].met
+
+
+def test_a_model_that_is_not_as_good_is_wrong() -> None:
+    case = Training("digits", 2)
+    runs = {"omnireduce": Runs([5.0], [90.0]), "gloo": Runs([6.0], [96.0])}
+    assert [row["wrong"] for row in outcome_of(case, runs).rows] == [1, 0]
+
+
+def test_without_gloo_there_is_no_verdict() -> None:
+    outcome = outcome_of(Training("digits", 2), {"omnireduce": Runs([5.0], [90.0]), "gloo": Runs()})
+    assert [row["entrant"] for row in outcome.rows] == ["omnireduce"]
+    assert [(each.peer, each.met) for each in outcome.verdicts] == [("without gloo", None)]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["--only", "nothing"], 2, "no training's name contains 'nothing'"),
+        (["--links", "2gbit"], 2, "'2gbit' is not one of"),
+        (["--turns", "0"], 2, "0 is not in the range"),
+    ],
+)
+def test_wrong_input(options: list[str], status: int, said: str) -> None:
+    done = CliRunner().invoke(main, ["training", *options])
+    assert (done.exit_code, said in done.output) == (status, True), done.output
+
+
+def test_one_run_of_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Omnireduce alone, with few steps: what gloo does is not ours to test."""
+    for package in ("torch", "sklearn"):
+        pytest.importorskip(package, reason=f"no {package} here; `make torch` installs it")
+    monkeypatch.setattr(training, "python_of", lambda name: Path(sys.executable))
+    monkeypatch.setitem(training.MODELS, "digits", MODELS["digits"]._replace(ways={"": ("--steps", "3")}))
+    monkeypatch.setattr(training, "GLOO", "omnireduce")
+    options = ["--links", "this host", "--ranks", "2", "--only", "digits", "--turns", "1", "--results", str(tmp_path)]
+    done = CliRunner().invoke(main, ["training", *options])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "training.json").read_text())
+    assert (row["case"], row["entrant"], row["rounds"]) == ("training, digits, 2 ranks, this host", "omnireduce", 1)
+    assert row["steps_per_s"] > 0
+
+
+def test_what_a_run_says_when_it_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(training, "_output", lambda *_: "Traceback: it fell")
+    monkeypatch.setattr(training, "python_of", lambda name: Path(sys.executable))
+    (outcome,) = training.run_trainings([Training("digits", 2)], 1)
+    assert (outcome.rows, outcome.verdicts) == ([], [])
+    assert "did not say how fast it was: Traceback: it fell" in capsys.readouterr().err
