@@ -74,7 +74,7 @@ rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there ar
 	@tools/pyverbs.sh $(VENV)
 
 torch: $(READY) ## install torch into .venv, for the tests and examples of omnireduce.torch; 250 MB
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 scikit-learn
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 scikit-learn expecttest
 
 test-rdma: $(READY) ## boot guests with Soft-RoCE and run the RDMA tests in them
 	@tools/test_rdma.sh $(ARGS)

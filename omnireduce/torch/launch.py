@@ -19,13 +19,13 @@ FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themsel
 
 
 def tell_torch(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that `init_process_group` reads, unless they are set: under mpirun and srun.
+    """Set the variables that `init_process_group` reads, under mpirun and srun; none if RANK or WORLD_SIZE is set.
 
     RANK, WORLD_SIZE and LOCAL_RANK are what the launcher says. MASTER_ADDR is this host if all ranks are here, and the
     first host of a Slurm step. MASTER_PORT is drawn from what tells this launch from others. Where nothing is known,
     the two stay unset, and torch asks for them. Raises UsageError if the launcher's variables make no sense.
     """
-    if "RANK" in environ:
+    if "RANK" in environ or "WORLD_SIZE" in environ:  # one alone: the other comes with the call
         return
     launch = detect_launch(environ)
     if launch.launcher not in LAUNCHERS:

@@ -95,8 +95,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     # collectives
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        [tensor] = tensors
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
+        [tensor], opts = tensors, opts or dist.AllreduceOptions()
         op = op_of(opts.reduceOp, tensor.dtype)
         if op is not None and not tensor.is_sparse:
             return self._allreduce(tensors, op, opts)
@@ -104,7 +104,8 @@ class ProcessGroup(dist.ProcessGroup):
             return self._allreduce_rows(tensor, op, opts)
         return self._gloo.allreduce(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
+        opts = opts or dist.AllreduceCoalescedOptions()
         op = op_of(opts.reduceOp, tensors[0].dtype) if tensors else None
         if op is None or any(tensor.is_sparse or tensor.dtype != tensors[0].dtype for tensor in tensors):
             return self._gloo.allreduce_coalesced(tensors, opts)
@@ -121,8 +122,8 @@ class ProcessGroup(dist.ProcessGroup):
         request = Request(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
         return self._start(request, opts, lambda rows: replace(tensor, rows))
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        [tensor] = tensors
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
+        [tensor], opts = tensors, opts or dist.ReduceOptions()
         op = op_of(opts.reduceOp, tensor.dtype)
         if op is None or tensor.is_sparse:
             return self._gloo.reduce(tensors, opts)
@@ -130,7 +131,8 @@ class ProcessGroup(dist.ProcessGroup):
         request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": op})
         return self._start(request, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
+        opts = opts or dist.BroadcastOptions()
         copies = [staged(tensor) for tensor in tensors]
         request = Request(
             Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from omnireduce.errors import CollectiveTimeoutError
 from omnireduce.runtime.member.calls import once
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.torch.completion import Completion, Pending
@@ -19,8 +20,10 @@ NO_LIMIT = timedelta(0)
 
 
 def told_to_torch(error: Exception) -> RuntimeError:
-    """The error that users of torch expect."""
-    found: RuntimeError = dist.DistBackendError(f"omnireduce: {error}")
+    """The error that users of torch expect. The time limit is one that they gave to torch."""
+    text = str(error).replace("raise cluster.timeout_s", "raise that")
+    limit = " (the timeout of the process group)" if isinstance(error, CollectiveTimeoutError) else ""
+    found: RuntimeError = dist.DistBackendError(f"omnireduce: {text}{limit}")
     return found
 
 

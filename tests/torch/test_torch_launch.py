@@ -120,6 +120,7 @@ def test_what_the_user_has_set_counts() -> None:
     environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha", "MASTER_ADDR": "gamma", "MASTER_PORT": "29500"}
     tell_torch(environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"], environ["RANK"]) == ("gamma", "29500", "3")
-    torchrun = {**SLURM, "RANK": "0"}
-    tell_torch(torchrun)
-    assert torchrun == {**SLURM, "RANK": "0"}
+    for name in ("RANK", "WORLD_SIZE"):  # the other one comes with the call
+        environ = {**SLURM, name: "1"}
+        tell_torch(environ)
+        assert environ == {**SLURM, name: "1"}

@@ -203,7 +203,7 @@ def test_a_rank_that_is_late_is_named_in_the_future(aggregators: Daemon) -> None
 
     said, _ = start_group(2, run, timeout_s=0.5).results()
     assert "omnireduce: rank 1 (" in said
-    assert "not complete after 0.5 s" in said
+    assert "not complete after 0.5 s (the timeout of the process group)" in said
 
 
 def test_what_cannot_be_joined_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
