@@ -15,10 +15,11 @@ from omnireduce.descriptor import Op, RowOp
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Finished, Handle
 from omnireduce.torch.completion import Completion
+from omnireduce.torch.forms import allreduce_forms, broadcast_forms, coalesced_forms, made, reduce_forms
 from omnireduce.torch.job import Job
 from omnireduce.torch.rows import replace, rows_of, width_of
 from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
-from omnireduce.torch.work import Outcome, OutcomeWork
+from omnireduce.torch.work import NO_LIMIT, Outcome, OutcomeWork
 
 BACKEND, DEVICES = "omnireduce", ["cpu", "cuda"]
 
@@ -95,8 +96,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     # collectives
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
-        [tensor], opts = tensors, opts or dist.AllreduceOptions()
+    @allreduce_forms
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        [tensor] = tensors
         op = op_of(opts.reduceOp, tensor.dtype)
         if op is not None and not tensor.is_sparse:
             return self._allreduce(tensors, op, opts)
@@ -104,8 +106,8 @@ class ProcessGroup(dist.ProcessGroup):
             return self._allreduce_rows(tensor, op, opts)
         return self._gloo.allreduce(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
-        opts = opts or dist.AllreduceCoalescedOptions()
+    @coalesced_forms
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         op = op_of(opts.reduceOp, tensors[0].dtype) if tensors else None
         if op is None or any(tensor.is_sparse or tensor.dtype != tensors[0].dtype for tensor in tensors):
             return self._gloo.allreduce_coalesced(tensors, opts)
@@ -122,8 +124,9 @@ class ProcessGroup(dist.ProcessGroup):
         request = Request(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
         return self._start(request, opts, lambda rows: replace(tensor, rows))
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
-        [tensor], opts = tensors, opts or dist.ReduceOptions()
+    @reduce_forms
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        [tensor] = tensors
         op = op_of(opts.reduceOp, tensor.dtype)
         if op is None or tensor.is_sparse:
             return self._gloo.reduce(tensors, opts)
@@ -131,26 +134,34 @@ class ProcessGroup(dist.ProcessGroup):
         request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": op})
         return self._start(request, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist._Work:
-        opts = opts or dist.BroadcastOptions()
+    @broadcast_forms
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         copies = [staged(tensor) for tensor in tensors]
         request = Request(
             Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {}
         )
         return self._start(request, opts, lambda _: put_back(tensors, copies))
 
-    def barrier(self, opts: Any = None) -> dist._Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist._Work:
+        opts = made(dist.BarrierOptions, timeout=timeout) if opts is None else opts
         return self._start(Request(Communicator.barrier, Communicator.barrier_async, (), {}), opts, lambda _: [])
 
     def _start(self, request: Request, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> OutcomeWork:
         """Start a collective; go through it at once where the caller is going to wait for it."""
-        if opts is not None and not opts.asyncOp:
+        has_limit = opts.timeout > NO_LIMIT  # of this call alone
+        if not opts.asyncOp and not has_limit:
             result = self._job.start(lambda c: request.run(c, *request.args, **request.options))
             return OutcomeWork(Outcome(Finished(result), finish), None)
-        completion = self._completion  # in the same order as they are started
-        return self._job.start(
-            lambda c: OutcomeWork(Outcome(request.begin(c, *request.args, **request.options), finish), completion)
-        )
+
+        def begin(communicator: Communicator) -> OutcomeWork:
+            handle = request.begin(communicator, *request.args, **request.options)
+            limit = opts.timeout if has_limit else NO_LIMIT
+            return OutcomeWork(Outcome(handle, finish), self._completion, limit)
+
+        work = self._job.start(begin)  # also the completion: in the same order as they are started
+        if not opts.asyncOp:
+            work.wait()
+        return work
 
 
 for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"):
@@ -169,6 +180,6 @@ for _name in (
     "allgather", "all_gather_single", "all_gather_single_coalesced", "allgather_coalesced", "_allgather_base",
     "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_single_coalesced", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall",
-    "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource",
+    "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource", "monitored_barrier",
 ):  # fmt: skip
     setattr(ProcessGroup, _name, _through_gloo(_name))

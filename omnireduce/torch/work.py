@@ -51,15 +51,16 @@ class Outcome:
 
 
 class OutcomeWork(dist._Work):
-    """A collective that is over when its result is in the tensors of the user.
+    """A collective that is over when its result is in the tensors of the user. Who waits for it without a limit has
+    `limit` (0: none).
 
     A thread of `completion` goes on with it until then; None: it is over. Nothing here refers back to this object: the
     tensors are free as soon as nobody refers to it.
     """
 
-    def __init__(self, outcome: Outcome, completion: Completion | None) -> None:
+    def __init__(self, outcome: Outcome, completion: Completion | None, limit: timedelta = NO_LIMIT) -> None:
         super().__init__()
-        self._outcome = outcome
+        self._outcome, self._limit = outcome, limit
         self._over: Future[None] = Future()
         if completion is None:
             outcome.wait()
@@ -88,7 +89,7 @@ class OutcomeWork(dist._Work):
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Return True once the collective is over. Raises RuntimeError that says why it failed, or that it takes longer
         than `timeout` (0: no such limit)."""
-        self._outcome.wait(timeout)
+        self._outcome.wait(timeout or self._limit)
         return True
 
     def get_future(self) -> Future[list[Tensor]]:

@@ -213,3 +213,26 @@ def test_a_group_of_threads_of_this_process_is_served_by_the_aggregators(aggrega
         return group._job.join().statistics().collectives, group.getBackendName()
 
     assert run_group(2, run) == [(1, "omnireduce")] * 2
+
+
+def test_options_need_not_be_given() -> None:
+    """Torch's methods have several forms; DDP uses that with one tensor, when a rank has no batches."""
+
+    def run(group: Group, rank: int) -> list[Tensor]:
+        x = [values(rank, torch.float32) for _ in range(8)]
+        works = [
+            group.allreduce(x[:1]),
+            group.allreduce(x[1]),
+            group.allreduce(x[2], ReduceOp.MAX),
+            group.allreduce(x[3:4], op=ReduceOp.MIN),
+            group.allreduce_coalesced(x[4:5]),
+            group.broadcast(x[5], root=1),
+            group.broadcast(x[6:7]),
+            group.barrier(),
+        ]
+        for work in works:
+            work.wait()
+        group.reduce(x[7], 1, ReduceOp.MAX).wait()
+        return x if rank == 1 else x[:7]
+
+    compare(3, run)

@@ -120,7 +120,9 @@ def test_what_the_user_has_set_counts() -> None:
     environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha", "MASTER_ADDR": "gamma", "MASTER_PORT": "29500"}
     tell_torch(environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"], environ["RANK"]) == ("gamma", "29500", "3")
-    for name in ("RANK", "WORLD_SIZE"):  # the other one comes with the call
-        environ = {**SLURM, name: "1"}
-        tell_torch(environ)
-        assert environ == {**SLURM, name: "1"}
+    torchrun = {**SLURM, "RANK": "0"}
+    tell_torch(torchrun)
+    assert torchrun == {**SLURM, "RANK": "0"}
+    size_alone = {**SLURM, "WORLD_SIZE": "4"}  # of a script that hands the rank to `init_process_group`
+    tell_torch(size_alone)
+    assert size_alone == {**SLURM, "WORLD_SIZE": "4"}

@@ -177,6 +177,27 @@ def test_a_wait_may_have_a_limit() -> None:
     assert run_group(2, run) == [2.0, 2.0]
 
 
+def test_a_call_may_have_a_limit() -> None:
+    """As in `dist.barrier(timeout=)`; the collective goes on."""
+    may_go_on = threading.Event()
+
+    def run(group: ProcessGroup, rank: int) -> None:
+        if rank == 1:
+            assert may_go_on.wait(WAIT_S)
+        for is_async in (True, False):
+            opts = options("Barrier", asyncOp=is_async)
+            if rank == 1:
+                group.barrier(opts).wait()
+                continue
+            opts.timeout = timedelta(seconds=0.01)
+            with pytest.raises(RuntimeError, match=r"omnireduce: the collective is still under way after 0\.01 s"):
+                group.barrier(opts).wait()
+        may_go_on.set()
+        group.barrier().wait()
+
+    run_group(2, run)
+
+
 def test_ranks_that_disagree_are_told() -> None:
     def run(group: ProcessGroup, rank: int) -> None:
         allreduce(group, torch.ones(3 + rank)).wait()
@@ -203,7 +224,7 @@ def test_a_rank_that_is_late_is_named_in_the_future(aggregators: Daemon) -> None
 
     said, _ = start_group(2, run, timeout_s=0.5).results()
     assert "omnireduce: rank 1 (" in said
-    assert "not complete after 0.5 s (the timeout of the process group)" in said
+    assert "not complete after 0.5 s (the timeout of the process group)" in said  # torch's tests look for "timeout"
 
 
 def test_what_cannot_be_joined_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 """The tests that torch ships for its own backends, run against this one: `python -m tests.torch.torch_suite`.
 
-Torch chooses by a backend's name which tests are for it. Here it chooses as for gloo, or as for the backend `--like`;
-then they run with `--backend`. Each test runs in a process of its own, which starts the ranks. Where it hangs, all of
-them are killed.
+Torch chooses by a backend's name which tests are for it. Here it chooses those of gloo, or of the backend `--like`;
+then they run with `--backend`. Each test has a process of its own, which starts the ranks. Where it hangs, all of them
+are killed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import tempfile
 import time
 import unittest
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -26,63 +25,69 @@ from typing import NamedTuple
 
 import click
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
-
-from local_cluster import Daemon  # noqa: E402
-
+sys.path[:0] = [str(Path(__file__).parents[1])]  # as for pytest
 SPARE_S = 15  # torch ends a test that hangs; what outlasts that by so much is killed
-PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
-CAUSE = re.compile(r"^[\w.]*(?:Error|Exception|Timeout)\b.*", re.MULTILINE)
+CAUSE = re.compile(r"^(?!.*Process \d+ exited with error)[\w.]*(?:Error|Exception|Timeout)\b.*", re.MULTILINE)
 forks = multiprocessing.get_context("fork")  # what is imported is there: torch takes seconds
 
 
 class Outcome(NamedTuple):
-    """Of one test: `PASSED`, `SKIPPED` or `FAILED`, why, and the whole message."""
+    """Of one test: "passed", "skipped" or "failed"; why, in a line; the whole message."""
 
     kind: str
     why: str = ""
     text: str = ""
 
 
-def load(like: str, world_size: int, timeout_s: int, folder: str) -> ModuleType:
+class Named(str):
+    """The name of a backend that is, for torch's tests, also that of another one."""
+
+    like = ""
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other or self.like == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def load(backend: str, like: str, **environ: str) -> ModuleType:
     """Torch's tests, those for `like` chosen. They read their settings from the environment when they are imported."""
-    os.environ.update(
-        BACKEND=like, WORLD_SIZE=str(world_size), TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/meet",
-        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(timeout_s),
-    )  # fmt: skip
+    os.environ.update(environ, BACKEND=like)
     import torch
     from torch.testing._internal.distributed import distributed_test
 
     torch.set_num_threads(1)
+    os.environ["BACKEND"], name = backend, Named(backend)
+    name.like, distributed_test.BACKEND = like, name
     return distributed_test
 
 
-def case_of(tests: ModuleType, backend: str) -> type[unittest.TestCase]:
-    """The class of the tests, whose ranks use `backend` and are forked."""
+def case_of(tests: ModuleType) -> type[unittest.TestCase]:
+    """The class of the tests, whose ranks are forked."""
 
     class Case(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(forks.Process)
 
-    tests.BACKEND = os.environ["BACKEND"] = backend  # type: ignore[attr-defined]
     return Case
 
 
 def outcome_of(result: unittest.TestResult) -> Outcome:
     """What has become of the one test of `result`."""
     if result.skipped:
-        return Outcome(SKIPPED, result.skipped[0][1])
+        return Outcome("skipped", result.skipped[0][1])
     for _, text in result.failures + result.errors:
-        causes = [line for line in CAUSE.findall(text) if not re.search(r"Process \d+ exited with error", line)]
-        return Outcome(FAILED, (causes or text.strip().splitlines()[-1:])[0], text)
-    return Outcome(PASSED)
+        return Outcome("failed", (CAUSE.findall(text) or text.strip().splitlines()[-1:])[0], text)
+    return Outcome("passed")
 
 
-def run_here(case: type[unittest.TestCase], name: str, log: str, answer: Connection) -> None:
+def run_here(case: type[unittest.TestCase], name: str, log: Path, answer: Connection) -> None:
     """Run a test and send its outcome, in a process that leads those of the ranks. What they say goes to `log`."""
     os.setsid()
-    with open(log, "wb") as file:
+    with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     result = unittest.TestResult()
@@ -90,63 +95,58 @@ def run_here(case: type[unittest.TestCase], name: str, log: str, answer: Connect
     answer.send(outcome_of(result))
 
 
-def run_one(case: type[unittest.TestCase], name: str, limit_s: float, folder: str) -> Outcome:
-    """Run a test; after `limit_s` kill it and the processes it has started."""
-    log = Path(folder, f"{name}.log")
+def run_one(case: type[unittest.TestCase], name: str, log: Path, limit_s: float) -> Outcome:
+    """Run a test; after `limit_s` kill it and the processes that it has started."""
     ours, theirs = forks.Pipe(duplex=False)
-    process = forks.Process(target=run_here, args=(case, name, str(log), theirs))
+    process = forks.Process(target=run_here, args=(case, name, log, theirs))
     process.start()
     theirs.close()
     try:
-        found: Outcome = ours.recv() if ours.poll(limit_s) else Outcome(FAILED, f"hangs: killed after {limit_s:g} s")
+        found: Outcome = ours.recv() if ours.poll(limit_s) else Outcome("failed", f"hangs: killed after {limit_s:g} s")
     except EOFError:
-        found = Outcome(FAILED, "its process died")
+        found = Outcome("failed", "its process died")
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
-    return found._replace(text=found.text + log.read_text(errors="replace")) if found.kind == FAILED else found
+    return found._replace(text=found.text + log.read_text(errors="replace")) if found.kind == "failed" else found
 
 
-def table(outcomes: dict[str, Outcome]) -> str:
-    """How many passed and were skipped for which reason, and which failed with what."""
-    counts = Counter((each.kind, each.why) for each in outcomes.values() if each.kind != FAILED)
-    lines = [f"{count:5} {kind}{f': {why}' if why else ''}" for (kind, why), count in sorted(counts.items())]
-    failed = [f"{name}: {each.why}" for name, each in outcomes.items() if each.kind == FAILED]
-    return "\n".join([*lines, f"{len(failed):5} {FAILED}", *(f"      {line}" for line in failed)])
+def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
+    """How many passed, and were skipped for which reason; which failed with what."""
+    counts = Counter((each.kind, each.why) for each in outcomes.values() if each.kind != "failed")
+    yield from (f"{count:5} {': '.join(filter(None, key))}" for key, count in sorted(counts.items()))
+    failed = [f"      {name}: {each.why}" for name, each in outcomes.items() if each.kind == "failed"]
+    yield from (f"{len(failed):5} failed", *failed)
 
 
-def run(given: argparse.Namespace) -> dict[str, Outcome]:
-    """Run the tests, one after another; return what became of each."""
-    outcomes = {}
+@click.command(name="python -m tests.torch.torch_suite")
+@click.option("--backend", default="omnireduce", show_default=True, help="What runs them.")
+@click.option("--like", default="gloo", show_default=True, help="Whose tests; mpi has others.")
+@click.option("-k", "pattern", default="", help="Only tests whose names this regular expression matches.")
+@click.option("--world-size", default=4, show_default=True, help="How many ranks.")
+@click.option("--timeout", default=60, show_default=True, help="Seconds that a test may take.")
+@click.option("-v", "verbose", is_flag=True, help="Show all that a test that failed has said.")
+def main(backend: str, like: str, pattern: str, world_size: int, timeout: int, verbose: bool) -> None:
+    """Run torch's own tests against a backend; exit status 1 if one fails."""
+    outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        case = case_of(load(given.like, given.world_size, given.timeout, folder), given.backend)
-        if given.backend == "omnireduce":
-            daemon = stack.enter_context(Daemon())
-            os.environ["OMNIREDUCE_CLUSTER_AGGREGATORS"] = ",".join(daemon.addresses)
+        where = {"TEMP_DIR": folder, "INIT_METHOD": f"file://{folder}/meet", "WORLD_SIZE": str(world_size)}
+        case = case_of(load(backend, like, DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(timeout), **where))
+        if backend == "omnireduce":
+            from local_cluster import Daemon
+
+            os.environ["OMNIREDUCE_CLUSTER_AGGREGATORS"] = ",".join(stack.enter_context(Daemon()).addresses)
             import omnireduce.torch  # noqa: F401
-        for name in filter(re.compile(given.k).search, unittest.TestLoader().getTestCaseNames(case)):
+        for name in filter(re.compile(pattern).search, unittest.TestLoader().getTestCaseNames(case)):
             begin = time.monotonic()
-            found = outcomes[name] = run_one(case, name, given.timeout + SPARE_S, folder)
-            click.echo(f"{found.kind:8}{time.monotonic() - begin:5.1f} s  {name}: {found.why}")
-            if given.v and found.text:
-                click.echo(found.text)
-    return outcomes
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 1 if a test has failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.torch.torch_suite", description="Torch's own tests.")
-    parser.add_argument("--backend", default="omnireduce")
-    parser.add_argument("--like", default="gloo", metavar="BACKEND", help="whose tests (gloo); mpi has others")
-    parser.add_argument("-k", default="", metavar="PATTERN", help="only tests whose names it matches, as a regex")
-    parser.add_argument("--world-size", type=int, default=4, help="how many ranks (4)")
-    parser.add_argument("--timeout", type=int, default=60, help="seconds a test may take (60)")
-    parser.add_argument("-v", action="store_true", help="show all of what a test that failed has said")
-    outcomes = run(parser.parse_args(argv))
-    click.echo(table(outcomes))
-    return int(any(each.kind == FAILED for each in outcomes.values()))
+            found = outcomes[name] = run_one(case, name, Path(folder, f"{name}.log"), timeout + SPARE_S)
+            click.echo(
+                f"{found.kind:8}{time.monotonic() - begin:5.1f} s  {name}: {found.why}" + f"\n{found.text}" * verbose
+            )
+    click.echo("\n".join(table(outcomes)))
+    sys.exit(1 if any(each.kind == "failed" for each in outcomes.values()) else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

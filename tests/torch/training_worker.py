@@ -112,6 +112,14 @@ def uneven(group: Group) -> nn.Module:
     return model
 
 
+def uneven_unused(group: Group) -> nn.Module:
+    """A rank without batches goes along with what the others say of the layers that they use."""
+    model = DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=True)
+    with model.join():
+        train(model, numbers, steps=STEPS + 2 * dist.get_rank())
+    return model
+
+
 def mixed(group: Group) -> nn.Module:
     model = DistributedDataParallel(dense(), process_group=group)
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,7 +220,7 @@ def saved(group: Group) -> nn.Module:
 
 
 WAYS = (
-    plain, views, static, unused, accumulated, uneven, mixed, half_hook, low_rank_hook, own_hook,
+    plain, views, static, unused, accumulated, uneven, uneven_unused, mixed, half_hook, low_rank_hook, own_hook,
     top_blocks_hook, overflow_hook, embedding, bag, sharded_optimizer, compiled, sharded_model, saved,
 )  # fmt: skip
 
