@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import click
@@ -40,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 class Named(str):
-    """The name of a backend that is, for torch's tests, also that of another one."""
+    """The name of a backend that is, for torch's tests, also that of another one: some ask while they run."""
 
     like = ""
     __hash__ = str.__hash__
@@ -52,26 +51,20 @@ class Named(str):
         return not self == other
 
 
-def load(backend: str, like: str, **environ: str) -> ModuleType:
-    """Torch's tests, those for `like` chosen. They read their settings from the environment when they are imported."""
-    os.environ.update(environ, BACKEND=like)
+def load(backend: str, like: str, **environ: str) -> type[unittest.TestCase]:
+    """Torch's tests, those for `like` chosen, with ranks that are forked and use `backend`."""
+    os.environ.update(environ, BACKEND=like)  # torch reads that when it is imported
     import torch
-    from torch.testing._internal.distributed import distributed_test
+    from torch.testing._internal.distributed import distributed_test as tests
 
-    torch.set_num_threads(1)
-    os.environ["BACKEND"], name = backend, Named(backend)
-    name.like, distributed_test.BACKEND = like, name
-    return distributed_test
-
-
-def case_of(tests: ModuleType) -> type[unittest.TestCase]:
-    """The class of the tests, whose ranks are forked."""
-
-    class Case(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+    class Case(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(forks.Process)
 
+    torch.set_num_threads(1)
+    os.environ["BACKEND"], name = backend, Named(backend)
+    name.like, tests.BACKEND = like, name
     return Case
 
 
@@ -132,7 +125,7 @@ def main(backend: str, like: str, pattern: str, world_size: int, timeout: int, v
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         where = {"TEMP_DIR": folder, "INIT_METHOD": f"file://{folder}/meet", "WORLD_SIZE": str(world_size)}
-        case = case_of(load(backend, like, DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(timeout), **where))
+        case = load(backend, like, DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(timeout), **where)
         if backend == "omnireduce":
             from local_cluster import Daemon
 
@@ -141,9 +134,9 @@ def main(backend: str, like: str, pattern: str, world_size: int, timeout: int, v
         for name in filter(re.compile(pattern).search, unittest.TestLoader().getTestCaseNames(case)):
             begin = time.monotonic()
             found = outcomes[name] = run_one(case, name, Path(folder, f"{name}.log"), timeout + SPARE_S)
-            click.echo(
-                f"{found.kind:8}{time.monotonic() - begin:5.1f} s  {name}: {found.why}" + f"\n{found.text}" * verbose
-            )
+            click.echo(f"{found.kind:8}{time.monotonic() - begin:5.1f} s  {name}: {found.why}")
+            if verbose and found.text:
+                click.echo(found.text)
     click.echo("\n".join(table(outcomes)))
     sys.exit(1 if any(each.kind == "failed" for each in outcomes.values()) else 0)
 
