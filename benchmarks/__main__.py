@@ -31,7 +31,7 @@ from benchmarks.profiling import profile_case
 from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
-from benchmarks.training import HERE, MODELS, TURNS, Training, run_trainings
+from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
 from omnireduce.errors import OmniReduceError
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
@@ -116,7 +116,9 @@ def shaped(
 
 
 @main.command()
-@click.option("--links", type=click.Choice((HERE, RATE)), multiple=True, default=(HERE, RATE), show_default=True)
+@click.option(
+    "--links", type=click.Choice((THIS_HOST, RATE)), multiple=True, default=(THIS_HOST, RATE), show_default=True
+)
 @click.option("--ranks", type=click.Choice(("2", "4")), multiple=True, default=("2", "4"), show_default=True)
 @ONLY
 @click.option("--turns", type=click.IntRange(1), default=TURNS, show_default=True, help="Runs of each example.")
@@ -132,7 +134,7 @@ def training(
     expected = {case: set(case.labels) for case in every if only in case.name}
     if not expected:
         raise click.UsageError(f"no training's name contains {only!r}")
-    found, left = _opened(results, "training.json", expected, resume, rounds=None if turns == TURNS else turns)
+    found, left = _opened(results, "training.json", expected, resume, turns=turns)
     try:
         _measure(found, left, run_trainings(left, turns))
     except TestbedError as error:
@@ -154,12 +156,15 @@ def _opened(
     expected: Mapping[C, set[str]],
     resume: bool,
     *,
-    rounds: int | None,
+    rounds: int | None = None,
+    turns: int = TURNS,
     peers: Sequence[str] = PEERS,
     sets: Sequence[str] = (),
 ) -> tuple[Results, list[C]]:
     """The results so far, without these cases, and the cases; or those that lack rows of entrants expected of them."""
     options = [f"--rounds {rounds}"] if rounds else []
+    if turns != TURNS:
+        options.append(f"--turns {turns}")
     if set(peers) != set(PEERS):
         options.append(f"--peers {','.join(sorted(peers))}")
     options += [f"--set {each}" for each in sorted(sets)]

@@ -222,7 +222,7 @@ class Results:
     @property
     def undecided(self) -> list[Verdict]:
         """The targets of cases in these rows that a competitor was absent for."""
-        return [each for each in self.verdicts if each.met is None and each.case in self._entrants]
+        return [each for each in self.verdicts if each.met is None and each.case.partition(":")[0] in self._entrants]
 
     @property
     def wrong(self) -> int:

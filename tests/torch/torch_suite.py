@@ -94,12 +94,13 @@ def run_one(case: type[unittest.TestCase], name: str, log: Path, limit_s: float)
     process = forks.Process(target=run_here, args=(case, name, log, theirs))
     process.start()
     theirs.close()
+    assert process.pid is not None
     try:
         found: Outcome = ours.recv() if ours.poll(limit_s) else Outcome("failed", f"hangs: killed after {limit_s:g} s")
     except EOFError:
         found = Outcome("failed", "its process died")
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     process.join()
     return found._replace(text=found.text + log.read_text(errors="replace")) if found.kind == "failed" else found
 
