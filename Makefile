@@ -38,7 +38,7 @@ site: $(READY) ## build the documents as a site in site/; a warning is an error
 check: lint types test ## lint, types and tests: what CI runs
 
 simulate: $(READY) ## run simulated clusters with faults from seeds, and from new ones; minutes. ARGS="--seeds 0:100000"
-	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:500 --hosts 500 --new 2000)
+	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:500 --hosts 500 --new 1000)
 
 fuzz: $(READY) ## play hostile input from a new seed to both sides; half a minute. ARGS="stranger --examples 100000"
 	@$(BIN)/python -m tests.fuzz $(or $(ARGS),--examples 500)
@@ -73,8 +73,10 @@ bench-quick: $(READY) ## measure what has a target: on this host and, as root, o
 rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are
 	@tools/pyverbs.sh $(VENV)
 
+# Of scikit-learn only a file is read. With SciPy beside it, Numba imports that too: a quarter of a second for each process.
 torch: $(READY) ## install torch into .venv, for the tests and examples of omnireduce.torch; 250 MB
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 scikit-learn expecttest
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 expecttest
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps scikit-learn
 
 test-rdma: $(READY) ## boot guests with Soft-RoCE and run the RDMA tests in them
 	@tools/test_rdma.sh $(ARGS)
