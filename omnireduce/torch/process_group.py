@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
 from omnireduce.torch.work import NO_LIMIT, Outcome, OutcomeWork
 
 BACKEND, DEVICES = "omnireduce", ["cpu", "cuda"]
+COMPILER = "torch._dynamo"  # the module, once torch has loaded it
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -164,8 +167,23 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
 
+def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, as it is also where torch.compile works. To load torch's compiler takes a second, so who does not use
+    it does without."""
+    uncompiled: Callable[..., Any] | None = None
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal uncompiled
+        if uncompiled is None and COMPILER in sys.modules:
+            uncompiled = torch.compiler.disable(function)
+        return (uncompiled or function)(*args, **kwargs)
+
+    return call
+
+
 for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"):
-    setattr(ProcessGroup, _name, torch.compiler.disable(getattr(ProcessGroup, _name)))  # nothing to compile there
+    setattr(ProcessGroup, _name, _never_compiled(getattr(ProcessGroup, _name)))
 
 
 def _through_gloo(name: str) -> Callable[..., Any]:
