@@ -56,17 +56,17 @@ def outcomes(size: int, number: int) -> dict[tuple[int, str], int]:
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
-def test_sixty_jobs_in_a_row() -> None:
-    """Processes of six launches, of 1 to 4 ranks. A new job can begin where the last one has hardly ended, descriptors
+def test_forty_jobs_in_a_row() -> None:
+    """Processes of four launches, of 1 to 4 ranks. A new job can begin where the last one has hardly ended, descriptors
     and memory stay flat."""
     with Daemon(2) as daemon:
         shards = daemon.shard_pids
         before: list[tuple[int, int]] = []
-        for number, size in enumerate((1, 3, 4, 2, 3, 2)):
+        for number, size in enumerate((1, 4, 2, 3)):
             jobs = range(10 * number, 10 * number + 10)
             expected = [outcomes(size, job) for job in jobs]
             assert launch(daemon, size, jobs) == {key: count for each in expected for key, count in each.items()}
-            if number == 2:
+            if number == 1:
                 before = [(len(open_files(pid)), resident_bytes(pid)) for pid in shards]
         assert_serves(daemon)
         assert daemon.shard_pids == shards

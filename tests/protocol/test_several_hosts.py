@@ -57,7 +57,7 @@ def test_a_chunk_is_as_large_as_the_protocol_says(form: Form, hosts: int, at_onc
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     seed=SEEDS, sizes=HOSTS, elements=SIZES, octets=st.integers(1, 4), blocks=st.integers(1, 9),
     shards=st.integers(1, 4), more=st.integers(1, 3),

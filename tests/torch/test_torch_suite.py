@@ -8,15 +8,15 @@ import pytest
 from local_cluster import WAIT_S, Process
 
 FEW = (
-    "DistributedDataParallelCPU", "accumulate_gradients_no_sync_grad_is_view", "all_gather_object_default_pg",
-    "all_reduce_coalesced_max", "broadcast", "get_future", "isend", "reduce_product", "sparse_all_reduce_sum",
+    "DistributedDataParallelCPU", "all_gather_object_default_pg", "all_reduce_coalesced_max", "isend",
+    "sparse_all_reduce_sum",
 )  # fmt: skip
 
 
 def test_torchs_own_tests_pass() -> None:
     pytest.importorskip("expecttest", reason="torch's tests import it; `make torch` installs it")
     names = f"^test_({'|'.join(FEW)})$"
-    command = [sys.executable, "-m", "tests.torch.torch_suite", "--world-size", "3", "-k", names]
+    command = [sys.executable, "-m", "tests.torch.torch_suite", "--world-size", "2", "-k", names]
     with Process(*command, environ={"OMP_NUM_THREADS": "1"}, from_scratch=True) as suite:
         status = suite.wait(6 * WAIT_S)
         printed = [suite.line() for _ in range(len(FEW) + 1)]
