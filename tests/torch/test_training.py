@@ -11,9 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cluster_checks import FAILURE_S
 from local_cluster import ROOT, WAIT_S, Daemon, Process
+
+from omnireduce.runtime.tracing.trace import What, read_trace
 
 FOLDER = ROOT / "tests" / "torch"
 PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
@@ -81,3 +84,18 @@ def test_an_aggregator_that_dies_in_training_is_named(tmp_path: Path) -> None:
                 assert error.startswith("RuntimeError: ")
                 assert f"omnireduce: aggregator {address}: " in error
             assert time.monotonic() - killed < FAILURE_S + WAIT_S
+
+
+def test_gradients_are_combined_while_others_are_computed(tmp_path: Path) -> None:
+    """In each step at least one collective is over before the last gradient is computed, as traces show."""
+    script, traces = str(FOLDER / "overlapping_worker.py"), tmp_path / "traces"
+    commands = [[script, f"file://{tmp_path}/init", str(rank), "2"] for rank in range(2)]
+    with started(commands, OMNIREDUCE_TRACE_FOLDER=str(traces)) as ranks:
+        computed = [json.loads(lines(rank)[-1]) for rank in ranks]
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].log
+    for rank, path in enumerate(sorted(traces.glob("*-rank?.npz"))):
+        _, spans = read_trace(path)
+        over = spans[spans["what"] == What.COLLECTIVE]["end"]
+        before = np.searchsorted(np.sort(over), computed[rank])
+        assert len(before) == 4
+        assert (np.diff(before, prepend=0) > 0).all(), (rank, computed, over)
