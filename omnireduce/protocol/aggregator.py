@@ -134,7 +134,7 @@ class AggregatorMachine:
         return listed([self._ranks[rank].name for rank in ranks])
 
     def has_left(self, rank: int) -> bool:
-        """The rank has said that it leaves, cleanly."""
+        """The rank has said that it leaves."""
         return rank in self._gone
 
     # events
@@ -162,14 +162,8 @@ class AggregatorMachine:
             yield from self._reported(rank, message, now)
         elif not isinstance(message, Leave):
             yield from self._violation(rank, ProtocolError(f"unexpected {type(message).__name__}"))
-        elif message.cause is not None:
-            own = message.cause.culprit == self._ranks[rank].name
-            kind: AbortKind = "worker" if own else "relayed"
-            if message.cause.timeout or message.cause.mismatch:
-                kind = "timeout" if message.cause.timeout else "mismatch"
-            yield from self.abort(message.cause, kind, rank if own else None)
         else:
-            yield from self._left(rank)
+            yield from self._left(rank, message.cause)
 
     def _reported(self, rank: int, report: Report, now: float) -> Iterator[Effect]:
         if self.ended is not None:
@@ -372,11 +366,17 @@ class AggregatorMachine:
 
     # departures
 
-    def _left(self, rank: int) -> Iterator[Effect]:
+    def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
         if rank in self._gone:
             yield from self._violation(rank, ProtocolError("left twice"))
             return
         self._gone.add(rank)
+        if cause is not None:
+            own = cause.culprit == self._ranks[rank].name
+            kind: AbortKind = "worker" if own else "relayed"
+            kind = "timeout" if cause.timeout else "mismatch" if cause.mismatch else kind
+            yield from self.abort(cause, kind, rank if own else None)
+            return
         self._slots.release_all(rank)
         yield Tell(rank, Goodbye())
         if len(self._gone) == len(self._ranks) and self.ended is None:

@@ -361,4 +361,13 @@ MUTATIONS = (
         "            self._unused[rank] += 0\n",
         within=2000,
     ),
+    Mutation(
+        "who left with a reason is lost",
+        _MACHINE,
+        "ranks that go on in memory beside a shard that drains hear that the connection of another one was lost",
+        "        self._gone.add(rank)\n        if cause is not None:\n",
+        "        if cause is None:\n            self._gone.add(rank)\n        else:\n",
+        within=1,
+        first=2 * 10**12 + 1172787,
+    ),
 )
