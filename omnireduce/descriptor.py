@@ -128,9 +128,14 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
 
     @property
     def summed_by_host(self) -> bool:
-        """Whether each of several hosts sends one sum of it. Rows and packets each rank lists itself. In float16 the
-        sum of a host could be infinite where the result is not."""
-        return self.kind != "allreduce_rows" and self.kind not in PACKED and self.element.name != "float16"
+        """Whether each of several hosts sends one sum of it. In float16 that could be infinite where the result is
+        not."""
+        return self.element.name != "float16"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether ranks bring rows, or packets, by their numbers, and not a whole tensor."""
+        return self.kind == "allreduce_rows" or self.kind in PACKED
 
     @cached_property
     def element(self) -> ElementType:

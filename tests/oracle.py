@@ -46,6 +46,20 @@ def reduce_by_host(hosts: Sequence[Sequence[int]], tensors: Sequence[Array], op:
     return reduce_in_rank_order(sums, op, divisor=len(tensors))
 
 
+Rows = tuple[Array, Array]  # numbers, int64 (n,), ascending, and values, (n, length)
+
+
+def expected_rows(hosts: Sequence[Sequence[int]], inputs: Sequence[Rows], n_rows: int, op: str) -> Rows:
+    """The union of the rows of all ranks, and their sums, as of dense tensors."""
+    union = np.unique(np.concatenate([numbers for numbers, _ in inputs]))
+    dense = []
+    for numbers, values in inputs:
+        full = np.zeros((n_rows, values.shape[1]), values.dtype)
+        full[numbers] = values
+        dense.append(full)
+    return union, reduce_by_host(hosts, dense, op)[union]
+
+
 def indices_of_runs(listed: Sequence[int], shards: int = 1, stripe_blocks: int = 64) -> list[int]:
     """The indices that runs stand for: each run's first one and how many it has, one after the other."""
     found: list[int] = []

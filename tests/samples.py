@@ -59,3 +59,10 @@ def sparse_tensor(
     if element.is_float:
         data[empty & (rng.random(blocks) < 0.3)] = np.array(-0.0, element.dtype)
     return data.reshape(-1)[:elements].copy()
+
+
+def some_rows(rng: np.random.Generator, dtype: str, n_rows: int, length: int) -> tuple[Array, Array]:
+    """Rows of any numbers, int64 (n,), and (n, length); of some ranks none or all."""
+    numbers = np.flatnonzero(rng.random(n_rows) < rng.choice([0.0, 0.1, 0.5, 1.0]))
+    values = sparse_tensor(rng, dtype, numbers.size * length, length, rng.random())
+    return numbers, values.reshape(-1, length)

@@ -24,7 +24,8 @@ Rows of a sparse matrix, of which each rank has other ones, take two steps each:
     combine  first copy and check the others' numbers; then add all ranks' rows of a chunk, into my result
 
 Between the two each rank lists the union of the numbers. From then on all know which rows lie in whose slots, and how
-large the result is.
+large the result is. With several hosts the ranks of a host do that twice: first with the rows that they bring, then
+with those that shards have returned. Before the second time a rank waits for its shards: it may not begin.
 
 `regions` says where that memory has what; `chunk` and `rows` have the work of a step.
 """
@@ -114,7 +115,7 @@ def next_step(state: Array, ints: Array) -> int:
     s = state[0]
     base = s["base"]
     if not s["has_begun"]:
-        return BEGAN
+        return BEGAN if s["may_begin"] else WAITS
     if s["has_agreed"]:
         chunk = s["collected"]
         if s["wants_room"]:
@@ -293,9 +294,9 @@ def _combine_rows(
             return BROKEN
     else:
         merge_rows(state, words, lists, listed, union, rows, result, chunk, plan, scratch, bits)
-    s["combined"] = s["collected"] = chunk + 1
-    publish(ints, mine + COMBINED, s["base"] + chunk + 1)
-    publish(ints, mine + COLLECTED, s["base"] + chunk + 1)
+    s["summed"] = s["combined"] = s["collected"] = chunk + 1
+    for line in (SUMMED, COMBINED, COLLECTED):
+        publish(ints, mine + line, s["base"] + chunk + 1)
     return COMBINED_ONE
 
 

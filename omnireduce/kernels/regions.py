@@ -31,7 +31,8 @@ STATE = np.dtype(
         (name, np.int64)
         for name in (
             "me", "ranks", "slots", "region_words", "slot_words",  # of the group
-            "number", "base", "has_begun", "has_agreed",  # of the collective; chunks in all collectives before it
+            "number", "base",  # of the collective; chunks in all collectives before it
+            "may_begin", "has_begun", "has_agreed",
             "chunks", "staged", "combined", "collected",  # of these chunks so far
             "full_blocks", "tail_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
             "width", "size",  # of a block, in words and in elements

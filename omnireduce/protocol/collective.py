@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.operands import HostSum, Operand
+from omnireduce.protocol.operands import HostSum, Operand, RowBlocks
+from omnireduce.protocol.rows import RowSum
+
+
+def sum_of_host(operand: Operand) -> HostSum | RowSum:
+    """What shards get of a host, one of whose ranks has this operand."""
+    return RowSum(operand) if isinstance(operand.blocks, RowBlocks) else HostSum(operand)
 
 
 @dataclass(slots=True, eq=False)
@@ -17,8 +23,8 @@ class Collective:
     descriptor: Descriptor
     operand: Operand
     sender: int
-    parts_left: int = 0  # shards, and the host, from which results are still to come
-    host_sum: HostSum | None = None
+    parts_left: int = 0  # shards, and exchanges in the host, from which results are still to come
+    host_sum: HostSum | RowSum | None = None
     sent: Operand = field(init=False)  # what goes to the shards
 
     def __post_init__(self) -> None:

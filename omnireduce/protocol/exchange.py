@@ -29,6 +29,7 @@ from omnireduce.kernels.exchange import (
 )
 from omnireduce.kernels.regions import (
     ASLEEP,
+    BEGUN,
     BEGUN_AT,
     COMBINED,
     DESCRIPTORS,
@@ -49,10 +50,12 @@ from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.host_account import Counts, HostAccount
 from omnireduce.protocol.host_delays import late_ranks
 from omnireduce.protocol.host_faults import HostError, difference
-from omnireduce.protocol.host_preset import Group, form_of, preset
+from omnireduce.protocol.host_parts import Part, parts_of
+from omnireduce.protocol.host_preset import Group, preset
 from omnireduce.protocol.host_rows import HostRows
 from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
+from omnireduce.protocol.operands import RowBlocks, TensorBlocks
+from omnireduce.protocol.rows import RowSum
 from omnireduce.status import LISTED
 from omnireduce.wire.control import Report
 
@@ -104,16 +107,15 @@ class HostExchange:
         self._state_words = self._state.view(np.int64)
         self._state_words[: len(self._group) - 1] = self._group[:-1]  # before any collective
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
-        self._no_notes = np.zeros(0, np.uint8)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
         self._rows = HostRows(ranks)
         self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
         self._sleep = 0  # odd while this rank sleeps
-        self._queue: deque[tuple[Collective, TensorBlocks | RowBlocks]] = deque()
-        self._begun, self._chunks = 0, 0  # collectives, and chunks of those before the current one
-        self._taken = 0  # steps in the current collective
-        self._is_prepared = False  # the state is that of the first collective of the queue
+        self._queue: deque[Part] = deque()
+        self._begun, self._chunks = 0, 0  # parts of collectives, and chunks of those before the current one
+        self._taken = 0  # steps in the current part
+        self._is_prepared = False  # the state is that of the first part of the queue
         self._rests = False
         self.heeded = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
@@ -133,12 +135,14 @@ class HostExchange:
         """A collective is under way."""
         return bool(self._queue)
 
-    def submit(self, collective: Collective, now: float) -> None:
-        """Queue a collective, which all ranks of the host queue in the same order."""
+    def submit(self, collective: Collective, now: float) -> int:
+        """Queue a collective, which all ranks of the host queue in the same order. Returns in how many parts it is
+        exchanged."""
         if not self._queue:
             self.moved_at = now
-        is_summed = collective.host_sum is not None or not self._has_others
-        self._queue.append((collective, collective.operand.blocks if is_summed else AGREEMENT))
+        parts = parts_of(collective, self._ranks, self.neighbours.hosts)
+        self._queue.extend(parts)
+        return len(parts)
 
     def report(self, now: float) -> Report:
         """What came of the collectives so far, and whom this rank waits for."""
@@ -154,19 +158,19 @@ class HostExchange:
         )  # fmt: skip
 
     def advance(self, now: float) -> Iterator[Collective | Wake]:
-        """Take the steps that the others' counters allow, as many as one turn may. Yields collectives that are complete
-        here, and ranks to wake.
+        """Take the steps that the others' counters allow, as many as one turn may. Yields collectives, once for each
+        part that is complete here, and ranks to wake.
 
         Raises DifferenceError when the ranks have begun different collectives, HostError when a region is not in order,
         and ShortageError when there is no memory for rows.
         """
         while self._queue:
-            collective, blocks = self._queue[0]
+            part = self._queue[0]
+            collective, blocks = part.collective, part.blocks
             if not self._is_prepared:
                 self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
-                self._prepare(collective, blocks)
-            notes = self._no_notes if collective.host_sum is None else collective.host_sum.notes
-            did = self._run(blocks, notes) if isinstance(blocks, TensorBlocks) else self._run_with_rows(blocks)
+                self._prepare(part)
+            did = self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, part.notes)
             if (taken := int(self._state_words[_AT["taken"]])) != self._taken:
                 self._taken, self.moved_at = taken, now
             if did == WAITS:
@@ -206,9 +210,10 @@ class HostExchange:
             room.make_room(self._state, blocks)
         return did
 
-    def _prepare(self, collective: Collective, blocks: TensorBlocks | RowBlocks) -> None:
+    def _prepare(self, part: Part) -> None:
         """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
-        known = self._preset(collective.descriptor, collective.operand.layout, form_of(collective, blocks))
+        collective, blocks = part.collective, part.blocks
+        known = self._preset(collective.descriptor, collective.operand.layout, part.form)
         state, ints, brought = self._state_words, self._ints, 0
         state[:] = known.state
         state[_AT["number"]], state[_AT["base"]] = self._begun, self._chunks
@@ -253,22 +258,32 @@ class HostExchange:
     @property
     def current(self) -> Collective | None:
         """The collective that is exchanged now."""
-        return self._queue[0][0] if self._queue else None
+        return self._queue[0].collective if self._queue else None
 
     @property
     def summed_blocks(self) -> int:
         """Below which block this rank has summed its parts of the current collective; -1 before it has begun, or has
         passed the only chunk of an empty tensor."""
-        s = self._state[0]
-        blocks = int(s["full_blocks"] + s["tail_blocks"])
+        s, part = self._state[0], self._queue[0]
+        blocks = part.collective.operand.layout.blocks
+        if isinstance(part.blocks, RowBlocks):
+            return blocks if part.form == "returned rows" else -1
         if self._is_prepared and s["summed"] == s["chunks"]:
             return blocks
         return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
 
     def arrived(self, blocks: int) -> None:
         """Of the current collective the sums of all hosts are here, up to this block of what this rank shows."""
-        if self._is_prepared:
-            self._state[0]["arrived"] = blocks
+        part = self._queue[0]
+        if not self._is_prepared:
+            return
+        self._state[0]["arrived"] = blocks
+        if not self._state[0]["may_begin"] and blocks == part.collective.operand.layout.blocks:
+            assert isinstance(part.collective.host_sum, RowSum)
+            returned = part.collective.host_sum.returned
+            self._queue[0] = part._replace(blocks=returned)
+            self._ints[self._descriptor_at(self.me) + ROWS_AT] = len(returned.numbers)
+            self._state[0]["may_begin"] = 1
 
     # waiting
 
@@ -321,7 +336,10 @@ class HostExchange:
         left = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == why]
         late, s = self.waited_for(), self._state[0]  # afterwards: who left had taken its last step
         shown = s["base"] + s["chunks"] if s["shards"] else 0  # of several hosts a rank may also have left before this
-        return [rank for rank in left if rank in late or self._read(rank, COMBINED) < shown]
+        return [
+            rank for rank in left
+            if rank in late or self._read(rank, BEGUN) <= s["number"] or self._read(rank, COMBINED) < shown
+        ]  # fmt: skip
 
     @property
     def has_failed(self) -> bool:
@@ -350,7 +368,8 @@ class HostExchange:
         if not self._is_prepared:
             return []
         counters = self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
-        return [rank for rank in late_ranks(counters, self._state[0]) if counters[rank, LEFT] != except_left]
+        late = late_ranks(counters, self._state[0], self._queue[0].owed)
+        return [rank for rank in late if counters[rank, LEFT] != except_left]
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,18 @@ def _lowest_of_others(counters: Array) -> Array:
     return found
 
 
-def late_ranks(counters: Array, s: Any) -> list[int]:
+def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
     """The ranks, but `me`, that could take a step and have not. `counters`: int64 (ranks, words), how each region
-    begins; `s`: an element of STATE."""
+    begins; `s`: an element of STATE; `owed`: ranks that may wait for a shard before they begin."""
     begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
-    late = begun <= s["number"]
+    has_begun = begun > s["number"]
+    late = ~has_begun
+    late[list(owed)] = False
     staged, combined, collected = (each - s["base"] for each in (staged, combined, collected))
     summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
     free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)
-    could = (staged < s["chunks"]) & (free > staged - s["slots"])
-    if not late.any():
+    could = has_begun & (staged < s["chunks"]) & (free > staged - s["slots"])
+    if has_begun.all():
         could |= (summed < staged) & (_lowest_of_others(staged) > summed)
         could |= (collected < combined) & (_lowest_of_others(combined) > collected)
     return [rank for rank in np.flatnonzero(late | could).tolist() if rank != s["me"]]

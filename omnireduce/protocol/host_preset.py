@@ -11,9 +11,7 @@ from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
 from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
 from omnireduce.layout import Layout
-from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.hosts import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
-from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.wire.blocks import capacity
 
 _STORAGE_OF = {
@@ -21,17 +19,9 @@ _STORAGE_OF = {
     for each in (*ELEMENT_TYPES.values(), BOOL)
 }
 
-# What goes through memory: a tensor, also one of which hosts send the sum; rows; or only which collective it is.
-Form = Literal["tensor", "sum", "rows", "agreement"]
-
-
-def form_of(collective: Collective, blocks: TensorBlocks | RowBlocks) -> Form:
-    """What of a collective goes through memory."""
-    if isinstance(blocks, RowBlocks):
-        return "rows"
-    if blocks is AGREEMENT:
-        return "agreement"
-    return "tensor" if collective.host_sum is None else "sum"
+# What goes through memory: a tensor, or one of which hosts send the sum; rows, those of which hosts send sums, or those
+# that shards return; or only which collective it is.
+Form = Literal["tensor", "sum", "rows", "sums of rows", "returned rows", "agreement"]
 
 
 class Group(NamedTuple):
@@ -61,13 +51,13 @@ class Preset(NamedTuple):
 
 def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> Preset:
     """The state before a call. `layout` says which shard gets what, where hosts send sums."""
-    element, block_bytes, is_sum = descriptor.element, descriptor.block_bytes, form == "sum"
+    element, block_bytes, is_sum, has_rows = descriptor.element, descriptor.block_bytes, form == "sum", "rows" in form
     full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
     at_once = CHUNKS_AT_ONCE if is_sum else CHUNKS_OF_ONE_HOST
     blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes), at_once)
     rows = group.count_words + (blocks + LINE - 1) // LINE * LINE
     chunks = -(-full // blocks) + tail
-    if form == "rows":  # the first chunk: what number chunks follow is known once all ranks have begun
+    if has_rows:  # the first chunk: what number chunks follow is known once all ranks have begun
         chunks = 1
     elif is_sum:  # also where there is nothing to sum, hosts wait for each other
         chunks = max(chunks, 1)
@@ -77,8 +67,8 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> 
         "slot_words": group.slot_words, "chunks": chunks, "full_blocks": full, "tail_blocks": tail,
         "chunk_blocks": blocks, "indices": group.count_words, "rows": rows,
         "width": block_bytes // 8, "size": layout.block_size, "storage": _STORAGE_OF[element.name],
-        "op": op_code("sum" if is_sum and descriptor.op == "mean" else descriptor.op, element),
-        "number_chunks": form == "rows", "is_listing": form == "rows",
+        "op": op_code("sum" if descriptor.op == "mean" and form not in ("tensor", "rows") else descriptor.op, element),
+        "number_chunks": has_rows, "is_listing": has_rows, "may_begin": form != "returned rows",
         "shards": layout.shards if is_sum else 0, "stripe_blocks": layout.stripe_blocks, "arrived": -1,
         "mask": element.zero_mask,
     }.items():  # fmt: skip

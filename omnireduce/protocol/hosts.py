@@ -54,8 +54,8 @@ def chunk_blocks(blocks: int, block_bytes: int, room: int, at_once: int = CHUNKS
 
 class Dealing(NamedTuple):
     """How blocks are dealt to `shards` shards: in stripes of `stripe_blocks`, or all to the first one if the tensor has
-    no more than `whole_bytes`. Where hosts send sums of tensors, a stripe is a chunk, as it fits `slot_bytes`; else
-    that is 0."""
+    no more than `whole_bytes`. Where hosts send sums, a stripe of a tensor is a chunk, as it fits `slot_bytes`;
+    else that is 0."""
 
     shards: int = 1
     stripe_blocks: int = 64
@@ -75,6 +75,6 @@ class Dealing(NamedTuple):
 @lru_cache(REMEMBERED)
 def _deal(dealing: Dealing, descriptor: Descriptor) -> Layout:
     layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, dealing.stripe_blocks
-    if dealing.slot_bytes and descriptor.summed_by_host:
+    if dealing.slot_bytes and descriptor.summed_by_host and not descriptor.has_rows:
         stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(dealing.slot_bytes, block_bytes))
     return layout.dealt(dealing.shards, stripe_blocks, dealing.whole_bytes, block_bytes)

@@ -42,17 +42,19 @@ class TensorBlocks(NamedTuple):
 
 
 _NO_BLOCK, _NO_BYTES = np.zeros((0, 1), WORD), np.zeros(0, np.uint8)
-# Rows of a job on several hosts go to the shards. Inside a host its ranks only agree that they have begun the same.
+# What ranks of several hosts send one by one. Inside a host they only agree that they have begun the same.
 AGREEMENT = TensorBlocks(_NO_BLOCK, _NO_BLOCK, _NO_BLOCK, _NO_BLOCK, in_place=True, silent=True, mask=np.uint64(0))
 
 
 class RowBlocks(NamedTuple):
     """Rows as the exchange inside a host takes them: their `numbers`, int64 (n,), strictly ascending, and `rows`, uint8
-    (n, row bytes). `hold` takes the numbers of the union and gives memory for its rows, uint8 (m, row bytes)."""
+    (n, row bytes). `hold` takes the numbers of the union and gives memory for its rows, uint8 (m, row bytes); `memory`
+    gives it for other rows on their way."""
 
     numbers: Array
     rows: Array
     hold: Callable[[Array], Array]
+    memory: Memory
 
 
 class Operand(Protocol):

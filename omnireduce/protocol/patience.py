@@ -54,7 +54,7 @@ class Patience:
         once. Only the ranks of a host see who of it is late: one that `sees_who` comes next. Then come those to whom
         shards are `owing` results: they see delegates.
 
-        `after_own`: each rank got the result of the collective before from the shards by itself, as it does with rows.
+        `after_own`: each rank got the result of the collective before from the shards by itself, as of float16.
         A rank that is late may still wait for a shard in it, and names that shard before it is named.
         """
         if not sees_who and self._hanging(now, owing):

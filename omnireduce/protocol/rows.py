@@ -1,4 +1,4 @@
-"""Rows of a large sparse matrix as a worker's part of a collective."""
+"""Rows of a large sparse matrix as a part of a collective: those of a worker, or the sums of a host's."""
 
 from __future__ import annotations
 
@@ -8,39 +8,33 @@ from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import pack_rows
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import Memory, Packed, RowBlocks, as_writable
+from omnireduce.protocol.operands import Memory, Operand, Packed, RowBlocks, as_writable
 
 
-class RowSet:
-    """Rows of a large sparse matrix, contributed without a scan; collects the rows of the union.
+class Rows:
+    """Rows by their numbers, which are packed without a scan; collects the rows of the union.
 
-    `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
-    numbers, int64 (m,), ascending, and their sums, (m, row length), in arrays that `memory` gives.
+    `numbers`: int64 (n,), strictly ascending; `rows`: uint8 (n, row bytes). What is collected lies in arrays that
+    `memory` gives.
     """
 
     row_dtype = BYTES
 
-    def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory) -> None:
-        self.layout = layout
-        self.block_bytes = layout.block_size * values.itemsize
-        self.nbytes = values.nbytes
-        self._numbers = as_writable(numbers)
-        self._dtype = values.dtype
-        self._bytes = as_writable(values.view(np.uint8).reshape(len(numbers), self.block_bytes))
-        self._memory = memory
+    def __init__(self, numbers: Array, rows: Array, layout: Layout, memory: Memory) -> None:
+        self.layout, self.block_bytes = layout, rows.shape[1]
+        self.numbers, self._rows, self._memory = numbers, rows, memory
         self._count = 0
         self._union_numbers, self._union = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
-        self.result: tuple[Array, Array] = (numbers[:0], values[:0])
 
-    @property
-    def blocks(self) -> RowBlocks:
-        return RowBlocks(self._numbers, self._bytes, self._hold)
-
-    def _hold(self, numbers: Array) -> Array:
-        """The union is known: make room for its rows."""
+    def hold(self, numbers: Array) -> Array:
+        """The union is known: make room for its rows, uint8 (rows, row bytes)."""
         self._count, self._union_numbers = numbers.size, numbers
-        self._union = self._rows_of(self._memory(numbers.size * self.block_bytes))[: numbers.size]
+        self._union = self.room_for(numbers.size)
         return self._union
+
+    def room_for(self, count: int) -> Array:
+        """Memory for `count` rows."""
+        return self._rows_of(self._memory(count * self.block_bytes))[:count]
 
     def start(self, shard: int) -> int:
         return 0
@@ -48,16 +42,16 @@ class RowSet:
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         layout = self.layout
         count, cursor = pack_rows(
-            self._numbers, self._bytes,
+            self.numbers, self._rows,
             position=cursor, stripe=layout.stripe_blocks, shards=layout.shards, shard=shard, rows=rows, indices=indices,
         )  # fmt: skip
-        frontier = layout.blocks if cursor == len(self._numbers) else int(self._numbers[cursor])
+        frontier = layout.blocks if cursor == len(self.numbers) else int(self.numbers[cursor])
         return Packed(count, cursor, frontier)
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start, stop = self._count, self._count + indices.size
         if stop > len(self._union_numbers):
-            self._reserve(max(stop, 2 * start, min(2 * len(self._numbers), self.layout.blocks)))
+            self._reserve(max(stop, 2 * start, min(2 * len(self.numbers), self.layout.blocks)))
         self._union_numbers[start:stop] = indices
         if left_out:
             self._put_own(self._union[start:stop], indices, unchanged)
@@ -67,12 +61,12 @@ class RowSet:
         self._count = stop
 
     def _put_own(self, union: Array, indices: Array, own: Array) -> None:
-        """Take the `own` rows from what this worker brought. Raises ProtocolError."""
+        """Take the `own` rows from what was brought. Raises ProtocolError."""
         wanted = indices[own]
-        places = np.searchsorted(self._numbers, wanted)
-        if places.size and (places[-1] == len(self._numbers) or np.any(self._numbers[places] != wanted)):
+        places = np.searchsorted(self.numbers, wanted)
+        if places.size and (places[-1] == len(self.numbers) or np.any(self.numbers[places] != wanted)):
             raise ProtocolError("a result that leaves out rows which this worker does not have")
-        union[own] = self._bytes[places]
+        union[own] = self._rows[places]
 
     def _reserve(self, count: int) -> None:
         """Make room for `count` rows of the union, or more."""
@@ -84,10 +78,82 @@ class RowSet:
     def _rows_of(self, memory: Array) -> Array:
         return memory[: memory.size // self.block_bytes * self.block_bytes].reshape(-1, self.block_bytes)
 
-    def finish(self) -> None:
+    def collected(self) -> tuple[Array, Array]:
+        """What has been collected: row numbers, int64 (m,), ascending, and rows, uint8 (m, row bytes)."""
         numbers, union = self._union_numbers[: self._count], self._union[: self._count]
         if np.any(numbers[1:] < numbers[:-1]):  # stripes of several shards
             order = np.argsort(numbers, kind="stable")
-            ordered = self._rows_of(self._memory(union.nbytes))[: self._count]
-            numbers, union = numbers[order], np.take(union, order, axis=0, out=ordered, mode="clip")
+            numbers, union = numbers[order], np.take(union, order, axis=0, out=self.room_for(len(union)), mode="clip")
+        return numbers, union
+
+
+class RowSet(Rows):
+    """Rows that a worker brings.
+
+    `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
+    numbers, int64 (m,), ascending, and their sums, (m, row length), in arrays that `memory` gives.
+    """
+
+    def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory) -> None:
+        rows = as_writable(values.view(np.uint8).reshape(len(numbers), layout.block_size * values.itemsize))
+        super().__init__(as_writable(numbers), rows, layout, memory)
+        self.nbytes, self._dtype = values.nbytes, values.dtype
+        self.result: tuple[Array, Array] = (numbers[:0], values[:0])
+
+    @property
+    def blocks(self) -> RowBlocks:
+        return RowBlocks(self.numbers, self._rows, self.hold, self._memory)
+
+    def finish(self) -> None:
+        numbers, union = self.collected()
         self.result = numbers, union.view(self._dtype)
+
+
+class RowSum:
+    """The rows of all ranks of a host, summed. The shards get them in place of those of `operand`, a rank's own ones.
+    What they return is this rank's part in what the host shares then."""
+
+    row_dtype = BYTES
+
+    def __init__(self, operand: Operand) -> None:
+        own = operand.blocks
+        assert isinstance(own, RowBlocks)
+        self.layout, self.block_bytes, self.nbytes = operand.layout, operand.block_bytes, operand.nbytes
+        self._own, self._sums = own, Rows(own.numbers[:0], own.rows[:0], operand.layout, own.memory)
+        self.ready = -1  # the number of blocks once the rows are summed
+
+    @property
+    def brought(self) -> RowBlocks:
+        """This rank's rows, of which the host makes sums."""
+        return self._own._replace(hold=self._hold)
+
+    def _hold(self, numbers: Array) -> Array:
+        rows = self._sums.room_for(numbers.size)
+        self._sums = Rows(numbers, rows, self.layout, self._own.memory)
+        return rows
+
+    @property
+    def returned(self) -> RowBlocks:
+        """What the shards have returned to this rank, for the others of its host."""
+        numbers, rows = self._sums.collected()
+        return self._own._replace(numbers=numbers, rows=rows)
+
+    def start(self, shard: int) -> int:
+        return 0
+
+    def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
+        """Whether the rows are summed."""
+        return self.ready == self.layout.blocks
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        return self._sums.pack(shard, cursor, span, rows, indices)
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        self._sums.put(rows, indices, unchanged, left_out)
+
+    @property
+    def blocks(self) -> RowBlocks:
+        return self._own
+
+    def finish(self) -> None:
+        """The operand has the result."""

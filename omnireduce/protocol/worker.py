@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective import Collective
+from omnireduce.protocol.collective import Collective, sum_of_host
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host_faults import DifferenceError, HostError, ShortageError
 from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.operands import HostSum, Operand
+from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.patience import Patience
 from omnireduce.protocol.quiet import in_words
 from omnireduce.protocol.shard_stream import ShardStream
@@ -113,7 +113,7 @@ class WorkerMachine:
         assert self.ended is None, "submit after the end"
         collective = self._new_collective(descriptor, operand)
         taking_part = self._taking_part(collective)
-        collective.parts_left = len(taking_part) + (self.host is not None)
+        collective.parts_left = len(taking_part) + (0 if self.host is None else self.host.submit(collective, now))
         self._next += 1
         if not self._under_way:
             self._patience.begin(now)
@@ -121,18 +121,14 @@ class WorkerMachine:
             stream.waiting = None  # that wait is over, or was most likely for this worker
         for stream in taking_part:
             stream.submit(collective)
-        if self.host is not None:
-            self.host.submit(collective, now)
         self._under_way.append(collective)
         return collective.number
 
     def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
         if self._neighbours.hosts == 1 or not descriptor.summed_by_host:
             return Collective(self._next, descriptor, operand, self.rank)
-        return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=self._host_sum(operand))
-
-    def _host_sum(self, operand: Operand) -> HostSum | None:
-        return None if self.host is None else HostSum(operand)
+        host_sum = None if self.host is None else sum_of_host(operand)
+        return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=host_sum)
 
     def _taking_part(self, collective: Collective) -> list[ShardStream]:
         """The shards that this rank sends blocks to."""

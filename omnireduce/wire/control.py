@@ -12,7 +12,7 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]

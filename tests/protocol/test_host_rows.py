@@ -9,8 +9,8 @@ import pytest
 from harness import InprocCluster, one_host, slot_bytes_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_same_values, bits, reduce_in_rank_order
-from samples import CASES, Array, sparse_tensor
+from oracle import Rows, assert_same_values, bits, expected_rows
+from samples import CASES, Array, some_rows
 
 from omnireduce.descriptor import PACKET_BYTES
 from omnireduce.dtypes import ELEMENT_TYPES
@@ -19,24 +19,6 @@ from omnireduce.kernels.rows import AT_ONCE
 from omnireduce.protocol.packets import packet_count
 
 SEEDS = st.integers(0, 2**32 - 1)
-Rows = tuple[Array, Array]
-
-
-def some_rows(rng: np.random.Generator, dtype: str, n_rows: int, length: int) -> Rows:
-    """Rows of any numbers; of some ranks none or all."""
-    numbers = np.flatnonzero(rng.random(n_rows) < rng.choice([0.0, 0.1, 0.5, 1.0]))
-    values = sparse_tensor(rng, dtype, numbers.size * length, length, rng.random())
-    return numbers, values.reshape(-1, length)
-
-
-def expected_rows(inputs: Sequence[Rows], n_rows: int, op: str) -> Rows:
-    union = np.unique(np.concatenate([numbers for numbers, _ in inputs]))
-    dense = []
-    for numbers, values in inputs:
-        full = np.zeros((n_rows, values.shape[1]), values.dtype)
-        full[numbers] = values
-        dense.append(full)
-    return union, reduce_in_rank_order(dense, op)[union]
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype, op in CASES if op in ("sum", "mean")])
@@ -63,7 +45,7 @@ def test_allreduce_rows(
     apart.run()
     assert cluster.record == [], "rows went through an aggregator"
     for inputs, found, through_shards in runs:
-        union, sums = expected_rows(inputs, n_rows, op)
+        union, sums = expected_rows([range(ranks)], inputs, n_rows, op)
         for rank, (mine, theirs) in enumerate(zip(found, through_shards, strict=True)):
             assert mine.result[0].tolist() == union.tolist()
             assert_same_values(mine.result[1], sums, f"rank {rank}")
@@ -88,7 +70,7 @@ def check_bytes(cluster: InprocCluster, inputs: Sequence[Rows]) -> None:
     n_rows = 2 * AT_ONCE
     found = [cluster.rows(rank, *brought, n_rows) for rank, brought in enumerate(inputs)]
     cluster.run()
-    union, sums = expected_rows(inputs, n_rows, "sum")
+    union, sums = expected_rows([range(len(inputs))], inputs, n_rows, "sum")
     for each in found:
         assert each.result[0].tolist() == union.tolist()
         assert bits(each.result[1]) == bits(sums)

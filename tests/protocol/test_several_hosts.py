@@ -10,8 +10,8 @@ import pytest
 from harness import InprocCluster, slot_bytes_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_results, bits, reduce_by_host, reduce_in_rank_order
-from samples import CASES, sparse_tensor
+from oracle import assert_results, assert_same_values, bits, expected_rows, reduce_by_host, reduce_in_rank_order
+from samples import CASES, some_rows, sparse_tensor
 
 from omnireduce.descriptor import describe
 from omnireduce.dtypes import ELEMENT_TYPES
@@ -92,6 +92,57 @@ def test_bytes_arrive_as_they_are(seed: int, sizes: list[int], size: int, root: 
     several_hosts(spread(sizes, seed), 8, 9, seed, shards).check_broadcast(seed, size, root % sum(sizes))
 
 
+@pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype, op in CASES if op in ("sum", "mean")])
+@settings(max_examples=20)
+@given(
+    seed=SEEDS, sizes=HOSTS, n_rows=st.integers(0, 40) | st.integers(0, 700), length=st.integers(1, 9),
+    blocks=st.integers(1, 9), shards=st.integers(1, 4), more=st.integers(1, 3),
+)  # fmt: skip
+def test_allreduce_rows(
+    dtype: str, op: str, seed: int, sizes: list[int], n_rows: int, length: int, blocks: int, shards: int, more: int
+) -> None:
+    hosts, rng = spread(sizes, seed), np.random.default_rng(seed)
+    cluster = several_hosts(hosts, length * ELEMENT_TYPES[dtype].itemsize, blocks, seed, shards)
+    runs = []
+    for _ in range(more):
+        inputs = [some_rows(rng, dtype, n_rows, length) for _ in range(sum(sizes))]
+        for numbers, values in inputs:
+            numbers.flags.writeable = values.flags.writeable = False
+        runs.append((inputs, [cluster.rows(rank, *brought, n_rows, op) for rank, brought in enumerate(inputs)]))
+    cluster.run()
+    for inputs, found in runs:
+        union, sums = expected_rows(hosts, inputs, n_rows, op)
+        for rank, each in enumerate(found):
+            assert each.result[0].tolist() == union.tolist()
+            assert_same_values(each.result[1], sums, f"rank {rank}")
+            assert bits(each.result[1]) == bits(found[0].result[1]), "other bits than on rank 0"
+
+
+@settings(max_examples=40)
+@given(seed=SEEDS, sizes=HOSTS, most=st.integers(1, 9), shards=st.integers(1, 3))
+def test_parts_of_any_size(seed: int, sizes: list[int], most: int, shards: int) -> None:
+    cluster, rng = several_hosts(spread(sizes, seed), 1024, 3, seed, shards), np.random.default_rng(seed)
+    parts = [rng.integers(0, 99, int(rng.integers(most * 1024 // 8))) for _ in range(sum(sizes))]
+    found = [cluster.ragged(rank, part, most) for rank, part in enumerate(parts)]
+    cluster.run()
+    for each in found:
+        assert [part.tolist() for part in each.parts] == [part.tolist() for part in parts]
+
+
+def test_a_host_sends_and_gets_each_row_once() -> None:
+    cluster = several_hosts([[0, 1, 2], [3]], 32, 4, 1, 1)
+    cluster.record = []
+    for rank, numbers in enumerate(([1, 5], [1, 7], [1], [2, 7])):
+        cluster.rows(rank, np.array(numbers), np.ones((len(numbers), 8), np.float32), 20)
+    cluster.run()
+    sent = {(each.rank, each.down): each.indices for each in cluster.record if each.indices}
+    up, down = {0: [1, 5, 7], 3: [2, 7]}, [1, 2, 5, 7]
+    assert {rank: indices for (rank, is_down), indices in sent.items() if not is_down} == up
+    assert {rank: [each % 2**48 for each in found] for (rank, is_down), found in sent.items() if is_down} == {
+        0: down, 3: down,
+    }  # fmt: skip
+
+
 @settings(max_examples=40)
 @given(seed=SEEDS, sizes=HOSTS, shards=st.integers(1, 3))
 def test_rows_and_dense_tensors_mix(seed: int, sizes: list[int], shards: int) -> None:
@@ -126,6 +177,23 @@ def test_a_host_shows_only_what_its_shard_has_answered(late: int) -> None:
     assert_results(found, reduce_by_host(hosts, inputs, "sum"))
 
 
+@pytest.mark.parametrize("late", range(3))
+def test_a_host_shares_rows_when_all_its_shards_have_answered(late: int) -> None:
+    """Rank 0 is the delegate of two shards. Nobody is late while it waits for one of them."""
+    hosts = [[0, 1], [2]]
+    cluster, rng = several_hosts(hosts, 32, 1, late, 3), np.random.default_rng(late)
+    inputs = [some_rows(rng, "float32", 600, 8) for _ in range(3)]
+    found = [cluster.rows(rank, *brought, 600) for rank, brought in enumerate(inputs)]
+    cluster.settle(paused=[cluster.aggregator_drivers[late]])
+    assert cluster.finished == [[], [], []]
+    assert [each.host.waited_for() for each in cluster.workers if each.host is not None] == [[], []]
+    cluster.run()
+    union, sums = expected_rows(hosts, inputs, 600, "sum")
+    for each in found:
+        assert each.result[0].tolist() == union.tolist()
+        assert_same_values(each.result[1], sums, "rows")
+
+
 def test_nobody_passes_a_barrier_before_all_hosts_are_there() -> None:
     cluster = several_hosts([[0, 1], [2, 3]], 8, 4, 1, 2)
     for rank in (0, 1, 2):
@@ -149,14 +217,15 @@ def test_different_collectives_end_the_job_on_all_ranks(other: int, culprits: se
     assert culprit in culprits
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("others", [{0}, {1}, {2}, {3}, {0, 2}, {0, 3}, {1, 2}, {1, 3}, {0, 1}])
-def test_rows_beside_a_tensor_end_the_job_on_all_ranks(others: set[int]) -> None:
-    """Also if each host has a rank that has rows: none of them sends a sum, and the shard sees rows only. Then each may
-    name its own ranks."""
+def test_rows_beside_a_tensor_end_the_job_on_all_ranks(others: set[int], dtype: type) -> None:
+    """Also if each host has a rank that has rows of float16: none of them sends a sum, and the shard sees rows only.
+    Then each may name its own ranks."""
     cluster = several_hosts([[0, 1], [2, 3]], 32, 4, 1, 1)
     for rank in range(4):
         if rank in others:
-            cluster.rows(rank, np.arange(3), np.ones((3, 8), np.float32), 20)
+            cluster.rows(rank, np.arange(3), np.ones((3, 8), dtype), 20)
         else:
             cluster.allreduce(rank, np.ones(20, np.float32))
     cluster.settle()
@@ -178,11 +247,15 @@ def test_a_host_sends_no_sum_that_float16_cannot_hold() -> None:
     assert all((each == 0).all() for each in sums)
 
 
-def test_a_delegate_that_left_before_it_has_shown_is_not_waited_for() -> None:
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_a_delegate_that_left_before_it_has_shown_is_not_waited_for(has_rows: bool) -> None:
     """The shard stops while the delegate's message is under way: the delegate needs it, the other rank needs him."""
     cluster = several_hosts([[0, 1], [2, 3]], 32, 4, 1, 1)
     for rank in (0, 1):
-        cluster.allreduce(rank, np.ones(20, np.float32))
+        if has_rows:
+            cluster.rows(rank, np.arange(3), np.ones((3, 8), np.float32), 20)
+        else:
+            cluster.allreduce(rank, np.ones(20, np.float32))
     cluster.settle(paused=cluster.aggregator_drivers)
     stops = Cause("aggregator 127.0.0.1:7400", "shutting down", orderly=True)
     for rank in range(4):
@@ -252,15 +325,12 @@ def test_the_wait_for_ranks_begins_with_the_first_message() -> None:
     assert not any("since 3" in warning or "stood still" in warning for warning in cluster.warnings)
 
 
-@pytest.mark.parametrize(("after_rows", "moments"), [(False, 0), (True, 3)], ids=["tensor", "rows"])
-def test_a_rank_that_may_still_wait_for_rows_speaks_before_it_is_named(after_rows: bool, moments: int) -> None:
+@pytest.mark.parametrize(("dtype", "moments"), [(np.float32, 0), (np.float16, 3)], ids=["by host", "rank by rank"])
+def test_a_rank_that_may_still_wait_for_its_shard_speaks_before_it_is_named(dtype: type, moments: int) -> None:
     """Rank 0 has finished the first collective. Rank 1, of the same host, comes to no second one."""
     cluster = InprocCluster(3, slots=2, slot_bytes=slot_bytes_for(4, 32), seed=1, hosts=[[0, 1], [2]], timeout_s=5.0)
     for rank in range(3):
-        if after_rows:
-            cluster.rows(rank, np.arange(3), np.ones((3, 8), np.float32), 20)
-        else:
-            cluster.allreduce(rank, np.ones(20, np.float32))
+        cluster.rows(rank, np.arange(3), np.ones((3, 8), dtype), 20)
     cluster.run()
     cluster.allreduce(0, np.ones(20, np.float32))
     for now in (0.0, 2.5, 5.0 - 1e-6):
@@ -280,7 +350,7 @@ def test_a_rank_that_may_still_wait_for_rows_speaks_before_it_is_named(after_row
 @pytest.mark.parametrize("ranks", [[[0, 1], [2]], [[0], [1, 2]]], ids=["with a neighbour", "alone"])
 @pytest.mark.parametrize("next_one", ["tensor", "rows"])
 @pytest.mark.parametrize("gap_s", [0.002, 0.4])
-def test_a_shard_that_hangs_in_rows_is_named_though_others_wait_for_a_rank(
+def test_a_shard_that_hangs_is_named_though_others_wait_for_a_rank(
     ranks: list[list[int]], next_one: str, gap_s: float
 ) -> None:
     """The second shard froze after it had served ranks 1 and 2, which begin another collective. Rank 0 does not."""
@@ -288,13 +358,13 @@ def test_a_shard_that_hangs_in_rows_is_named_though_others_wait_for_a_rank(
     cluster = InprocCluster(3, slots=2, slot_bytes=slot_bytes, seed=1, hosts=ranks, timeout_s=5.0, shards=2)
     cluster.up[0][1].deliver = lambda event: None  # type: ignore[method-assign]
     for rank in range(3):
-        cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float32), 200)
+        cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float16), 200)
     cluster.settle()
     assert cluster.finished == [[], [0], [0]]
     cluster.now = gap_s
     for rank in (1, 2):
         if next_one == "rows":
-            cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float32), 200)
+            cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float16), 200)
         else:
             cluster.allreduce(rank, np.ones(200, np.float32))
     while not all(cluster.worker_ends) and cluster.now < 10:

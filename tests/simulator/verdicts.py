@@ -92,7 +92,7 @@ class Verdicts:
         if worker.job.name in self._cluster.garbled:
             return
         what, result = f"{worker.name} collective {number} ({work.what})", work.result()
-        hosts = () if work.what.kind == "allreduce_rows" else worker.hosts
+        hosts = worker.hosts
         oracle = expected(work.what, ranks, hosts)
         wrong = wrong_elements(result, oracle)
         if wrong:

@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from omnireduce.config import Trace
+from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.logs import BoundLog
+from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.exchange import STEPS, HostExchange
 from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.operands import HostSum, Operand, Packed, RowBlocks, TensorBlocks
+from omnireduce.protocol.operands import Operand, Packed, RowBlocks, TensorBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
@@ -66,25 +68,6 @@ class TracedOperand:
         self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self.nbytes)
 
 
-class TracedSum(HostSum):
-    """The sum of a host with a recorder, as `TracedOperand`."""
-
-    def __init__(self, operand: Operand, recorder: Recorder) -> None:
-        super().__init__(operand)
-        self._recorder = recorder
-
-    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        start = now()
-        packed = super().pack(shard, cursor, span, rows, indices)
-        self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
-        return packed
-
-    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
-        start = now()
-        super().put(rows, indices, unchanged, left_out)
-        self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
-
-
 class TracedMachine(WorkerMachine):
     """A worker's machine with a recorder for what it makes itself: the sums of its host."""
 
@@ -92,8 +75,11 @@ class TracedMachine(WorkerMachine):
         super().__init__(*arguments, **options)
         self._recorder = recorder
 
-    def _host_sum(self, operand: Operand) -> HostSum | None:
-        return None if self.host is None else TracedSum(operand, self._recorder)
+    def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
+        made = super()._new_collective(descriptor, operand)
+        if made.host_sum is not None:
+            made.sent = TracedOperand(made.host_sum, self._recorder)
+        return made
 
 
 class TracedExchange(HostExchange):

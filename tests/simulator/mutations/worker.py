@@ -270,7 +270,7 @@ MUTATIONS = (
         "rows promise too much",
         _ROWS,
         "the frontier is past a row that did not fit the message",
-        "else int(self._numbers[cursor])\n",
-        "else int(self._numbers[cursor]) + 1\n",
+        "else int(self.numbers[cursor])\n",
+        "else int(self.numbers[cursor]) + 1\n",
     ),
 )
