@@ -101,7 +101,7 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "off"],
         _meta(
             '"auto": ranks of one host, and of one user, exchange tensors in memory that they share; if the job has '
-            'several hosts, each host then sends the aggregators one sum of a tensor; "off": this rank sends its own'
+            'several hosts, each host then sends the aggregators one sum; "off": this rank sends its own'
         ),
     ] = "auto"
     spin_us: Annotated[

@@ -32,7 +32,7 @@ STATE = np.dtype(
         for name in (
             "me", "ranks", "slots", "region_words", "slot_words",  # of the group
             "number", "base",  # of the collective; chunks in all collectives before it
-            "may_begin", "has_begun", "has_agreed",
+            "may_begin", "has_begun", "has_agreed",  # may: no shard owes this rank what it is to share
             "chunks", "staged", "combined", "collected",  # of these chunks so far
             "full_blocks", "tail_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
             "width", "size",  # of a block, in words and in elements
@@ -41,6 +41,7 @@ STATE = np.dtype(
             "taken",  # steps
             "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
             "number_chunks", "is_listing", "wants_room", "union", "staged_rows",  # of rows; see `rows`
+            "row_shards",  # which deal the sums of rows that this rank sends; 0: it needs all sums
             "shards", "stripe_blocks",  # of several hosts, which deal stripes to shards; no shards: there is one host
             "summed", "shown_blocks",  # chunks of which this rank has summed its part, blocks that it has shown
             "arrived",  # below this block the sums of all hosts are there
@@ -84,6 +85,13 @@ def _delegate_of(state: Array, block: int) -> int:
     s = state[0]
     rank: int = block // s["stripe_blocks"] % s["shards"] % s["ranks"]
     return rank
+
+
+@kernel
+def is_needed(state: Array, number: int) -> bool:
+    """Whether this rank needs the sum of this row: for itself, or to send it."""
+    s = state[0]
+    return bool(not s["row_shards"] or number // s["stripe_blocks"] % s["row_shards"] % s["ranks"] == s["me"])
 
 
 @kernel

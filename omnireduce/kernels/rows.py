@@ -14,7 +14,7 @@ from omnireduce.kernels.chunk import reduce_batch
 from omnireduce.kernels.jit import counter, kernel
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import OWN, SUM
-from omnireduce.kernels.regions import DESCRIPTORS, FLOAT16, PLACE_WORDS, ROWS_AT, slot_of
+from omnireduce.kernels.regions import DESCRIPTORS, FLOAT16, PLACE_WORDS, ROWS_AT, is_needed, slot_of
 
 # Of `lists`: where a rank's numbers begin and end, behind those listed so far, which row is to be merged next,
 # and where its row 0 would be, were all rows in the slot of this chunk: in elements of all regions.
@@ -135,7 +135,7 @@ def merge_rows(
     state: Array, words: Array, lists: Array, listed: Array, union: Array, rows: Array, result: Array, chunk: int,
     plan: Array, scratch: Array, bits: Array,
 ) -> None:  # fmt: skip
-    """Combine all ranks' rows of a chunk into the result."""
+    """Combine all ranks' rows of a chunk into the result, as far as this rank needs them."""
     s = state[0]
     width, planned = rows.shape[1], 0
     staged, own, sums = words.view(np.uint8), rows.reshape(-1), result.reshape(-1)
@@ -147,11 +147,15 @@ def merge_rows(
     for row in range(first, stop):
         present, last = _find_row(state, lists, listed, union[row], plan[planned])
         is_copied = may_copy and present == 1
-        planned += not is_copied
-        if planned and (is_copied or planned == plan.shape[0] or row + 1 == stop):
-            behind = row if is_copied else row + 1
+        is_left_out = not is_needed(state, union[row])
+        is_planned = not is_copied and not is_left_out
+        planned += is_planned
+        if planned and (not is_planned or planned == plan.shape[0] or row + 1 == stop):
+            behind = row + is_planned
             reduce_batch(state, words, plan[:planned], rows, result[behind - planned : behind], scratch, bits)
             planned = 0
+        if is_left_out:
+            continue
         if is_copied and last == s["me"]:
             _copy(own, (lists[MERGED, last] - 1 - lists[FIRST, last]) * width, sums, row * width, width)
         elif is_copied:

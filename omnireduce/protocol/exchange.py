@@ -33,7 +33,6 @@ from omnireduce.kernels.regions import (
     BEGUN_AT,
     COMBINED,
     DESCRIPTORS,
-    EXTRA_WORDS,
     LEFT,
     LINE,
     PLACE_WORDS,
@@ -48,9 +47,9 @@ from omnireduce.kernels.regions import (
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.host_account import Counts, HostAccount
-from omnireduce.protocol.host_delays import late_ranks
-from omnireduce.protocol.host_faults import HostError, difference
-from omnireduce.protocol.host_parts import Part, parts_of
+from omnireduce.protocol.host_delays import late_ranks, owed_ranks
+from omnireduce.protocol.host_faults import HostError, ShortageError, difference, encoded_at
+from omnireduce.protocol.host_legs import Leg, legs_of
 from omnireduce.protocol.host_preset import Group, preset
 from omnireduce.protocol.host_rows import HostRows
 from omnireduce.protocol.hosts import Neighbours
@@ -109,13 +108,13 @@ class HostExchange:
         self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
-        self._rows = HostRows(ranks)
+        self._rows = HostRows(names)
         self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
         self._sleep = 0  # odd while this rank sleeps
-        self._queue: deque[Part] = deque()
-        self._begun, self._chunks = 0, 0  # parts of collectives, and chunks of those before the current one
-        self._taken = 0  # steps in the current part
-        self._is_prepared = False  # the state is that of the first part of the queue
+        self._queue: deque[Leg] = deque()
+        self._begun, self._chunks = 0, 0  # legs, and chunks of those before the current one
+        self._taken = 0  # steps in the current leg
+        self._is_prepared = False  # the state is that of the first leg of the queue
         self._rests = False
         self.heeded = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
@@ -136,13 +135,12 @@ class HostExchange:
         return bool(self._queue)
 
     def submit(self, collective: Collective, now: float) -> int:
-        """Queue a collective, which all ranks of the host queue in the same order. Returns in how many parts it is
-        exchanged."""
+        """Queue a collective, which all ranks of the host queue in the same order. Returns how many legs it has."""
         if not self._queue:
             self.moved_at = now
-        parts = parts_of(collective, self._ranks, self.neighbours.hosts)
-        self._queue.extend(parts)
-        return len(parts)
+        legs = legs_of(collective, self._ranks, self.neighbours.hosts)
+        self._queue.extend(legs)
+        return len(legs)
 
     def report(self, now: float) -> Report:
         """What came of the collectives so far, and whom this rank waits for."""
@@ -159,18 +157,18 @@ class HostExchange:
 
     def advance(self, now: float) -> Iterator[Collective | Wake]:
         """Take the steps that the others' counters allow, as many as one turn may. Yields collectives, once for each
-        part that is complete here, and ranks to wake.
+        leg that is complete here, and ranks to wake.
 
         Raises DifferenceError when the ranks have begun different collectives, HostError when a region is not in order,
         and ShortageError when there is no memory for rows.
         """
         while self._queue:
-            part = self._queue[0]
-            collective, blocks = part.collective, part.blocks
+            leg = self._queue[0]
+            collective, blocks = leg.collective, leg.blocks
             if not self._is_prepared:
                 self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
-                self._prepare(part)
-            did = self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, part.notes)
+                self._prepare(leg)
+            did = self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, leg.notes)
             if (taken := int(self._state_words[_AT["taken"]])) != self._taken:
                 self._taken, self.moved_at = taken, now
             if did == WAITS:
@@ -210,10 +208,10 @@ class HostExchange:
             room.make_room(self._state, blocks)
         return did
 
-    def _prepare(self, part: Part) -> None:
+    def _prepare(self, leg: Leg) -> None:
         """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
-        collective, blocks = part.collective, part.blocks
-        known = self._preset(collective.descriptor, collective.operand.layout, part.form)
+        collective, blocks = leg.collective, leg.blocks
+        known = self._preset(collective.descriptor, collective.operand.layout, leg.form)
         state, ints, brought = self._state_words, self._ints, 0
         state[:] = known.state
         state[_AT["number"]], state[_AT["base"]] = self._begun, self._chunks
@@ -262,28 +260,36 @@ class HostExchange:
 
     @property
     def summed_blocks(self) -> int:
-        """Below which block this rank has summed its parts of the current collective; -1 before it has begun, or has
-        passed the only chunk of an empty tensor."""
-        s, part = self._state[0], self._queue[0]
-        blocks = part.collective.operand.layout.blocks
-        if isinstance(part.blocks, RowBlocks):
-            return blocks if part.form == "returned rows" else -1
+        """Below which block the shards may have what this rank has summed of the current collective. -1 of rows that
+        are not summed yet, of an empty tensor before it has passed its only chunk, and before anything has begun."""
+        s, leg = self._state[0], self._queue[0]
+        blocks = leg.collective.operand.layout.blocks
+        if isinstance(leg.blocks, RowBlocks):
+            return blocks if leg.form == "returned rows" else -1
         if self._is_prepared and s["summed"] == s["chunks"]:
             return blocks
         return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
 
     def arrived(self, blocks: int) -> None:
-        """Of the current collective the sums of all hosts are here, up to this block of what this rank shows."""
-        part = self._queue[0]
+        """Of the current collective the sums of all hosts are here, up to this block of what this rank shows or shares.
+        Raises ShortageError when there is no memory to put returned rows in order."""
         if not self._is_prepared:
             return
         self._state[0]["arrived"] = blocks
-        if not self._state[0]["may_begin"] and blocks == part.collective.operand.layout.blocks:
-            assert isinstance(part.collective.host_sum, RowSum)
-            returned = part.collective.host_sum.returned
-            self._queue[0] = part._replace(blocks=returned)
-            self._ints[self._descriptor_at(self.me) + ROWS_AT] = len(returned.numbers)
-            self._state[0]["may_begin"] = 1
+        leg = self._queue[0]
+        if not self._state[0]["may_begin"] and blocks == leg.collective.operand.layout.blocks:
+            self._share(leg)
+
+    def _share(self, leg: Leg) -> None:
+        """All that the shards owe this rank has come: begin to hand it over."""
+        assert isinstance(leg.collective.host_sum, RowSum)
+        try:
+            returned = leg.collective.host_sum.returned()
+        except MemoryError as error:
+            raise ShortageError("the rows that aggregators returned") from error
+        self._queue[0] = leg._replace(blocks=returned)
+        self._ints[self._descriptor_at(self.me) + ROWS_AT] = len(returned.numbers)
+        self._state[0]["may_begin"] = 1
 
     # waiting
 
@@ -336,10 +342,8 @@ class HostExchange:
         left = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == why]
         late, s = self.waited_for(), self._state[0]  # afterwards: who left had taken its last step
         shown = s["base"] + s["chunks"] if s["shards"] else 0  # of several hosts a rank may also have left before this
-        return [
-            rank for rank in left
-            if rank in late or self._read(rank, BEGUN) <= s["number"] or self._read(rank, COMBINED) < shown
-        ]  # fmt: skip
+        late += [rank for rank in left if self._read(rank, BEGUN) <= s["number"] or self._read(rank, COMBINED) < shown]
+        return [rank for rank in left if rank in late]
 
     @property
     def has_failed(self) -> bool:
@@ -367,9 +371,17 @@ class HostExchange:
         nor those who have left for the reason `except_left`."""
         if not self._is_prepared:
             return []
-        counters = self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
+        counters = self._counters
         late = late_ranks(counters, self._state[0], self._queue[0].owed)
         return [rank for rank in late if counters[rank, LEFT] != except_left]
+
+    @property
+    def _counters(self) -> Array:
+        return self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
+
+    def owed(self) -> list[int]:
+        """The other ranks that may wait for a shard before they show or share what this rank waits for."""
+        return owed_ranks(self._counters, self._state[0], self._queue[0].owed)
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""
@@ -381,11 +393,5 @@ class HostExchange:
     # faults
 
     def _difference(self, collective: Collective) -> Exception:
-        encoded = [self._encoded(rank) for rank in range(self._ranks)]
+        encoded = [encoded_at(self._ints, self._descriptor_at(rank)) for rank in range(self._ranks)]
         return difference(collective.number, encoded, int(self._state[0]["culprit"]), self.neighbours.ranks)
-
-    def _encoded(self, rank: int) -> bytes:
-        at = self._descriptor_at(rank)
-        size = max(0, min(int(self._ints[at]), EXTRA_WORDS * 8))
-        found: bytes = self._ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
-        return found[:size]

@@ -20,13 +20,19 @@ def _lowest_of_others(counters: Array) -> Array:
     return found
 
 
+def owed_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
+    """The ranks, but `me`, for which this one may wait while shards owe them something. As `late_ranks`."""
+    behind = counters[:, BEGUN] <= s["number"] if owed else counters[:, COMBINED] <= s["base"] + s["collected"]
+    return [rank for rank in np.flatnonzero(behind).tolist() if rank != s["me"] and (not owed or rank in owed)]
+
+
 def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
     """The ranks, but `me`, that could take a step and have not. `counters`: int64 (ranks, words), how each region
-    begins; `s`: an element of STATE; `owed`: ranks that may wait for a shard before they begin."""
+    begins; `s`: an element of STATE; `owed`: ranks that have to wait for a shard before they begin."""
     begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
     has_begun = begun > s["number"]
     late = ~has_begun
-    late[list(owed)] = False
+    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has passed the leg before
     staged, combined, collected = (each - s["base"] for each in (staged, combined, collected))
     summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
     free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnireduce.descriptor import decode_descriptor, told_apart
+from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.kernels.regions import EXTRA_WORDS
 
 
 class DifferenceError(Exception):
@@ -25,11 +27,17 @@ class HostError(Exception):
 
 
 class ShortageError(Exception):
-    """This rank has no memory for `what`; of the rows in question `rank` has brought most, namely `rows`."""
+    """This rank has no memory for `what`."""
 
-    def __init__(self, what: str, rank: int, rows: int) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(f"no memory for {what}")
-        self.rank, self.rows = rank, rows
+
+
+def encoded_at(ints: Array, at: int) -> bytes:
+    """The encoded descriptor that a rank has put there; its length is not believed."""
+    size = max(0, min(int(ints[at]), EXTRA_WORDS * 8))
+    found: bytes = ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
+    return found[:size]
 
 
 def difference(number: int, encoded: Sequence[bytes], culprit: int, ranks: Sequence[int]) -> Exception:

@@ -69,6 +69,7 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> 
         "width": block_bytes // 8, "size": layout.block_size, "storage": _STORAGE_OF[element.name],
         "op": op_code("sum" if descriptor.op == "mean" and form not in ("tensor", "rows") else descriptor.op, element),
         "number_chunks": has_rows, "is_listing": has_rows, "may_begin": form != "returned rows",
+        "row_shards": layout.shards if form == "sums of rows" else 0,
         "shards": layout.shards if is_sum else 0, "stripe_blocks": layout.stripe_blocks, "arrived": -1,
         "mask": element.zero_mask,
     }.items():  # fmt: skip

@@ -5,6 +5,8 @@ How much is needed is known only when all ranks have begun, so the kernels ask f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from omnireduce.dtypes import Array
@@ -18,10 +20,11 @@ NO_NUMBERS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 1), np.uint8)
 
 
 class HostRows:
-    """Work space for the rows of one collective of `ranks` ranks after the other: the arrays of `kernels.rows`."""
+    """Work space for the rows of one collective after the other: the arrays of `kernels.rows`. `names` says who the
+    ranks of the host are."""
 
-    def __init__(self, ranks: int) -> None:
-        self.lists = np.zeros((5, ranks), np.int64)
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self.lists = names, np.zeros((5, len(names)), np.int64)
         self.clear()
 
     def clear(self) -> None:
@@ -41,8 +44,8 @@ class HostRows:
         except MemoryError as error:
             what = f"the numbers of {total} rows" if s["is_listing"] else f"a result of {len(self.union)} rows"
             brought = self.lists[STOP] - self.lists[FIRST]
-            most = int(np.argmax(brought))
-            raise ShortageError(what, most, int(brought[most])) from error
+            most = int(np.argmax(brought))  # one that lies looks like one with many rows: so it is named, too
+            raise ShortageError(f"{what}, of which {self._names[most]} handed over {brought[most]}") from error
         s["wants_room"] = 0
 
     def _cut(self, s: Array) -> None:

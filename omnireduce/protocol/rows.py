@@ -11,7 +11,7 @@ from omnireduce.layout import Layout
 from omnireduce.protocol.operands import Memory, Operand, Packed, RowBlocks, as_writable
 
 
-class Rows:
+class NumberedRows:
     """Rows by their numbers, which are packed without a scan; collects the rows of the union.
 
     `numbers`: int64 (n,), strictly ascending; `rows`: uint8 (n, row bytes). What is collected lies in arrays that
@@ -26,14 +26,8 @@ class Rows:
         self._count = 0
         self._union_numbers, self._union = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
 
-    def hold(self, numbers: Array) -> Array:
-        """The union is known: make room for its rows, uint8 (rows, row bytes)."""
-        self._count, self._union_numbers = numbers.size, numbers
-        self._union = self.room_for(numbers.size)
-        return self._union
-
     def room_for(self, count: int) -> Array:
-        """Memory for `count` rows."""
+        """Memory for `count` rows: uint8 (count, row bytes)."""
         return self._rows_of(self._memory(count * self.block_bytes))[:count]
 
     def start(self, shard: int) -> int:
@@ -87,7 +81,7 @@ class Rows:
         return numbers, union
 
 
-class RowSet(Rows):
+class RowSet(NumberedRows):
     """Rows that a worker brings.
 
     `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
@@ -102,58 +96,46 @@ class RowSet(Rows):
 
     @property
     def blocks(self) -> RowBlocks:
-        return RowBlocks(self.numbers, self._rows, self.hold, self._memory)
+        return RowBlocks(self.numbers, self._rows, self._hold, self._memory)
+
+    def _hold(self, numbers: Array) -> Array:
+        self._count, self._union_numbers, self._union = numbers.size, numbers, self.room_for(numbers.size)
+        return self._union
 
     def finish(self) -> None:
         numbers, union = self.collected()
         self.result = numbers, union.view(self._dtype)
 
 
-class RowSum:
+class RowSum(NumberedRows):
     """The rows of all ranks of a host, summed. The shards get them in place of those of `operand`, a rank's own ones.
-    What they return is this rank's part in what the host shares then."""
-
-    row_dtype = BYTES
+    What they return this rank shares with its host."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
         assert isinstance(own, RowBlocks)
-        self.layout, self.block_bytes, self.nbytes = operand.layout, operand.block_bytes, operand.nbytes
-        self._own, self._sums = own, Rows(own.numbers[:0], own.rows[:0], operand.layout, own.memory)
+        super().__init__(own.numbers[:0], own.rows[:0], operand.layout, own.memory)
+        self.nbytes, self._own = operand.nbytes, own
         self.ready = -1  # the number of blocks once the rows are summed
 
     @property
-    def brought(self) -> RowBlocks:
+    def blocks(self) -> RowBlocks:
         """This rank's rows, of which the host makes sums."""
         return self._own._replace(hold=self._hold)
 
     def _hold(self, numbers: Array) -> Array:
-        rows = self._sums.room_for(numbers.size)
-        self._sums = Rows(numbers, rows, self.layout, self._own.memory)
-        return rows
+        self.numbers, self._rows = numbers, self.room_for(numbers.size)
+        return self._rows
 
-    @property
     def returned(self) -> RowBlocks:
-        """What the shards have returned to this rank, for the others of its host."""
-        numbers, rows = self._sums.collected()
+        """What the shards have returned to this rank. The sums are not needed any more."""
+        numbers, rows = self.collected()
+        self.numbers, self._rows = self.numbers[:0], self._rows[:0]
         return self._own._replace(numbers=numbers, rows=rows)
-
-    def start(self, shard: int) -> int:
-        return 0
 
     def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
         """Whether the rows are summed."""
         return self.ready == self.layout.blocks
-
-    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        return self._sums.pack(shard, cursor, span, rows, indices)
-
-    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
-        self._sums.put(rows, indices, unchanged, left_out)
-
-    @property
-    def blocks(self) -> RowBlocks:
-        return self._own
 
     def finish(self) -> None:
         """The operand has the result."""

@@ -11,7 +11,7 @@ from omnireduce.protocol.reduction import Reduction
 
 class Senders:
     """The ranks that bring blocks to the current collective on shard `shard`, and the `reduction` that has a place for
-    each. Where hosts send sums, `delegates[h]` sends for host h; then `waits` is True: hosts go on only with results.
+    each. Where hosts send sums, `delegates[h]` sends for host h. `waits`: hosts go on with each result, as of tensors.
     `make` gives the work space for so many."""
 
     def __init__(
@@ -27,7 +27,8 @@ class Senders:
 
     def begin(self, descriptor: Descriptor) -> Reduction:
         """Begin a collective."""
-        by_host = self.waits = self.delegates != () and descriptor.summed_by_host
+        by_host = self.delegates != () and descriptor.summed_by_host
+        self.waits = by_host and not descriptor.has_rows
         self.ranks = self.delegates if by_host else self._everybody
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
         self.reduction = self._of_hosts if by_host else self._of_ranks

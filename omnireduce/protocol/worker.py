@@ -154,8 +154,8 @@ class WorkerMachine:
     def _exchange(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Take the steps that the other ranks of this host allow."""
         is_done = False
-        self._hand_over(host)
         try:
+            self._hand_over(host)
             for outcome in host.advance(now):
                 if isinstance(outcome, Wake):
                     yield outcome
@@ -164,15 +164,15 @@ class WorkerMachine:
                     is_done = True
                     if outcome.host_sum is not None:
                         outcome.host_sum.ready = outcome.operand.layout.blocks
+            self._hand_over(host)
         except DifferenceError as error:
             what = f"submitted different collectives: {error}"
             first, other = self._neighbours.ranks[0], self._neighbours.ranks[error.rank]
             self._accuse(Cause(f"ranks {first} and {other}", what, mismatch=True), now)
         except HostError as error:
             self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
-        except ShortageError as error:  # one that lies looks like one with many rows: so both are named
-            self._accuse(Cause(self._me, f"{error}, of which {host.names[error.rank]} brought {error.rows}"), now)
-        self._hand_over(host)
+        except ShortageError as error:
+            self._accuse(Cause(self._me, str(error)), now)
         if is_done and self.ended is None:
             yield from self._complete(now)
         if self.ended is not None:
@@ -295,11 +295,12 @@ class WorkerMachine:
             yield from self._end(Cause(self._sender(shard), f"protocol error: {reason}"))
 
     def _sender(self, shard: int | None) -> str:
-        """Who sends results: a shard, or the other ranks of this host."""
+        """Who sends results: a shard, or the other ranks of this host, which may have them from shards."""
         if shard is not None:
             return f"aggregator {self._addresses[shard]}"
         assert self.host is not None
-        return self._named([rank for rank in range(len(self.host.names)) if rank != self.host.me])
+        shards = [f"aggregator {each}" for each in self._addresses if self._neighbours.hosts > 1]
+        return listed([*shards, *(name for rank, name in enumerate(self.host.names) if rank != self.host.me)])
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; end the job if its oldest collective is overdue.
@@ -372,7 +373,9 @@ class WorkerMachine:
             return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
         owing = [each for each in self._streams if each.owes(oldest)]
         if oldest.host_sum is not None and not owing:
-            return self._patience.cause_behind(reason, self._streams, self._sender(None))
+            assert self.host is not None
+            others = self._named(self.host.owed()) or self._sender(None)
+            return self._patience.cause_behind(reason, self._streams, others)
         return self._patience.cause(now, reason, owing)
 
     def _end_if_retired(self) -> Iterator[Effect]:

@@ -187,7 +187,7 @@ def test_more_rows_than_there_is_memory_for() -> None:
     cluster.settle(paused=[cluster.worker_drivers[1]])
     assert said_by(cluster, 0) == (
         f"rank 0 (host h0, pid 100): no memory for the numbers of {5 + (1 << 47)} rows, "
-        f"of which rank 1 (host h1, pid 101) brought {1 << 47}"
+        f"of which rank 1 (host h1, pid 101) handed over {1 << 47}"
     )
 
 
@@ -197,7 +197,7 @@ def test_a_result_that_there_is_no_memory_for() -> None:
     cluster.rows(1, np.arange(2, 7), np.ones((5, 8), np.float32), 20, memory=lambda _: np.empty(1 << 60, np.uint8))
     cluster.settle()
     assert said_by(cluster, 1) == (
-        "rank 1 (host h1, pid 101): no memory for a result of 7 rows, of which rank 1 (host h1, pid 101) brought 5"
+        "rank 1 (host h1, pid 101): no memory for a result of 7 rows, of which rank 1 (host h1, pid 101) handed over 5"
     )
     assert said_by(cluster, 0) == said_by(cluster, 1)
 

@@ -10,8 +10,16 @@ import pytest
 from harness import InprocCluster, slot_bytes_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_results, assert_same_values, bits, expected_rows, reduce_by_host, reduce_in_rank_order
-from samples import CASES, some_rows, sparse_tensor
+from oracle import (
+    assert_results,
+    assert_same_values,
+    bits,
+    expected_rows,
+    indices_of_runs,
+    reduce_by_host,
+    reduce_in_rank_order,
+)
+from samples import CASES, Array, some_rows, sparse_tensor
 
 from omnireduce.descriptor import describe
 from omnireduce.dtypes import ELEMENT_TYPES
@@ -22,6 +30,7 @@ from omnireduce.protocol.effects import End
 from omnireduce.protocol.host_preset import Form, Group, preset
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.operands import DenseTensor, HostSum
+from omnireduce.wire.blocks import message_list, read_header, seal
 from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -308,6 +317,62 @@ def test_a_rank_blames_nobody_for_what_was_said_of_an_earlier_collective() -> No
             driver.advance()
     wait(cluster, 100.0, paused=0)  # its sum is sent, and its host waits for what it shows
     assert named(cluster) == {"rank 0 (host h0, pid 100)"}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_a_delegate_that_stops_before_it_shares_is_named_alone(has_rows: bool, shards: int) -> None:
+    """It has sent its sums. The other ranks of its host wait for it, and see no rank that is late."""
+    cluster = several_hosts([[0, 1, 2], [3]], 32, 4, 1, shards)
+    for rank in range(4):
+        if has_rows:
+            cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float32), 20)
+        else:
+            cluster.allreduce(rank, np.ones(160, np.float32))
+    cluster.settle(paused=cluster.aggregator_drivers)
+    wait(cluster, 100.0, paused=0)
+    assert named(cluster) == {"rank 0 (host h0, pid 100)"}
+
+
+def test_a_delegate_that_stops_before_it_has_summed_is_late() -> None:
+    """The others of its host have passed the first leg of rows, and wait for it in the second."""
+    cluster = several_hosts([[0, 1], [2]], 32, 8, 1, 1)
+    for rank in range(3):
+        cluster.rows(rank, np.arange(20), np.ones((20, 8), np.float32), 200)
+    first, second = cluster.hosts[0], cluster.hosts[1]
+    assert first is not None
+    assert second is not None
+    first._steps = second._steps = 1
+    for _ in range(1000):
+        cluster.worker_drivers[1].advance()
+        state = first._state[0]
+        knows_all = state["has_agreed"] and not state["is_listing"] and not state["wants_room"]
+        if not (knows_all and state["staged"] == state["chunks"] == state["combined"] + 1):
+            cluster.worker_drivers[0].advance()
+    assert (first._begun, second._begun) == (0, 1)
+    cluster.settle(paused=[cluster.worker_drivers[0]])
+    assert second.waited_for() == [0]
+
+
+def test_packets_that_a_shard_loses_are_not_the_fault_of_neighbours_alone() -> None:
+    cluster = several_hosts([[0, 1], [2, 3]], 1024, 40, 1, 1)
+
+    def lose_the_last(shard: int, rank: int, down: bool, slot: Array, nbytes: int) -> int:
+        if not down or rank != 0:
+            return nbytes
+        header = read_header(slot, nbytes)
+        indices = message_list(slot, header).copy()
+        indices = np.array(indices_of_runs(indices.tolist(), 1)) if header.runs else indices
+        return seal(slot, header.collective, header.frontier, indices[:-1], header.block_bytes)
+
+    cluster.tamper = lose_the_last
+    for rank in range(4):
+        cluster.ragged(rank, np.arange(300) + 1000 * rank, 8)
+    cluster.settle()
+    for end in cluster.worker_ends[:2]:
+        assert end is not None
+        assert end.cause is not None
+        assert end.cause.culprit.startswith("aggregator 127.0.0.1:7400"), end.cause
 
 
 def test_the_wait_for_ranks_begins_with_the_first_message() -> None:

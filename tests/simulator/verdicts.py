@@ -92,12 +92,11 @@ class Verdicts:
         if worker.job.name in self._cluster.garbled:
             return
         what, result = f"{worker.name} collective {number} ({work.what})", work.result()
-        hosts = worker.hosts
-        oracle = expected(work.what, ranks, hosts)
+        oracle = expected(work.what, ranks, worker.hosts)
         wrong = wrong_elements(result, oracle)
         if wrong:
             self.add(f"wrong: {what}: {wrong} of {oracle.size} elements")
-        if self._results.setdefault((work.what, ranks, hosts), result.tobytes()) != result.tobytes():
+        if self._results.setdefault((work.what, ranks, worker.hosts), result.tobytes()) != result.tobytes():
             self.add(f"wrong: {what} differs in its bits")
         damage = work.damage()
         if damage:

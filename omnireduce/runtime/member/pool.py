@@ -8,7 +8,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 
-KEPT = 4  # arrays that a pool remembers
+KEPT = 6  # arrays that a pool remembers: of rows a call takes up to four, and users keep results of calls before
 
 
 class Pool:

@@ -1,0 +1,43 @@
+"""How a collective goes through the memory of a host: in one leg, or in two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.protocol.collective import Collective
+from omnireduce.protocol.host_preset import Form
+from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
+from omnireduce.protocol.rows import RowSum
+
+_NO_NOTES = np.zeros(0, np.uint8)
+
+
+class Leg(NamedTuple):
+    """One way of `blocks` through memory. `notes`: of a sum, what is known of each block, as in `HostSum`. `owed`: the
+    ranks, counted within the host, that have to wait for a shard before they begin."""
+
+    collective: Collective
+    blocks: TensorBlocks | RowBlocks
+    form: Form
+    notes: Array = _NO_NOTES
+    owed: frozenset[int] = frozenset()
+
+
+def legs_of(collective: Collective, ranks: int, hosts: int) -> list[Leg]:
+    """The legs of a collective among the `ranks` of one of `hosts`."""
+    blocks, host_sum = collective.operand.blocks, collective.host_sum
+    if isinstance(host_sum, RowSum):
+        layout, nothing_yet = host_sum.layout, host_sum.returned()
+        owed = frozenset(shard % ranks for shard in range(layout.shards) if layout.takes_part(shard))
+        return [
+            Leg(collective, host_sum.blocks, "sums of rows"),
+            Leg(collective, nothing_yet, "returned rows", owed=owed),
+        ]
+    if host_sum is not None:
+        return [Leg(collective, blocks, "sum", host_sum.notes)]
+    if hosts > 1:
+        return [Leg(collective, AGREEMENT, "agreement")]
+    return [Leg(collective, blocks, "rows" if isinstance(blocks, RowBlocks) else "tensor")]
