@@ -15,6 +15,7 @@ DOWN = "down"  # nobody listens for longer than a worker may take to join
 SILENCE = "silence"  # nobody notices that a connection is lost for nearly as long as a collective may take
 UNREACHED = "cannot reach"
 NOT_ADMITTED = "before this worker was admitted"
+DIFFERENT = "submitted different collectives"
 NOT_LEFT = "had not left when the others"
 CROWD = "crowd"  # not all jobs are allowed at once
 ANY = "any"  # whatever ends a job
@@ -28,8 +29,7 @@ ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
     r"shutting down": ("drain",),
     r"had shut down when": ("early leave",),
     r"shut down with": ("early leave",),
-    r"submitted different collectives": ("mismatch",),
-    r"submitted different collectives: .* as number": ("tampering",),  # ranks of which one seems to have skipped some
+    DIFFERENT: ("mismatch", "tampering"),  # a false number: a rank seems to have skipped some
     NOT_LEFT: (
         "freeze",
         "link loss",

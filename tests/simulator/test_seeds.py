@@ -70,6 +70,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_HOSTS + 1258067: "a rank left early, and its link was lost before anybody read that",
     FIRST_OF_HOSTS + 816303: "a shard was frozen while a rank proved that it knows the secret",
     FIRST_OF_SEVERAL + 1120446: "a rank left early, before it could see that another one's message was tampered with",
+    FIRST_OF_SEVERAL + 1302821: "a message was tampered with, and seemed to be of a collective that another host sent",
     FIRST_OF_SEVERAL + 1172787: "a rank left with the shards, and those that stayed heard that its connection was lost",
     FIRST_OF_SEVERAL + 1042481: "a rank waited for rows of a frozen shard, and was blamed in the next collective",
     FIRST_OF_SEVERAL + 165079158: "a shard that was frozen took that time for a wait for a rank",

@@ -257,10 +257,11 @@ class Verdicts:
 
     def _explained_abort(self, worker: Worker, error: AbortedError, culprits: Set[str]) -> bool:
         """Whether it names one who is to blame."""
-        if " as number " in error.reason:  # a false number looks like a skipped collective: two are named
+        if reasons.DIFFERENT in error.reason:  # a false number looks like a skipped collective: two are named
             named = set(re.findall(r"\d+", error.culprit))
             numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
-            return bool(worker.job.smallest or named & numbers)
+            if worker.job.smallest or named & numbers:
+                return True
         if reasons.NOT_LEFT in error.reason:
             return True  # it names all who are still there, by numbers that change when the job is formed anew
         misled = bool(worker.misled) and str(error).startswith(worker.misled)
