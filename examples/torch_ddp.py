@@ -74,7 +74,7 @@ def main() -> None:
     with torch.no_grad():
         right = (model(images[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]).float().mean()
     if rank == 0:
-        print(f"{asked.backend}, {size} ranks: {asked.steps / seconds:.1f} steps/s; {right:.1%} of digits read right")
+        print(f"{asked.backend}, {size} ranks: {asked.steps / seconds:.2f} steps/s; {right:.1%} of digits read right")
     dist.destroy_process_group()
 
 

@@ -84,7 +84,7 @@ def main() -> None:
 
     if rank == 0:
         kind, last = "dense" if asked.dense else "sparse", torch.stack(losses[-10:]).mean()
-        print(f"{asked.backend} {kind}, {size} ranks: {asked.steps / seconds:.1f} steps/s; loss {last:.3f}")
+        print(f"{asked.backend} {kind}, {size} ranks: {asked.steps / seconds:.2f} steps/s; loss {last:.3f}")
     dist.destroy_process_group()
 
 
