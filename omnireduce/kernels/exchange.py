@@ -18,7 +18,7 @@ slots of its own, so that the host goes on to sum while the shards work:
     combine  add what the others staged to my own blocks, into my tensor
     show     once the sum of all hosts is in my tensor, copy it to my region
 
-Rows of a sparse matrix, of which each rank has other ones, take two steps each: every rank needs all rows anyway.
+Rows of a sparse matrix, of which each rank has other ones, take two steps each. On one host every rank needs all rows.
 
     stage    first the numbers of my rows, a slot full at a time; then my rows of the next chunk of the union
     combine  first copy and check the others' numbers; then add all ranks' rows of a chunk, into my result

@@ -145,6 +145,7 @@ def merge_rows(
         slot = slot_of(state, rank, chunk) * 8 // (width // s["size"])
         lists[PLACE, rank] = slot - lists[MERGED, rank] * s["size"]
     for row in range(first, stop):
+        collected = s["collected_blocks"]
         present, last = _find_row(state, lists, listed, union[row], plan[planned])
         is_copied = may_copy and present == 1
         is_left_out = not is_needed(state, union[row])
@@ -155,6 +156,7 @@ def merge_rows(
             reduce_batch(state, words, plan[:planned], rows, result[behind - planned : behind], scratch, bits)
             planned = 0
         if is_left_out:
+            s["collected_blocks"] = collected
             continue
         if is_copied and last == s["me"]:
             _copy(own, (lists[MERGED, last] - 1 - lists[FIRST, last]) * width, sums, row * width, width)

@@ -381,7 +381,7 @@ class HostExchange:
 
     def owed(self) -> list[int]:
         """The other ranks that may wait for a shard before they show or share what this rank waits for."""
-        return owed_ranks(self._counters, self._state[0], self._queue[0].owed)
+        return owed_ranks(self._counters, self._state[0], self._begun, self._queue[0].owed)
 
     def close(self) -> None:
         """Let go of the memory; nothing is exchanged any more."""

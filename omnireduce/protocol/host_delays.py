@@ -20,9 +20,10 @@ def _lowest_of_others(counters: Array) -> Array:
     return found
 
 
-def owed_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
-    """The ranks, but `me`, for which this one may wait while shards owe them something. As `late_ranks`."""
-    behind = counters[:, BEGUN] <= s["number"] if owed else counters[:, COMBINED] <= s["base"] + s["collected"]
+def owed_ranks(counters: Array, s: Any, number: int, owed: Collection[int]) -> list[int]:
+    """The ranks, but `me`, for which this one may wait in leg `number` while shards owe them something. As
+    `late_ranks`."""
+    behind = counters[:, BEGUN] <= number if owed else counters[:, COMBINED] <= s["base"] + s["collected"]
     return [rank for rank in np.flatnonzero(behind).tolist() if rank != s["me"] and (not owed or rank in owed)]
 
 

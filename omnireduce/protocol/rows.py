@@ -130,7 +130,8 @@ class RowSum(NumberedRows):
     def returned(self) -> RowBlocks:
         """What the shards have returned to this rank. The sums are not needed any more."""
         numbers, rows = self.collected()
-        self.numbers, self._rows = self.numbers[:0], self._rows[:0]
+        self.numbers, self._rows = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
+        self._union = self._rows  # it may have been copied
         return self._own._replace(numbers=numbers, rows=rows)
 
     def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:

@@ -45,6 +45,11 @@ def spread(sizes: Sequence[int], seed: int) -> list[list[int]]:
     return sorted(hosts)
 
 
+def junk(nbytes: int) -> Array:
+    """Memory for rows."""
+    return np.full(nbytes, 0xAB, np.uint8)
+
+
 def several_hosts(
     hosts: Sequence[Sequence[int]], block_bytes: int, blocks: int, seed: int, shards: int
 ) -> InprocCluster:
@@ -117,7 +122,8 @@ def test_allreduce_rows(
         inputs = [some_rows(rng, dtype, n_rows, length) for _ in range(sum(sizes))]
         for numbers, values in inputs:
             numbers.flags.writeable = values.flags.writeable = False
-        runs.append((inputs, [cluster.rows(rank, *brought, n_rows, op) for rank, brought in enumerate(inputs)]))
+        found = [cluster.rows(rank, *brought, n_rows, op, memory=junk) for rank, brought in enumerate(inputs)]
+        runs.append((inputs, found))
     cluster.run()
     for inputs, found in runs:
         union, sums = expected_rows(hosts, inputs, n_rows, op)
@@ -150,6 +156,8 @@ def test_a_host_sends_and_gets_each_row_once() -> None:
     assert {rank: [each % 2**48 for each in found] for (rank, is_down), found in sent.items() if is_down} == {
         0: down, 3: down,
     }  # fmt: skip
+    took = [each.received_bytes for each in cluster.hosts if each is not None]
+    assert took == [3 * 32, 4 * 32, 4 * 32], "rank 0 adds up, the others take its rows"
 
 
 @settings(max_examples=40)

@@ -260,7 +260,7 @@ class Verdicts:
         if reasons.DIFFERENT in error.reason:  # a false number looks like a skipped collective: two are named
             named = set(re.findall(r"\d+", error.culprit))
             numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
-            if worker.job.smallest or named & numbers:
+            if named & numbers or (worker.job.smallest and " as number " in error.reason):
                 return True
         if reasons.NOT_LEFT in error.reason:
             return True  # it names all who are still there, by numbers that change when the job is formed anew

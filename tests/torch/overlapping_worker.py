@@ -1,6 +1,7 @@
 """A rank that trains. Of each step the last gradient is computed only when the ranks have combined an earlier one.
 
-Prints one line of JSON: when the last gradient of each step was computed, in nanoseconds of the monotonic clock.
+Prints one line of JSON: of each step, when the backward pass began and when the last gradient was computed, in
+nanoseconds of the monotonic clock.
 """
 # Annotations are not postponed here: torch compares those of a hook with its own classes.
 
@@ -26,7 +27,7 @@ def main() -> None:
     dist.init_process_group("omnireduce", init_method=init, rank=rank, world_size=size)
     layers = [nn.Linear(300, 300) for _ in range(5)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.3)
-    combined, computed = threading.Event(), []
+    combined, began, computed = threading.Event(), [], []
 
     def allreduce(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
         def note(future: Future[Tensor]) -> Tensor:
@@ -45,8 +46,10 @@ def main() -> None:
     layers[0].weight.register_hook(await_another)
     for _ in range(STEPS):
         combined.clear()
-        model(torch.ones(4, 300)).sum().backward()
-    sys.stdout.write(json.dumps(computed) + "\n")
+        loss = model(torch.ones(4, 300)).sum()
+        began.append(time.monotonic_ns())
+        loss.backward()
+    sys.stdout.write(json.dumps(list(zip(began, computed, strict=True))) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()
 
