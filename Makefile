@@ -86,5 +86,5 @@ clean: ## remove .venv and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml tools/venv.sh
-	@tools/venv.sh $(VENV) mpi,dev
+	@tools/venv.sh $(VENV) mpi,plot,dev
 	@touch $@

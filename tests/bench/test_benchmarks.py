@@ -24,6 +24,7 @@ from benchmarks.memory import Memory
 from benchmarks.outcomes import Results, memory_outcome, outcome, show_verdicts
 from benchmarks.shaped import Setting
 from benchmarks.targets import verdicts
+from benchmarks.training import Runs, Training, outcome_of
 
 LABELS = {
     "ours": OURS,
@@ -275,17 +276,21 @@ def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
         for ranks in (2, 4):
             for density in (1.0, 0.1, 0.0):
                 case = Case(transport, ranks, "100 MiB", density)
-                found.add(outcome(measured(case, ours=10.0 * density + 1, mpich=20.0, gloo=30.0, scan=1.0)))
+                found.add(outcome(measured(case, ours=10.0 * density + 1, mpich=20.0, gloo=30.0, scan=1.0, bound=9.0)))
     found.add(outcome(measured(Case("shm", 2, "100 MiB", 0.1, kind="skew"), [1, 1], ours=1.0)))
     shaped = Results(tmp_path, "testbed.json")
-    one = outcome(measured(Case("tcp", 2, "100 MiB", 1.0, links="dedicated 1gbit"), ours=1.0))
+    one = outcome(measured(Case("tcp", 2, "100 MiB", 1.0, links="dedicated 1gbit"), ours=1.0, bound=1.0))
     more = {"layout": "dedicated", "rate": "1gbit", "share_of_least": 0.9}
     shaped.add(replace(one, rows=[row | more for row in one.rows]))
+    trained = Results(tmp_path, "training.json")
+    for model, links in (("digits", "this host"), ("digits", "1gbit"), ("embedding", "1gbit")):
+        training = Training(model, 4, links)
+        trained.add(outcome_of(training, {label: Runs([5.0], [90.0]) for label in training.labels}))
     for out in ("first", "second"):
         done = command("plot", "--results", tmp_path, "--out", tmp_path / out)
         assert done.exit_code == 0, done.output
     pictures = sorted((tmp_path / "first").iterdir())
-    names = ("bound", "ranks-shm", "ranks-tcp", "speedup", "time-shm", "time-tcp")
+    names = ("bound", "ranks-shm", "ranks-tcp", "speedup", "time-shm", "time-tcp", "training")
     assert [each.name for each in pictures] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
     for each in pictures:
         assert each.read_bytes() == (tmp_path / "second" / each.name).read_bytes()
