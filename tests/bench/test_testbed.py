@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from local_cluster import Process
 
 from benchmarks.__main__ import main
+from benchmarks.openmpi import write_agent
 from benchmarks.testbed import Host, TestbedError, goodput
 from benchmarks.testbed import testbed as new_testbed  # or pytest takes it for a test
 
@@ -209,6 +211,18 @@ def test_the_service_on_shaped_links_has_rows_and_verdicts(tmp_path: Path) -> No
         assert row["share"] == line["ratio"]
         assert (row["least_ms"] < row["bound_ms"]) == (row["density"] < 1)
     assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("able")
+def test_the_agent_of_open_mpi_starts_a_command_on_a_host_with_a_name_of_its_own(tmp_path: Path) -> None:
+    with new_testbed(2, RATE) as hosts:
+        agent = write_agent(hosts, str(tmp_path))
+        for host in hosts:
+            name, address = run(
+                str(agent), host.address, "hostname;", "ip -brief -4 address show dev eth0"
+            ).splitlines()
+            assert (name, address.split()[-1].partition("/")[0]) == (host.name, host.address)
+    assert socket.gethostname() not in {host.name for host in hosts}
 
 
 def test_without_root_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
