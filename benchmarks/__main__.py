@@ -3,7 +3,7 @@
 `run` measures on this host, `shaped` between hosts with shaped links, `training` trains with torch on both; all say in
 summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
-`profile` shows where the service's own time goes, `compare` what a change costs.
+`profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_
 from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import PEERS, labels
+from benchmarks.dispatch import measure_dispatch
 from benchmarks.environments import Tree
 from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
@@ -139,6 +140,16 @@ def training(
         _measure(found, left, run_trainings(left, turns))
     except TestbedError as error:
         _not_measured(error, optional)
+    except (PeerError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.option("--turns", type=click.IntRange(1), default=50, show_default=True, help="Of a hundred calls each.")
+def dispatch(turns: int) -> None:
+    """Show what torch adds to the time of a small all-reduce on this host."""
+    try:
+        click.echo(measure_dispatch(turns), nl=False)
     except (PeerError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
 

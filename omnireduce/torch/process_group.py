@@ -15,13 +15,13 @@ from torch import Tensor
 
 from omnireduce.descriptor import Op, RowOp
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Finished, Handle
+from omnireduce.runtime.member.handle import Handle
 from omnireduce.torch.completion import Completion
 from omnireduce.torch.forms import allreduce_forms, broadcast_forms, coalesced_forms, made, reduce_forms
 from omnireduce.torch.job import Job
 from omnireduce.torch.rows import replace, rows_of, width_of
 from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
-from omnireduce.torch.work import NO_LIMIT, Outcome, OutcomeWork
+from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork
 
 BACKEND, DEVICES = "omnireduce", ["cpu", "cuda"]
 COMPILER = "torch._dynamo"  # the module, once torch has loaded it
@@ -149,12 +149,12 @@ class ProcessGroup(dist.ProcessGroup):
         opts = made(dist.BarrierOptions, timeout=timeout) if opts is None else opts
         return self._start(Request(Communicator.barrier, Communicator.barrier_async, (), {}), opts, lambda _: [])
 
-    def _start(self, request: Request, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> OutcomeWork:
+    def _start(self, request: Request, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> dist._Work:
         """Start a collective; go through it at once where the caller is going to wait for it."""
         has_limit = opts.timeout > NO_LIMIT  # of this call alone
         if not opts.asyncOp and not has_limit:
             result = self._job.start(lambda c: request.run(c, *request.args, **request.options))
-            return OutcomeWork(Outcome(Finished(result), finish), None)
+            return FinishedWork(finish(result))
 
         def begin(communicator: Communicator) -> OutcomeWork:
             handle = request.begin(communicator, *request.args, **request.options)

@@ -50,23 +50,47 @@ class Outcome:
         return tensors
 
 
+class FinishedWork(dist._Work):
+    """A collective that is over: its result is in `tensors`, those of the user."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        return True
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self._tensors)
+        return future
+
+
 class OutcomeWork(dist._Work):
     """A collective that is over when its result is in the tensors of the user. Who waits for it without a limit has
     `limit` (0: none).
 
-    A thread of `completion` goes on with it until then; None: it is over. Nothing here refers back to this object: the
-    tensors are free as soon as nobody refers to it.
+    A thread of `completion` goes on with it until then. Nothing here refers back to this object: the tensors are free
+    as soon as nobody refers to it.
     """
 
-    def __init__(self, outcome: Outcome, completion: Completion | None, limit: timedelta = NO_LIMIT) -> None:
+    def __init__(self, outcome: Outcome, completion: Completion, limit: timedelta = NO_LIMIT) -> None:
         super().__init__()
         self._outcome, self._limit = outcome, limit
         self._over: Future[None] = Future()
-        if completion is None:
-            outcome.wait()
-            self._over.set_result(None)
-        else:
-            completion.add(Pending(outcome.wait, partial(self._over.set_result, None)))
+        completion.add(Pending(outcome.wait, partial(self._over.set_result, None)))
 
     def is_completed(self) -> bool:
         return self._outcome.is_known

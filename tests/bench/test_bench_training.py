@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import training
+from benchmarks import dispatch, training
 from benchmarks.__main__ import main
 from benchmarks.outcomes import Outcome
 from benchmarks.training import MODELS, Runs, Training, outcome_of
@@ -61,6 +61,20 @@ def test_without_gloo_there_is_no_verdict() -> None:
 def test_wrong_input(options: list[str], status: int, said: str) -> None:
     done = CliRunner().invoke(main, ["training", *options])
     assert (done.exit_code, said in done.output) == (status, True), done.output
+
+
+def test_what_torch_adds_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("torch") is None:
+        pytest.skip("no torch here; `make torch` installs it")
+    monkeypatch.setattr(dispatch, "python_of", lambda name: Path(sys.executable))
+    done = CliRunner().invoke(main, ["dispatch", "--turns", "1"])
+    assert done.exit_code == 0, done.output
+    for way in (dispatch.AT_ONCE, dispatch.LATER):
+        (line,) = (each for each in done.output.splitlines() if each.strip().startswith(way))
+        ours, theirs, more = map(int, line.removeprefix(f" {way}").split())
+        assert min(ours, theirs) > 0
+        assert abs(theirs - ours - more) <= 1
+    assert "<= 60 us" in done.output
 
 
 def test_one_run_of_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

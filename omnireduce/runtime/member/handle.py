@@ -61,21 +61,6 @@ class Handle(Generic[T], ABC):
         """The collectives that this is made of."""
 
 
-class Finished(Handle[T]):
-    """A result that is there."""
-
-    _parts = ()
-
-    def __init__(self, result: T) -> None:
-        self._result = result
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> T:
-        return self._result
-
-
 class Together(Handle[T]):
     """Several collectives as one; `result` makes one result of all their results."""
 
