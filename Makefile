@@ -61,7 +61,7 @@ bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw
 	$(BIN)/python -m benchmarks run $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks training --optional $(ARGS) || status=1; \
-	$(BIN)/python -m pip install --quiet -e '.[plot]' && $(BIN)/python -m benchmarks plot || status=1; \
+	$(BIN)/python -m benchmarks plot || status=1; \
 	exit $$status
 
 bench-quick: $(READY) ## measure what has a target: on this host and, as root, on shaped links; six minutes
@@ -85,6 +85,6 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .venv-openmpi .venv-gloo build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml tools/venv.sh
+$(READY): pyproject.toml tools/venv.sh Makefile
 	@tools/venv.sh $(VENV) mpi,plot,dev
 	@touch $@

@@ -24,6 +24,7 @@ from benchmarks.environments import HERE, Tree, python_of
 
 START_S = 120.0  # imports, joining, compiling the kernels once
 ORDER_S = 120.0  # the longest that one round may take
+TORCHRUN_END_S = 45.0  # it gives its ranks 30 s
 THREADS = {"OMP_NUM_THREADS": "1"}
 # its default, UCX, takes shared memory between local ranks whatever MPICH is told
 MPICH_OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
@@ -135,6 +136,15 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def end_torchrun(process: subprocess.Popen[Any]) -> None:
+    """It ends its ranks, which are in sessions of their own."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(TORCHRUN_END_S)
+    process.kill()
+    process.wait()
 
 
 def socket_path(folder: str, name: str) -> str:

@@ -15,13 +15,14 @@ from benchmarks.group import Group, socket_path
 from benchmarks.testbed import Host
 
 NAME = "openmpi"
-NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"')  # then the name, and a command
+WITH_NAME = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')  # then the name, and a command
 AGENT = """#!/bin/sh
 case $1 in
 {cases}
+*) echo "$1 is no host of this testbed" >&2; exit 1 ;;
 esac
 shift
-exec {named} "$host" ip netns exec "$host" sh -c "$*"
+exec {with_name} "$host" ip netns exec "$host" sh -c "$*"
 """
 
 
@@ -29,20 +30,25 @@ def write_agent(hosts: Iterable[Host], folder: str) -> Path:
     """Write a program that is called as ssh is, with the address of a host and a command; return its path."""
     agent = Path(folder) / "agent"
     cases = "\n".join(f"{host.address}) host={host.name} ;;" for host in hosts)
-    agent.write_text(AGENT.format(cases=cases, named=shlex.join(NAMED)))
+    agent.write_text(AGENT.format(cases=cases, with_name=shlex.join(WITH_NAME)))
     agent.chmod(0o755)
     return agent
 
 
-def openmpi_between(ranks: Sequence[Host], folder: str, interface: str) -> Group:
-    """Ranks of Open MPI, each on its host, those of one host in a row; they talk over `interface`, and on one host
-    through memory."""
-    counts, python = Counter(ranks), python_of(NAME)
-    agent, first = write_agent(counts, folder), ranks[0]
+def openmpi_between(of_ranks: Sequence[Host], folder: str, interface: str) -> Group:
+    """Ranks of Open MPI on these hosts, those of one host in a row. They talk over `interface`, and on one host through
+    memory."""
+    counts, python = Counter(of_ranks), python_of(NAME)
+    agent, first = write_agent(counts, folder), of_ranks[0]
     settings = {"pml": "ob1", "btl": "tcp,sm,self", "btl_tcp_if_include": interface, "mpi_yield_when_idle": "1"}
     options = ["--allow-run-as-root", "--bind-to", "none", "--prtemca", "plm_ssh_agent", str(agent)]
     options += [word for name, value in settings.items() for word in ("--mca", name, value)]
-    options += ["--host", ",".join(f"{host.address}:{count}" for host, count in counts.items()), "-n", str(len(ranks))]
-    rank = [str(python), "-m", "benchmarks.rank", "mpi", socket_path(folder, NAME), "{}"]
-    mpirun = [str(python.parent / "mpirun"), *options, *rank]
-    return Group(NAME, len(ranks), [[*first.prefix, *NAMED, first.name, *mpirun]], folder)
+    options += [
+        "--host",
+        ",".join(f"{host.address}:{count}" for host, count in counts.items()),
+        "-n",
+        str(len(of_ranks)),
+    ]
+    program = [str(python), "-m", "benchmarks.rank", "mpi", socket_path(folder, NAME), "{}"]
+    mpirun = [str(python.parent / "mpirun"), *options, *program]
+    return Group(NAME, len(of_ranks), [[*first.prefix, *WITH_NAME, first.name, *mpirun]], folder)

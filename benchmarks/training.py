@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.contest import OURS
 from benchmarks.environments import ROOT, python_of
-from benchmarks.group import THREADS, PeerError, daemon
+from benchmarks.group import THREADS, PeerError, daemon, end_torchrun
 from benchmarks.outcomes import Outcome, Row
 from benchmarks.shaped import INTERFACE, OPEN, PORT, Setting
 from benchmarks.targets import Verdict, at_least, at_most, undecided
@@ -29,7 +29,6 @@ from benchmarks.targets import Verdict, at_least, at_most, undecided
 GLOO = "gloo"
 RUN_S = 300.0  # the longest that one run of an example may take
 EXIT_S, LOOK_EVERY_S = 5.0, 0.2
-END_S = 45.0  # torchrun gives its ranks 30 s
 TURNS = 5
 SAID = re.compile(r" ([\d.]+) steps/s; (?:loss )?([\d.]+)")
 MOST_APART = 0.01  # how far a loss, or an accuracy in percent, may be from gloo's, as a part of that
@@ -167,7 +166,7 @@ def _output(label: str, commands: Sequence[Sequence[str]], environ: dict[str, st
             process = subprocess.Popen(
                 command, env=os.environ | THREADS | environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-            stack.callback(_end, process)
+            stack.callback(end_torchrun, process)
             processes.append(process)
         deadline = time.monotonic() + RUN_S
         while not all(process.poll() is not None for process in processes) and time.monotonic() < deadline:
@@ -186,14 +185,6 @@ def _output(label: str, commands: Sequence[Sequence[str]], environ: dict[str, st
 
 def _written(log: IO[bytes]) -> str:
     return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()  # torchrun ends its ranks, which are in sessions of their own
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    process.kill()
-    process.wait()
 
 
 def _rows(case: Training, found: Mapping[str, Runs]) -> list[Row]:

@@ -40,8 +40,10 @@ part() { # NAME, then the arguments of guests.py run
 tools/pyverbs.sh .venv || could_not_run 'no pyverbs (the reason is above)'
 "$PYTHON" tools/guests.py prepare || could_not_run 'no guest can be started (the reason is above)'
 
-# Files that name a transport, or the fixture that goes through them: to import the others takes a minute, emulated.
+# Files that name the transports, or the fixture `config` of tests/runtime/conftest.py, which goes through them. To import
+# the others takes a minute, emulated.
 mapfile -t TESTS < <(grep -lE '\b(KINDS|WAYS|RDMA)\b|\bconfig: Config\b' tests/{runtime,cluster}/test_*.py)
+((${#TESTS[@]})) || could_not_run 'no test file names the transports'
 TESTS=(tests/rdma tests/transport/test_conformance.py "${TESTS[@]}")
 # Of the suites that run over every transport, what is RDMA's: real queues only, and once what differs by types of
 # elements or by what ranks disagree about. Blocks are bytes by then, and the other tests have all of them. Launches by

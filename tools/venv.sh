@@ -57,6 +57,6 @@ if ! recent "$directory/bin/python" || ! "$directory/bin/python" -m pip --versio
     echo "making $directory with $("$python" --version)"
     "$python" -m venv --clear "$directory"
 fi
-echo "installing omnireduce and what it needs into $directory (about 150 MB to download the first time)"
+echo "installing omnireduce and what it needs into $directory (about 170 MB to download the first time)"
 "$directory/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[$extras]"
 echo "installed"

@@ -154,7 +154,7 @@ class ProcessGroup(dist.ProcessGroup):
         has_limit = opts.timeout > NO_LIMIT  # of this call alone
         if not opts.asyncOp and not has_limit:
             result = self._job.start(lambda c: request.run(c, *request.args, **request.options))
-            return FinishedWork(finish(result))
+            return FinishedWork(result, finish)
 
         def begin(communicator: Communicator) -> OutcomeWork:
             handle = request.begin(communicator, *request.args, **request.options)

@@ -51,11 +51,14 @@ class Outcome:
 
 
 class FinishedWork(dist._Work):
-    """A collective that is over: its result is in `tensors`, those of the user."""
+    """A collective that is over. `finish` makes its tensors of `result`. Raises RuntimeError where that fails."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, result: Any, finish: Callable[[Any], Sequence[Tensor]]) -> None:
         super().__init__()
-        self._tensors = list(tensors)
+        try:
+            self._tensors = list(finish(result))
+        except Exception as error:
+            raise told_to_torch(error) from error
 
     def is_completed(self) -> bool:
         return True

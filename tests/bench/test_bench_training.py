@@ -69,7 +69,7 @@ def test_what_torch_adds_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "python_of", lambda name: Path(sys.executable))
     done = CliRunner().invoke(main, ["dispatch", "--turns", "1"])
     assert done.exit_code == 0, done.output
-    for way in (dispatch.AT_ONCE, dispatch.LATER):
+    for way in (dispatch.SYNC, dispatch.ASYNC):
         (line,) = (each for each in done.output.splitlines() if each.strip().startswith(way))
         ours, theirs, more = map(int, line.removeprefix(f" {way}").split())
         assert min(ours, theirs) > 0

@@ -22,7 +22,7 @@ from benchmarks.contest import BOUND, OURS, PEERS, SCAN, Entrant, Measured, Meth
 from benchmarks.environments import HERE, Tree
 from benchmarks.memory import Memory
 from benchmarks.outcomes import Results, memory_outcome, outcome, show_verdicts
-from benchmarks.shaped import Setting
+from benchmarks.shaped import Setting, verdicts_of
 from benchmarks.targets import verdicts
 from benchmarks.training import Runs, Training, outcome_of
 
@@ -32,6 +32,8 @@ LABELS = {
     "bound": BOUND,
     "mpich": "mpich in place",
     "gloo": "gloo",
+    "openmpi": "openmpi in place",
+    "copying": "openmpi out of place",
     "agsparse": "AGsparse",
 }
 
@@ -267,8 +269,23 @@ def test_what_a_link_lets_pass_at_once_is_no_part_of_its_bound(layout: str, load
     assert Setting(layout, 4, "1gbit").bound_ms(tiny, 1e6, 0.5) == 0
 
 
+def test_on_shared_hosts_dense_tensors_are_compared_with_gloo_the_best_and_the_bound() -> None:
+    setting, links = Setting("shared", 4, "1gbit"), "shared 1gbit"
+    dense = measured(Case("tcp", 4, "100 MiB", 1.0, links=links), ours=10.0, gloo=15.0, openmpi=9.0, copying=20.0)
+    lines = [
+        (each.case.partition(": ")[2], each.peer, each.ratio, each.met) for each in verdicts_of(setting, dense, 9.5)
+    ]
+    assert lines == [
+        ("", "gloo", 1.5, True), ("best", "openmpi in place", 0.9, False), ("bound", "union bound", 0.95, True),
+    ]  # fmt: skip
+    sparse = measured(Case("tcp", 4, "100 MiB", 0.1, links=links), ours=1.0, gloo=9.6, openmpi=9.5, copying=20.0)
+    [line] = verdicts_of(setting, sparse, 1.0)
+    assert (line.peer, line.ratio, line.met) == ("openmpi in place", 9.5, True)
+    without = measured(Case("tcp", 4, "100 MiB", 1.0, links=links), ours=10.0, gloo=15.0)
+    assert [each.met for each in verdicts_of(setting, without, 9.5)] == [True, None, True]
+
+
 def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     done = command("plot", "--results", tmp_path)
     assert (done.exit_code, f"no rows to draw in {tmp_path}" in done.output) == (1, True)
     found = Results(tmp_path)

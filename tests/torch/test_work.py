@@ -65,6 +65,23 @@ def test_a_collective_is_complete_when_its_tensor_has_the_result() -> None:
     assert run_group(2, run) == [(2.0, 4.0)] * 2
 
 
+def test_a_call_that_has_waited_says_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(group: ProcessGroup, rank: int) -> list[float]:
+        x = torch.ones(8, 3).t()
+        work = group.allreduce([x], options("Allreduce", asyncOp=False))
+        assert (work.is_completed(), work.is_success(), work.exception(), work.wait()) == (True, True, None, True)
+        assert work.result()[0] is x
+        return [float(x[0, 0]), float(work.get_future().wait()[0].sum())]
+
+    def fails(tensors: object, copies: object) -> None:
+        raise MemoryError("no room")
+
+    assert run_group(2, run) == [[2.0, 48.0]] * 2
+    monkeypatch.setattr("omnireduce.torch.process_group.put_back", fails)
+    with pytest.raises(RuntimeError, match="omnireduce: no room"):
+        run_group(2, run)
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["waited for", "not waited for"])
 def test_tensors_are_free_when_nobody_refers_to_their_collective(waits: bool) -> None:
     """At once, not when the collector of cycles runs."""
