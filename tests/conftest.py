@@ -12,6 +12,7 @@ from local_cluster import Daemon
 
 from omnireduce.config.security import SECRET_VARIABLE
 
+LONG = {"torch", "siege", "faults", "deploy", "bench"}
 settings.register_profile(
     "tests",
     deadline=None,  # machines that run tests are busy
@@ -23,6 +24,11 @@ settings.load_profile("tests")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it in the background; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop(SECRET_VARIABLE, None)  # what a developer has set does not count
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few tests that take long come first: else one of them runs alone at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
 @pytest.fixture(scope="session")
