@@ -178,8 +178,14 @@ def _steps_per_second(rows: list[Row]) -> Figure:
             at = {_place(row): row["steps_per_s"] for row in own if row["entrant"] == entrant}
             left = [places.index(place) + (number + 0.5) * 0.8 / len(entrants) - 0.4 for place in at]
             panel.bar(left, list(at.values()), 0.8 / len(entrants), label=entrant)
-        panel.set(title=model, ylabel="steps per second", yscale="log")
+        rates = [row["steps_per_s"] for row in own]
+        if max(rates) > 10 * min(rates):
+            panel.set(yscale="log", ylim=(min(rates) / 2, 4 * max(rates)))
+            panel.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=True))
+        else:
+            panel.set(ylim=(0, 1.25 * max(rates)))
+        panel.set(title=model, ylabel="steps per second")
         panel.set_xticks(range(len(places)), places)
         panel.grid(axis="y", alpha=0.3)
-        panel.legend()
+        panel.legend(loc="upper right", ncols=len(entrants))
     return figure
