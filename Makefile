@@ -64,7 +64,7 @@ bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw
 	$(BIN)/python -m benchmarks plot || status=1; \
 	exit $$status
 
-bench-quick: $(READY) ## measure what has a target: on this host and, as root, on shaped links; six minutes
+bench-quick: $(READY) ## measure what has a target: on this host and, as root, on shaped links; a quarter of an hour
 	@status=0; \
 	$(BIN)/python -m benchmarks run --quick $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
