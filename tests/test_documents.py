@@ -55,7 +55,7 @@ PROGRAMS = {
     "vagrant",
 }
 CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all others run
-    "docs/pytorch.md: make torch": "six minutes; tests/torch/test_torch_suite.py runs some of them",
+    "docs/pytorch.md: make torch": "six minutes; tests/pytorch/test_torch_suite.py runs some of them",
     "CONTRIBUTING.md: make install": "these are the tests themselves, and what takes minutes to hours",
     "docs/performance.md: make bench-quick": "benchmarks of a quarter of an hour and more, in part as root",
     "docs/performance.md: python -m benchmarks run": "benchmarks of minutes, in part as root; an older checkout",

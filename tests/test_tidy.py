@@ -61,13 +61,17 @@ def loaded_by(statement: str, names: tuple[str, ...]) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
-def undocumented(pyproject: str, page: str) -> list[str]:
-    """Return the dependencies, extras included, that `page` does not name in backquotes."""
+def dependencies(pyproject: str) -> list[str]:
+    """The names of all dependencies, extras included."""
     project = tomllib.loads(pyproject)["project"]
     extras = project.get("optional-dependencies", {}).values()
     wanted = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
-    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
-    return [name for name in names if f"`{name}`" not in page]
+    return [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
+
+
+def undocumented(pyproject: str, page: str) -> list[str]:
+    """Return the dependencies that `page` does not name in backquotes."""
+    return [name for name in dependencies(pyproject) if f"`{name}`" not in page]
 
 
 @pytest.mark.parametrize("check", MODULE_CHECKS, ids=lambda check: check.__name__)
@@ -141,6 +145,13 @@ def test_every_dependency_has_its_reason() -> None:
 def test_the_dependency_check_sees_a_gap() -> None:
     pyproject = '[project]\ndependencies = ["a>=1", "b-c"]\n[project.optional-dependencies]\nx = ["d[e]>2"]\n'
     assert undocumented(pyproject, "`a` because. b-c is not marked.") == ["b-c", "d"]
+
+
+def test_no_folder_of_tests_has_the_name_of_a_dependency() -> None:
+    """`tests` is where Python looks for modules: where torch is not installed, it would find a folder of that name."""
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert "pytorch" in folders
+    assert not folders & set(dependencies((ROOT / "pyproject.toml").read_text("utf-8")))
 
 
 LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES

@@ -310,7 +310,7 @@ class VerbsTlsPair(VerbsPair):
     join = staticmethod(tls_ends)
 
 
-SHM_PORT = 65535  # a name only: nothing listens on it by TCP
+SHM_PORT = 65536 + os.getpid()  # a name only, of this process alone: others run tests beside it
 WITH_TLS: tuple[type[Pair], ...] = (TlsPair, VerbsTlsPair) if OPENSSL else ()
 PAIRS: tuple[type[Pair], ...] = (InprocPair, SimPair, ShmPair, TcpPair, VerbsPair, *WITH_TLS)
 

@@ -1,4 +1,4 @@
-"""A few of torch's own tests for its backends; `python -m tests.torch.torch_suite` runs all."""
+"""A few of torch's own tests for its backends; `python -m tests.pytorch.torch_suite` runs all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEW = (
 def test_torchs_own_tests_pass() -> None:
     pytest.importorskip("expecttest", reason="torch's tests import it; `make torch` installs it")
     names = f"^test_({'|'.join(FEW)})$"
-    command = [sys.executable, "-m", "tests.torch.torch_suite", "--world-size", "2", "-k", names]
+    command = [sys.executable, "-m", "tests.pytorch.torch_suite", "--world-size", "2", "-k", names]
     with Process(*command, environ={"OMP_NUM_THREADS": "1"}, from_scratch=True) as suite:
         status = suite.wait(6 * WAIT_S)
         printed = [suite.line() for _ in range(len(FEW) + 1)]

@@ -1,4 +1,4 @@
-"""The tests that torch ships for its own backends, run against this one: `python -m tests.torch.torch_suite`.
+"""The tests that torch ships for its own backends, run against this one: `python -m tests.pytorch.torch_suite`.
 
 Torch chooses by a backend's name which tests are for it. Here it chooses those of gloo, or of the backend `--like`;
 then they run with `--backend`. Each test has a process of its own, which starts the ranks. Where it hangs, all of them
@@ -113,7 +113,7 @@ def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
     yield from (f"{len(failed):5} failed", *failed)
 
 
-@click.command(name="python -m tests.torch.torch_suite")
+@click.command(name="python -m tests.pytorch.torch_suite")
 @click.option("--backend", default="omnireduce", show_default=True, help="What runs them.")
 @click.option("--like", default="gloo", show_default=True, help="Whose tests; mpi has others.")
 @click.option("-k", "pattern", default="", help="Only tests whose names this regular expression matches.")

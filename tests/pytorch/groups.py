@@ -6,12 +6,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import pytest
+import torch
 import torch.distributed as dist
 from local_cluster import WAIT_S, Ranks
 
-from omnireduce.torch.process_group import ProcessGroup, gloo_group
+from omnireduce.torch.gloo import gloo_group
+from omnireduce.torch.process_group import ProcessGroup
 
 T = TypeVar("T")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here, or a torch without CUDA")
+
+
+def method(group: Any, name: str, old_name: str) -> Callable[..., Any]:
+    """A method that torch 2.13 calls `name`, and earlier ones `old_name`."""
+    found: Callable[..., Any] = getattr(group, name if hasattr(dist.ProcessGroup, name) else old_name)
+    return found
 
 
 def options(kind: str, **values: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from groups import options, run_gloo, run_group
+from groups import method, options, run_gloo, run_group
 from local_cluster import Daemon
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -156,9 +156,9 @@ def test_from_all_to_all() -> None:
         parts = [torch.empty(6, 4) for _ in range(3)]
         group.allgather([parts], [x]).wait()
         whole, part, dealt = torch.empty(18, 4), torch.empty(2, 4), torch.empty(6, 4)
-        group.all_gather_single(whole, x).wait()
-        group.reduce_scatter_single(part, x).wait()
-        group.all_to_all_single(dealt, x, [], []).wait()
+        method(group, "all_gather_single", "_allgather_base")(whole, x).wait()
+        method(group, "reduce_scatter_single", "_reduce_scatter_base")(part, x).wait()
+        method(group, "all_to_all_single", "alltoall_base")(dealt, x, [], []).wait()
         many = [values(rank, torch.float32), values(rank, torch.float32, (5,))]
         group.allreduce_coalesced(many, dist.AllreduceCoalescedOptions()).wait()
         group.barrier().wait()
@@ -205,6 +205,17 @@ def test_sparse_tensors(dense: tuple[int, ...], dtype: torch.dtype) -> None:
     dense_ones = [coordinates(rank, dtype, dense, rows[rank]).to_dense() for rank in range(3)]
     expected = dense_ones[0] + dense_ones[1] + dense_ones[2]
     same(run_group(3, run), [expected] * 3)
+
+
+def test_the_default_device_may_be_another_one() -> None:
+    def run(group: Group, rank: int) -> list[Tensor]:
+        x, rows = torch.ones(3), coordinates(rank, torch.float32, (4,), 3)
+        with torch.device("meta"):
+            group.allreduce([x], options("Allreduce")).wait()
+            group.allreduce([rows], options("Allreduce")).wait()
+        return [x, rows.to_dense()]
+
+    same(run_group(1, run), [[torch.ones(3), coordinates(0, torch.float32, (4,), 3).to_dense()]])
 
 
 def test_a_group_of_threads_of_this_process_is_served_by_the_aggregators(aggregators: Daemon) -> None:

@@ -57,12 +57,17 @@ def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(SEEN, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
 
+def chance(step: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(100 * step + dist.get_rank())
+
+
 def numbers(step: int) -> Tensor:
-    return torch.randn(5, SEEN, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    return torch.randn(5, SEEN, generator=chance(step), device="cpu").to(torch.get_default_device())
 
 
 def words(step: int) -> Tensor:
-    return torch.randint(0, WORDS, (5, 4), generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    found = torch.randint(0, WORDS, (5, 4), generator=chance(step), device="cpu")
+    return found.to(torch.get_default_device())
 
 
 def train(model: nn.Module, batch: Callable[[int], Tensor], optimizer: Any = None, steps: int = STEPS) -> nn.Module:
@@ -122,7 +127,7 @@ def uneven_unused(group: Group) -> nn.Module:
 
 def mixed(group: Group) -> nn.Module:
     model = DistributedDataParallel(dense(), process_group=group)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         return train(model, numbers)
 
 
@@ -197,7 +202,7 @@ def sharded_model(group: Group) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(SEEN, 8), nn.Tanh(), nn.Linear(8, 4))
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, torch.get_default_device().type))
     train(model, numbers)
     whole = nn.Module()
     for name, each in model.named_parameters():
@@ -228,7 +233,7 @@ WAYS = (
 def digest(model: nn.Module) -> str:
     found = hashlib.sha256()
     for each in model.parameters():
-        found.update(each.detach().contiguous().numpy().tobytes())
+        found.update(each.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -238,7 +243,10 @@ def say(**event: str) -> None:
 
 
 def main() -> None:
+    """Arguments: where the ranks meet, the rank, how many there are, and the device of the models."""
     torch.set_num_threads(1)
+    torch.set_default_device(sys.argv[4])
+    torch.use_deterministic_algorithms(sys.argv[4] == "cuda")
     dist.init_process_group("omnireduce", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=int(sys.argv[3]))
     groups = {"omnireduce": dist.group.WORLD}
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # there torch 2.13 ends with a fault where a model uses gloo
