@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from omnireduce.torch.gloo import DEVICES
 from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
 from omnireduce.torch.launch import local_first, tell_torch
-from omnireduce.torch.process_group import BACKEND, DEVICES, ProcessGroup
+from omnireduce.torch.process_group import BACKEND, ProcessGroup
 
 tell_torch()
 if BACKEND not in dist.Backend.backend_list:

@@ -68,7 +68,7 @@ class Job:
     def _agree(self) -> str:
         """What tells this job from all others: rank 0 draws it. Returns when all ranks are here; a rank that has died
         is noticed at once."""
-        drawn = torch.tensor([secrets.randbits(63) if self._gloo.rank() == 0 else 0])
+        drawn = torch.tensor([secrets.randbits(63) if self._gloo.rank() == 0 else 0], device="cpu")
         try:
             self._gloo.allreduce([drawn]).wait()
         except RuntimeError as error:

@@ -18,24 +18,14 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.torch.completion import Completion
 from omnireduce.torch.forms import allreduce_forms, broadcast_forms, coalesced_forms, made, reduce_forms
+from omnireduce.torch.gloo import call_gloo, gloo_group
 from omnireduce.torch.job import Job
 from omnireduce.torch.rows import replace, rows_of, width_of
 from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
-from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork
+from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork, gpus_of
 
-BACKEND, DEVICES = "omnireduce", ["cpu", "cuda"]
+BACKEND = "omnireduce"
 COMPILER = "torch._dynamo"  # the module, once torch has loaded it
-
-
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of torch that uses gloo."""
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-    for device in DEVICES:
-        group._register_backend(torch.device(device), kind, gloo)
-    return group
 
 
 class Request(NamedTuple):
@@ -107,13 +97,13 @@ class ProcessGroup(dist.ProcessGroup):
             return self._allreduce(tensors, op, opts)
         if (op == "sum" or op == "mean") and width_of(tensor):
             return self._allreduce_rows(tensor, op, opts)
-        return self._gloo.allreduce(tensors, opts)
+        return call_gloo(self._gloo, "allreduce", tensors, opts)
 
     @coalesced_forms
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         op = op_of(opts.reduceOp, tensors[0].dtype) if tensors else None
         if op is None or any(tensor.is_sparse or tensor.dtype != tensors[0].dtype for tensor in tensors):
-            return self._gloo.allreduce_coalesced(tensors, opts)
+            return call_gloo(self._gloo, "allreduce_coalesced", tensors, opts)
         return self._allreduce(tensors, op, opts)
 
     def _allreduce(self, tensors: list[Tensor], op: Op, opts: Any) -> dist._Work:
@@ -121,21 +111,23 @@ class ProcessGroup(dist.ProcessGroup):
         arrays = [array_of(copy) for copy in copies]
         x = arrays[0] if len(arrays) == 1 else arrays
         request = Request(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": op})
-        return self._start(request, opts, lambda _: put_back(tensors, copies))
+        return self._start(request, tensors, opts, lambda _: put_back(tensors, copies))
 
     def _allreduce_rows(self, tensor: Tensor, op: RowOp, opts: Any) -> dist._Work:
         request = Request(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
-        return self._start(request, opts, lambda rows: replace(tensor, rows))
+        return self._start(request, [tensor], opts, lambda rows: replace(tensor, rows))
 
     @reduce_forms
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
         [tensor] = tensors
         op = op_of(opts.reduceOp, tensor.dtype)
         if op is None or tensor.is_sparse:
-            return self._gloo.reduce(tensors, opts)
+            return call_gloo(self._gloo, "reduce", tensors, opts)
         copies, root = [staged(tensor)], opts.rootRank
         request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": op})
-        return self._start(request, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors)
+        return self._start(
+            request, tensors, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors
+        )
 
     @broadcast_forms
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
@@ -143,14 +135,16 @@ class ProcessGroup(dist.ProcessGroup):
         request = Request(
             Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {}
         )
-        return self._start(request, opts, lambda _: put_back(tensors, copies))
+        return self._start(request, tensors, opts, lambda _: put_back(tensors, copies))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist._Work:
         opts = made(dist.BarrierOptions, timeout=timeout) if opts is None else opts
-        return self._start(Request(Communicator.barrier, Communicator.barrier_async, (), {}), opts, lambda _: [])
+        return self._start(Request(Communicator.barrier, Communicator.barrier_async, (), {}), [], opts, lambda _: [])
 
-    def _start(self, request: Request, opts: Any, finish: Callable[[Any], Sequence[Tensor]]) -> dist._Work:
-        """Start a collective; go through it at once where the caller is going to wait for it."""
+    def _start(
+        self, request: Request, tensors: Sequence[Tensor], opts: Any, finish: Callable[[Any], Sequence[Tensor]]
+    ) -> dist._Work:
+        """Start a collective of `tensors`; go through it at once where the caller is going to wait for it."""
         has_limit = opts.timeout > NO_LIMIT  # of this call alone
         if not opts.asyncOp and not has_limit:
             result = self._job.start(lambda c: request.run(c, *request.args, **request.options))
@@ -159,7 +153,7 @@ class ProcessGroup(dist.ProcessGroup):
         def begin(communicator: Communicator) -> OutcomeWork:
             handle = request.begin(communicator, *request.args, **request.options)
             limit = opts.timeout if has_limit else NO_LIMIT
-            return OutcomeWork(Outcome(handle, finish), self._completion, limit)
+            return OutcomeWork(Outcome(handle, finish), self._completion, limit, gpus_of(tensors))
 
         work = self._job.start(begin)  # also the completion: in the same order as they are started
         if not opts.asyncOp:
@@ -188,7 +182,7 @@ for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrie
 
 def _through_gloo(name: str) -> Callable[..., Any]:
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._gloo, name)(*args, **kwargs)
+        return call_gloo(self._gloo, name, *args, **kwargs)
 
     call.__name__ = name
     return call

@@ -46,5 +46,6 @@ def sparse_of(rows: Rows[Any], like: Tensor) -> Tensor:
     pair = (2,) if like.is_complex() else ()
     indices = torch.from_numpy(np.stack(np.unravel_index(numbers, tuple(sparse))).astype(np.int64, copy=False))
     found = tensor_of(values.reshape(len(numbers), *dense, *pair), like.dtype)
-    made = torch.sparse_coo_tensor(indices, found, like.shape, is_coalesced=True, check_invariants=False)
-    return made.to(like.device)
+    return torch.sparse_coo_tensor(
+        indices, found, like.shape, device=like.device, is_coalesced=True, check_invariants=False
+    )

@@ -39,7 +39,7 @@ def staged(tensor: Tensor) -> Tensor:
     """A contiguous tensor in the processor's memory with the values of `tensor`: itself, if it is one."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_cuda:  # pinned memory: the device copies from and to it by itself
-        return torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain)
+        return torch.empty(plain.shape, dtype=plain.dtype, device="cpu", pin_memory=True).copy_(plain)
     return plain.contiguous()
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -25,6 +26,12 @@ def told_to_torch(error: Exception) -> RuntimeError:
     limit = " (the timeout of the process group)" if isinstance(error, CollectiveTimeoutError) else ""
     found: RuntimeError = dist.DistBackendError(f"omnireduce: {text}{limit}")
     return found
+
+
+def gpus_of(tensors: Sequence[Tensor]) -> list[torch.device]:
+    """Where tensors are that are not in the processor's memory. A future takes no tensors of devices that it was not
+    told of."""
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})
 
 
 class Outcome:
@@ -76,23 +83,29 @@ class FinishedWork(dist._Work):
         return True
 
     def get_future(self) -> Future[list[Tensor]]:
-        future: Future[list[Tensor]] = Future()
+        future: Future[list[Tensor]] = Future(devices=gpus_of(self._tensors))
         future.set_result(self._tensors)
         return future
 
 
 class OutcomeWork(dist._Work):
-    """A collective that is over when its result is in the tensors of the user. Who waits for it without a limit has
-    `limit` (0: none).
+    """A collective that is over when its result is in the tensors of the user, which are on `devices` beside the
+    processor. Who waits for it without a limit has `limit` (0: none).
 
     A thread of `completion` goes on with it until then. Nothing here refers back to this object: the tensors are free
     as soon as nobody refers to it.
     """
 
-    def __init__(self, outcome: Outcome, completion: Completion, limit: timedelta = NO_LIMIT) -> None:
+    def __init__(
+        self,
+        outcome: Outcome,
+        completion: Completion,
+        limit: timedelta = NO_LIMIT,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         super().__init__()
         self._outcome, self._limit = outcome, limit
-        self._over: Future[None] = Future()
+        self._over: Future[None] = Future(devices=list(devices))
         completion.add(Pending(outcome.wait, partial(self._over.set_result, None)))
 
     def is_completed(self) -> bool:
