@@ -3,7 +3,8 @@
 `run` measures on this host, `shaped` between hosts with shaped links, `training` trains with torch on both; all say in
 summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
-`profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call.
+`profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
+`all-reduce` how its `all_reduce` compares with that of gloo.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TypeVar
 import click
 from rich.console import Console
 
+from benchmarks.all_reduce import measure_all_reduce
 from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
 from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
@@ -151,6 +153,18 @@ def dispatch(turns: int) -> None:
     try:
         click.echo(measure_dispatch(turns), nl=False)
     except (PeerError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command("all-reduce")
+@click.option("--ranks", type=click.IntRange(2, 1024), default=2, show_default=True)
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@ONLY
+def all_reduce(ranks: int, device: str, only: str) -> None:
+    """Time `dist.all_reduce` of torch on this host, with omnireduce and with gloo in turns."""
+    try:
+        click.echo(measure_all_reduce(ranks, device, only), nl=False)
+    except (PeerError, RuntimeError, OmniReduceError) as error:
         raise click.ClickException(str(error)) from error
 
 

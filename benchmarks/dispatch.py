@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,10 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environments import ROOT, python_of
-from benchmarks.group import THREADS, PeerError, end_torchrun
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import below
+from benchmarks.torch_ranks import run_ranks
 from omnireduce.dtypes import Array
 
 RANKS, ELEMENTS = 2, 1024
@@ -29,29 +24,12 @@ IN_A_ROW = 100  # calls
 OURS, TORCH = "omnireduce", "through torch"
 SYNC, ASYNC = "synchronous", "asynchronous, then wait"
 MOST_US = 60.0  # that torch may add: a collective of one host is not much longer
-RUN_S = 300.0  # the longest that a run may take
 
 
 def measure_dispatch(turns: int) -> str:
-    """Run the ranks in the environment of gloo, which has torch; return what they print. Raises PeerError where they
-    fail, RuntimeError where torch cannot be installed."""
-    torchrun = python_of("gloo").parent / "torchrun"
-    command = [str(torchrun), "--standalone", "--nproc-per-node", str(RANKS), "-m", "benchmarks.dispatch", str(turns)]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")} | THREADS
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        stack.callback(end_torchrun, process)
-        try:
-            said, _ = process.communicate(timeout=RUN_S)
-        except subprocess.TimeoutExpired:
-            raise PeerError(TORCH, f"took longer than {RUN_S:g} s") from None
-        if process.returncode:
-            log.seek(0)
-            raise PeerError(TORCH, f"failed: {log.read()[-2000:]}")
-        return said
+    """Run the ranks; return what they print. Raises PeerError where they fail, RuntimeError where torch cannot be
+    installed."""
+    return run_ranks("benchmarks.dispatch", RANKS, str(turns))
 
 
 class Way(NamedTuple):

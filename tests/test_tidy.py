@@ -150,7 +150,7 @@ def test_the_dependency_check_sees_a_gap() -> None:
 def test_no_folder_of_tests_has_the_name_of_a_dependency() -> None:
     """`tests` is where Python looks for modules: where torch is not installed, it would find a folder of that name."""
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
-    assert "pytorch" in folders
+    assert folders, "no folders found"
     assert not folders & set(dependencies((ROOT / "pyproject.toml").read_text("utf-8")))
 
 

@@ -57,12 +57,13 @@ class State:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned. Raises UsageError if it is of another model."""
-        shapes = {name: each.shape for each, name in self.names.items()}
+        known = {name: each for each, name in self.names.items()}
         for name, each in saved["residuals"].items():
-            if shapes.get(name) != each.shape:
-                there = f"has shape {tuple(shapes[name])}" if name in shapes else "is not there"
+            if name not in known or known[name].shape != each.shape:
+                there = f"has shape {tuple(known[name].shape)}" if name in known else "is not there"
                 raise UsageError(f"parameter '{name}' of shape {tuple(each.shape)} was saved; in this model it {there}")
-        self.residuals = {name: each.clone() for name, each in saved["residuals"].items()}
+        of_file = saved["residuals"].items()  # which may have been read to another device
+        self.residuals = {name: each.to(known[name].device, copy=True) for name, each in of_file}
 
     def _residual(self, parameter: Tensor) -> Tensor:
         """What was kept of the gradient of a parameter: a tensor of its shape, to be changed in place."""

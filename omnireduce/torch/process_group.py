@@ -20,9 +20,9 @@ from omnireduce.torch.completion import Completion
 from omnireduce.torch.forms import allreduce_forms, broadcast_forms, coalesced_forms, made, reduce_forms
 from omnireduce.torch.gloo import call_gloo, gloo_group
 from omnireduce.torch.job import Job
-from omnireduce.torch.rows import replace, rows_of, width_of
-from omnireduce.torch.tensors import array_of, bytes_of, op_of, put_back, staged
-from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork, gpus_of
+from omnireduce.torch.rows import replace, rows_of, stream_of, width_of
+from omnireduce.torch.tensors import array_of, bytes_of, gpus_of, op_of, put_back, staged
+from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork
 
 BACKEND = "omnireduce"
 COMPILER = "torch._dynamo"  # the module, once torch has loaded it
@@ -35,6 +35,18 @@ class Request(NamedTuple):
     begin: Callable[..., Handle[Any]]
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+
+class Abilities:
+    """What a group can do beside collectives, as torch asks: nothing. It asks when a rank has a `device_id`."""
+
+    supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
+
+    def name(self) -> str:
+        return BACKEND
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -79,6 +91,9 @@ class ProcessGroup(dist.ProcessGroup):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
 
+    def _get_backend(self, device: torch.device) -> Abilities:
+        return Abilities()
+
     def shutdown(self) -> None:
         """Leave the job. Collectives under way fail."""
         self._job.leave()
@@ -115,7 +130,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _allreduce_rows(self, tensor: Tensor, op: RowOp, opts: Any) -> dist._Work:
         request = Request(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
-        return self._start(request, [tensor], opts, lambda rows: replace(tensor, rows))
+        stream = stream_of(tensor)
+        return self._start(request, [tensor], opts, lambda rows: replace(tensor, rows, stream))
 
     @reduce_forms
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:

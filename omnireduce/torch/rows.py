@@ -12,7 +12,7 @@ from torch import Tensor
 
 from omnireduce.dtypes import Array
 from omnireduce.runtime.member.calls import Rows
-from omnireduce.torch.tensors import array_of, staged, tensor_of
+from omnireduce.torch.tensors import array_of, settle, staged, tensor_of
 
 
 def rows_of(tensor: Tensor) -> tuple[Array, Array, int]:
@@ -33,10 +33,19 @@ def width_of(tensor: Tensor) -> int:
     return math.prod(dense) * (2 if tensor.is_complex() else 1)
 
 
+def stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The stream of this thread for a tensor on a GPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
 @torch.no_grad()
-def replace(tensor: Tensor, rows: Rows[Any]) -> list[Tensor]:
-    """Replace a sparse tensor by the coalesced one of these rows, and return it."""
-    return [tensor.copy_(sparse_of(rows, tensor))]  # not a detached one: that has numbers of rows of its own
+def replace(tensor: Tensor, rows: Rows[Any], stream: torch.cuda.Stream | None) -> list[Tensor]:
+    """Replace a sparse tensor by the coalesced one of these rows, and return it. The tensor gets new memory, which
+    belongs to `stream`."""
+    with torch.cuda.stream(stream), torch.inference_mode(tensor.is_inference()):
+        tensor.copy_(sparse_of(rows, tensor))  # not a detached one: that has numbers of rows of its own
+        settle([tensor])
+    return [tensor]
 
 
 def sparse_of(rows: Rows[Any], like: Tensor) -> Tensor:

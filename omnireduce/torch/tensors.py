@@ -38,17 +38,35 @@ def op_of(op: object, dtype: torch.dtype) -> Op | None:
 def staged(tensor: Tensor) -> Tensor:
     """A contiguous tensor in the processor's memory with the values of `tensor`: itself, if it is one."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.is_cuda:  # pinned memory: the device copies from and to it by itself
-        return torch.empty(plain.shape, dtype=plain.dtype, device="cpu", pin_memory=True).copy_(plain)
-    return plain.contiguous()
+    return room_for(plain).copy_(plain) if plain.is_cuda else plain.contiguous()
+
+
+def room_for(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in the processor's memory, of the shape of `tensor`, for values that come later.
+
+    For one on a GPU it is pinned: the device copies from and to it by itself.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def put_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
-    """Replace each tensor by its staged copy, unless that shares its memory. Returns the tensors."""
+    """Replace each tensor by its staged copy, unless that shares its memory. Returns the tensors, once it is done."""
     for tensor, copy in zip(tensors, copies, strict=True):
         if tensor.data_ptr() != copy.data_ptr():
             tensor.detach().copy_(copy)
+    settle(tensors)
     return list(tensors)
+
+
+def gpus_of(tensors: Sequence[Tensor]) -> list[torch.device]:
+    """Where tensors are that are not in the processor's memory."""
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})
+
+
+def settle(tensors: Sequence[Tensor]) -> None:
+    """Wait until GPUs have done what this thread asked of them. Who uses the tensors may use another stream."""
+    for device in gpus_of(tensors):
+        torch.cuda.current_stream(device).synchronize()
 
 
 def array_of(tensor: Tensor) -> Array:

@@ -16,6 +16,7 @@ from omnireduce.errors import CollectiveTimeoutError
 from omnireduce.runtime.member.calls import once
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.torch.completion import Completion, Pending
+from omnireduce.torch.tensors import gpus_of
 
 NO_LIMIT = timedelta(0)
 
@@ -26,12 +27,6 @@ def told_to_torch(error: Exception) -> RuntimeError:
     limit = " (the timeout of the process group)" if isinstance(error, CollectiveTimeoutError) else ""
     found: RuntimeError = dist.DistBackendError(f"omnireduce: {text}{limit}")
     return found
-
-
-def gpus_of(tensors: Sequence[Tensor]) -> list[torch.device]:
-    """Where tensors are that are not in the processor's memory. A future takes no tensors of devices that it was not
-    told of."""
-    return list({tensor.device for tensor in tensors if tensor.is_cuda})
 
 
 class Outcome:
@@ -89,8 +84,8 @@ class FinishedWork(dist._Work):
 
 
 class OutcomeWork(dist._Work):
-    """A collective that is over when its result is in the tensors of the user, which are on `devices` beside the
-    processor. Who waits for it without a limit has `limit` (0: none).
+    """A collective that is over when its result is in the tensors of the user. Who waits for it without a limit has
+    `limit` (0: none). `devices`: the GPUs of the tensors. Torch wants futures to know them: it makes streams wait.
 
     A thread of `completion` goes on with it until then. Nothing here refers back to this object: the tensors are free
     as soon as nobody refers to it.

@@ -63,10 +63,26 @@ def test_wrong_input(options: list[str], status: int, said: str) -> None:
     assert (done.exit_code, said in done.output) == (status, True), done.output
 
 
-def test_what_torch_adds_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("torch") is None:
-        pytest.skip("no torch here; `make torch` installs it")
-    monkeypatch.setattr(dispatch, "python_of", lambda name: Path(sys.executable))
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="no torch here; `make torch` installs it")
+
+
+@needs_torch
+def test_all_reduce_of_torch_against_gloo() -> None:
+    done = CliRunner().invoke(main, ["all-reduce", "--only", "4 KiB"])
+    assert done.exit_code == 0, done.output
+    (row,) = (line for line in done.output.splitlines() if "4 KiB" in line)
+    ours, theirs, ratio = (float(each.rstrip("x")) for each in row.split()[-3:])
+    assert theirs / ours == pytest.approx(ratio, rel=0.05)
+
+
+def test_an_all_reduce_that_is_none_is_refused() -> None:
+    done = CliRunner().invoke(main, ["all-reduce", "--only", "5 KiB"])
+    assert done.exit_code == 1
+    assert "no case's name contains '5 KiB'; there are 100 MiB, density 1" in done.output
+
+
+@needs_torch
+def test_what_torch_adds_to_a_call() -> None:
     done = CliRunner().invoke(main, ["dispatch", "--turns", "1"])
     assert done.exit_code == 0, done.output
     for way in (dispatch.SYNC, dispatch.ASYNC):

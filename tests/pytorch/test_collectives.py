@@ -102,14 +102,15 @@ def test_allreduce_of_int16(name: str) -> None:
     same(run_group(3, run), [expected.to(torch.int16)] * 3)
 
 
-def test_what_omnireduce_does_not_reduce_goes_through_gloo() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_omnireduce_does_not_reduce_goes_through_gloo(layout: str) -> None:
     def run(group: Group, rank: int) -> list[Tensor]:
         results = []
         for name in ("sum", "min", "max", "prod"):
-            results.append(values(rank, torch.bool))
+            results.append(packed(group, LAYOUTS[layout](values(rank, torch.bool))))
             group.allreduce(results[-1:], options("Allreduce", reduceOp=OPS[name])).wait()
         for op in BITS.values():
-            results.append(values(rank, torch.int32))
+            results.append(packed(group, LAYOUTS[layout](values(rank, torch.int32))))
             group.allreduce(results[-1:], options("Allreduce", reduceOp=op)).wait()
         return results
 
@@ -205,6 +206,16 @@ def test_sparse_tensors(dense: tuple[int, ...], dtype: torch.dtype) -> None:
     dense_ones = [coordinates(rank, dtype, dense, rows[rank]).to_dense() for rank in range(3)]
     expected = dense_ones[0] + dense_ones[1] + dense_ones[2]
     same(run_group(3, run), [expected] * 3)
+
+
+def test_sparse_tensors_of_inference() -> None:
+    def run(group: Group, rank: int) -> Tensor:
+        with torch.inference_mode():
+            x = coordinates(rank, torch.float32, (4,), 3)
+            group.allreduce([x], options("Allreduce", asyncOp=True)).wait()
+            return x.to_dense()
+
+    same(run_group(1, run), [coordinates(0, torch.float32, (4,), 3).to_dense()])
 
 
 def test_the_default_device_may_be_another_one() -> None:

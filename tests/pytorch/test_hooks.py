@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from groups import run_group
 from torch import nn
 
 from omnireduce import UsageError
+from omnireduce.torch import ProcessGroup
 from omnireduce.torch.hooks import State, keep_largest
 
 
@@ -46,3 +48,13 @@ def test_what_was_kept_of_another_model_is_refused() -> None:
         kept.load_state_dict({"residuals": {"module.weight": torch.ones(3, 2)}})
     with pytest.raises(UsageError, match=r"'bias' of shape \(2,\) was saved; in this model it has shape \(3,\)"):
         kept.load_state_dict({"residuals": {"bias": torch.ones(2)}})
+
+
+@pytest.mark.usefixtures("aggregators")
+def test_what_was_kept_goes_to_the_device_of_its_parameter() -> None:
+    def run(group: ProcessGroup, rank: int) -> str:
+        state = State(nn.Linear(3, 2, device="meta"), process_group=group)
+        state.load_state_dict({"residuals": {"weight": torch.ones(2, 3)}})
+        return state.residuals["weight"].device.type
+
+    assert run_group(1, run) == ["meta"]

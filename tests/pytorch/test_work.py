@@ -251,3 +251,13 @@ def test_what_cannot_be_joined_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         assert isinstance(error, RuntimeError)
         assert "omnireduce: " in str(error)
         assert "127.0.0.1:1" in str(error)
+
+
+def test_torch_may_ask_what_else_a_group_can_do() -> None:
+    """As `init_process_group` does, where a rank has a `device_id`."""
+
+    def run(group: ProcessGroup, rank: int) -> tuple[bool, bool]:
+        able = group._get_backend(torch.device("cuda", 0))
+        return able.supports_splitting, able.supports_tensor_alloc(torch.device("cuda", 0))
+
+    assert run_group(1, run) == [(False, False)]

@@ -245,9 +245,11 @@ def say(**event: str) -> None:
 def main() -> None:
     """Arguments: where the ranks meet, the rank, how many there are, and the device of the models."""
     torch.set_num_threads(1)
-    torch.set_default_device(sys.argv[4])
-    torch.use_deterministic_algorithms(sys.argv[4] == "cuda")
-    dist.init_process_group("omnireduce", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=int(sys.argv[3]))
+    rank, size, device = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_default_device(device)
+    torch.use_deterministic_algorithms(device == "cuda")
+    device_id = torch.device(device, 0) if device == "cuda" else None
+    dist.init_process_group("omnireduce", init_method=sys.argv[1], rank=rank, world_size=size, device_id=device_id)
     groups = {"omnireduce": dist.group.WORLD}
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # there torch 2.13 ends with a fault where a model uses gloo
         groups["gloo"] = dist.new_group(backend="gloo")
