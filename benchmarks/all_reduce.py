@@ -93,6 +93,8 @@ def _finish(x: Any) -> None:
 def _run_rank(device: str, only: str) -> None:
     import torch.distributed as dist
 
+    import omnireduce.torch  # noqa: F401  it registers the backend
+
     dist.init_process_group("omnireduce")
     groups = [dist.group.WORLD, dist.new_group(backend="gloo")]
     table = Table(box=None)
