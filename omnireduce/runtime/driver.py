@@ -86,9 +86,9 @@ class Driver:
         self.push()
         self._keep_deadline(self._clock())
 
-    def turn(self) -> None:
-        """Feed from all peers, and let the machine do what it can. Then call its timer, if the deadline had passed
-        before.
+    def turn(self, peers: Iterable[int] | None = None) -> None:
+        """Feed from these peers (None: all), and let the machine do what it can. Then call its timer, if the deadline
+        had passed before.
 
         A deadline that passes during the turn has to wait: if this process was stopped meanwhile, much may have come
         that the machine does not know yet. It must not judge that nothing came.
@@ -96,7 +96,7 @@ class Driver:
         Credits gather until `flush`, which a caller that is going to wait has to call.
         """
         now = self._clock()
-        for peer in range(len(self.links)):
+        for peer in range(len(self.links)) if peers is None else peers:
             self.feed(peer)
         self.perform(self.machine.advance(self._clock()))
         self._keep_deadline(now)

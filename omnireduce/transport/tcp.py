@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
+from omnireduce.transport.base import Event
 from omnireduce.transport.stream import BACKLOG, StreamLink
+
+WORTH_READING = 1 << 18  # bytes of a message that wake its reader, if so many are still to come
 
 
 class TcpLink(StreamLink):
@@ -17,7 +21,20 @@ class TcpLink(StreamLink):
         super().__init__(sock, peer)
         _detect_dead_peer(sock, dead_peer_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._readable_at = 1  # bytes from which on the system calls the socket readable
         self.local_host, self.remote_host = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+
+    def poll(self) -> Sequence[Event]:
+        events = super().poll()
+        if self._lost is None:
+            self._let_gather(1 if self._body is None else min(len(self._body), WORTH_READING))
+        return events
+
+    def _let_gather(self, nbytes: int) -> None:
+        """Let the system call the socket readable when so many bytes have come, or the connection is over."""
+        if nbytes != self._readable_at:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._readable_at = nbytes
 
 
 def _detect_dead_peer(sock: socket.socket, dead_peer_s: float) -> None:

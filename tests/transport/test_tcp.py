@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from omnireduce.transport.base import Control
+from omnireduce.transport import stream
+from omnireduce.transport.base import Control, Lost, Received
 from omnireduce.transport.shm import listen_shm
-from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+from omnireduce.transport.stream import DATA, FRAME
+from omnireduce.transport.tcp import WORTH_READING, TcpLink, connect_tcp, listen_tcp
 
-from .pairs import SHM_PORT, TcpPair, accept, wait_for
+from .pairs import SHM_PORT, SLOT_BYTES, TcpPair, accept, wait_for
 
 TCP = socket.IPPROTO_TCP
 
@@ -38,6 +40,46 @@ def test_a_silent_peer_is_noticed_in_time(dead_peer_s: float) -> None:
         assert idle + interval * probes <= max(4, dead_peer_s)  # the system counts in seconds
         assert option(link, TCP, socket.TCP_NODELAY) == 1
         link.close()
+
+
+def readable_at(link: TcpLink) -> int:
+    """How many bytes must have come before the system calls the link readable."""
+    return option(link, socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+
+def begin_message(pair: TcpPair, nbytes: int) -> None:
+    """Let the right end read the frame of a message of SLOT_BYTES, and so many bytes of it."""
+    pair.write_raw(pair.right, FRAME.pack(DATA, 0, SLOT_BYTES) + bytes(nbytes))
+    pair.repeat(lambda: pair.right.poll() == [] and pair.right.counters.received_bytes == FRAME.size + nbytes)
+
+
+def test_a_part_of_a_message_wakes_nobody() -> None:
+    pair = TcpPair()
+    assert readable_at(pair.right) == 1
+    begin_message(pair, 10)
+    assert readable_at(pair.right) == SLOT_BYTES - 10 < WORTH_READING
+    pair.write_raw(pair.right, bytes(SLOT_BYTES - 10))
+    assert pair.collect(pair.right, 1) == [Received(0, SLOT_BYTES)]
+    assert readable_at(pair.right) == 1
+    pair.close()
+
+
+def test_a_broken_connection_wakes_who_waits_for_the_rest_of_a_message() -> None:
+    pair = TcpPair()
+    begin_message(pair, 10)
+    pair.left.close()
+    assert pair.collect(pair.right, 1) == [Lost("connection closed")]
+    pair.close()
+
+
+def test_what_one_poll_leaves_can_be_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message is longer than one poll may take; of the rest a small part has come."""
+    pair = TcpPair()
+    monkeypatch.setattr(stream, "BYTES_PER_POLL", FRAME.size + SLOT_BYTES)
+    begin_message(pair, 10)
+    pair.write_raw(pair.right, bytes(SLOT_BYTES - 10) + FRAME.pack(DATA, 1, 0) + FRAME.pack(DATA, 2, 0))
+    assert pair.collect(pair.right, 3) == [Received(0, SLOT_BYTES), Received(1, 0), Received(2, 0)]
+    pair.close()
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "shm"])

@@ -233,7 +233,7 @@ class Engine(Interruptible):
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
-                self._driver.turn()
+                self._driver.turn(self._lookout.news())
         finally:
             self._driving = False
             self._changed.notify_all()
@@ -251,6 +251,7 @@ class Engine(Interruptible):
                 self._lookout.look_out(now + self._spin_s, patience_ms, self._lock)
             else:
                 os.sched_yield()  # another thread may want the lock
+                self._lookout.glance()
         finally:  # written in C, and no signal interrupts it
             self._lock._acquire_restore(mine)  # type: ignore[attr-defined]
 
@@ -355,7 +356,7 @@ class Engine(Interruptible):
                 break
             self._driver.flush()
             self._block(deadline)
-            self._driver.turn()
+            self._driver.turn(self._lookout.news())
 
     def _let_go(self) -> None:
         with self._lock:

@@ -14,7 +14,8 @@ from omnireduce.transport.base import Link
 from omnireduce.transport.blame import from_a_handler
 
 UNKNOWN = -1  # what a link is watched for, while that changes
-PEEKED = [(-1, 0)]  # there is news that no descriptor told
+PEEKED = [(-2, 0)]  # there is news that no descriptor told
+Ready = list[tuple[int, int]]  # descriptors, and what for
 
 
 class Lookout:
@@ -27,6 +28,7 @@ class Lookout:
         self._bell = -1 if host is None else self._bells[host.me]
         self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
         self._poll = select.poll()
+        self._ready: set[int] = set()  # descriptors, at the last look
         for descriptor in (self._wake, self._bell):
             if descriptor >= 0:
                 self._poll.register(descriptor, select.POLLIN)
@@ -79,10 +81,21 @@ class Lookout:
 
     def look_out(self, spin_until: float, patience_ms: float | None, lock: threading.RLock) -> None:
         """Return when there is news, or after `patience_ms`. Spin first. Whoever has `lock` may use or close links."""
-        ready = self._spin(spin_until, lock) or self._sleep(patience_ms)
-        for descriptor, _ in ready:
-            if descriptor in (self._wake, self._bell) and descriptor >= 0:
-                self._drain(descriptor)
+        self._note(self._spin(spin_until, lock) or self._sleep(patience_ms))
+
+    def glance(self) -> None:
+        """Look whether there is news."""
+        self._note(self._poll.poll(0))
+
+    def _note(self, ready: Ready) -> None:
+        self._ready = {descriptor for descriptor, _ in ready}
+        for bell in self._ready.intersection((self._wake, self._bell)):
+            self._drain(bell)
+
+    def news(self) -> list[int]:
+        """The shards whose links had something to say at the last look."""
+        watched = enumerate(zip(self._descriptors, self._links, strict=True))
+        return [shard for shard, (descriptor, link) in watched if descriptor in self._ready or link.peek()]
 
     def _drain(self, descriptor: int) -> None:
         try:
@@ -91,7 +104,7 @@ class Lookout:
             if from_a_handler(error):
                 raise
 
-    def _spin(self, until: float, lock: threading.RLock) -> list[tuple[int, int]]:
+    def _spin(self, until: float, lock: threading.RLock) -> Ready:
         while time.monotonic() < until:
             with lock:
                 if any(link.peek() for link in self._links):
@@ -104,7 +117,7 @@ class Lookout:
             os.sched_yield()
         return []
 
-    def _sleep(self, patience_ms: float | None) -> list[tuple[int, int]]:
+    def _sleep(self, patience_ms: float | None) -> Ready:
         """Sleep on the descriptors. Another rank of this host rings when it has moved."""
         if self._host is None:
             return self._poll.poll(patience_ms)
