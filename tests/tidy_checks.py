@@ -16,7 +16,13 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".service", ".sb
 TEXT_NAMES = {"Makefile", "Vagrantfile", "Containerfile", "run"}
 TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant", "deploy")
 
-LIBRARY = ("compression", "programs", "elastic", "data_parallel")  # what users call, on top of a communicator
+LIBRARY = (
+    "compression",
+    "programs",
+    "elastic",
+    "data_parallel",
+    "planning",
+)  # what users call, on top of a communicator
 FRONTS = ("torch", "keras", "bench", "console")
 ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.

@@ -14,6 +14,14 @@ from omnireduce.version import __version__
 
 _LARGEST_BLOCK = 65536
 
+_link_gbps = click.option(
+    "--link-gbps",
+    type=click.FloatRange(0, 1e6, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Bandwidth of a link in each direction, Gbit/s.",
+)
+
 # The commands import what they run when they run: --help need not wait for it.
 
 
@@ -109,13 +117,7 @@ def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--block-sizes", default="32,64,128,256,512,1024", show_default=True, help="Elements, comma-separated.")
 @click.option("--world-size", type=click.IntRange(min=2), default=2, show_default=True, help="Workers.")
-@click.option(
-    "--link-gbps",
-    type=click.FloatRange(0, 1e6, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="Bandwidth of a worker's link in each direction, Gbit/s.",
-)
+@_link_gbps
 @json_option
 def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps: float, json_path: str | None) -> None:
     """Say how sparse the arrays in files are, and whether the service would help.
@@ -136,6 +138,34 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
         json_path=json_path,
     )
     sys.exit(0 if complete else 1)
+
+
+@main.command(short_help="Predict an all-reduce, say how to place it.")
+@click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.option("--elements", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the tensor.")
+@click.option("--dtype", default="float32", show_default=True)
+@click.option(
+    "--density", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="Blocks that are not zero."
+)
+@click.option("--overlap", default="random", show_default=True, help="Of the ranks' blocks: random, full or none.")
+@click.option("--block-size", type=click.IntRange(8, _LARGEST_BLOCK), default=256, show_default=True, help="Elements.")
+@click.option("--ranks", type=click.IntRange(2, 65536), default=8, show_default=True, help="In all.")
+@click.option("--hosts", type=click.IntRange(1, 65536), help="Hosts with ranks.  [default: as many as ranks]")
+@_link_gbps
+@click.option("--latency-us", type=click.FloatRange(0, 1e6), default=50.0, show_default=True, help="Of a link.")
+@click.option("--cores", type=click.FloatRange(0, min_open=True), default=8.0, show_default=True, help="Of each host.")
+@click.option("--shards", default="", help="Numbers to try, such as 1,4.  [default: 1, 2, 4, … to hosts]")
+@json_option
+def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
+    """Predict how long an all-reduce takes, and what it costs: for shards beside the ranks, and on hosts of their own,
+    few or many of them. The best plan comes with its configuration.
+
+    FILES are saved gradients, one of each rank. Without any a tensor is drawn. No host needs to exist. docs/planning.md
+    says what the prediction rests on, and how near it came.
+    """
+    from omnireduce.console.plan import Asked, report_plan
+
+    report_plan(Asked(hosts=hosts or asked["ranks"], **asked), json_path)
 
 
 @main.command(short_help="Show where the time of a traced job went.")

@@ -1,0 +1,118 @@
+"""`omnireduce plan`: how long an all-reduce would take, and how to place ranks and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.errors import UsageError
+from omnireduce.files.output import check_writable, write_json
+from omnireduce.planning.candidates import Candidate, Study, as_toml, shard_counts, study
+from omnireduce.planning.model import Hosts
+from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, Patterns
+from omnireduce.planning.saved import read_all
+from omnireduce.printing import density_text, make_console, short_count, short_time
+
+MOST_SHARDS = 4096
+
+
+class Asked(NamedTuple):
+    """What is to be planned: files of saved arrays, or a tensor as it is drawn; the ranks; the hosts."""
+
+    files: Sequence[str]
+    elements: int
+    dtype: str
+    density: float
+    overlap: str
+    block_size: int
+    ranks: int
+    hosts: int
+    link_gbps: float
+    latency_us: float
+    cores: float
+    shards: str
+
+
+def report_plan(asked: Asked, json_path: str | None) -> None:
+    """Print the predictions and the best plan. Raises UsageError, FileError."""
+    if json_path:
+        check_writable(json_path)
+    if asked.ranks % asked.hosts:
+        raise UsageError(f"{asked.ranks} ranks on {asked.hosts} hosts: expected as many ranks on each host")
+    patterns, block_bytes = _patterns(asked)
+    hosts = Hosts(asked.hosts, asked.cores, asked.link_gbps * 1e9 / 8, asked.latency_us * 1e-6)
+    shards = _parse_shards(asked.shards) or shard_counts(asked.hosts, asked.ranks // asked.hosts)
+    found = study(patterns, block_bytes, hosts, asked.ranks // asked.hosts, shards)
+    _print(make_console(), asked, found, patterns.blocks * block_bytes)
+    if json_path:
+        write_json(msgspec.json.encode(_as_json(found)), json_path)
+
+
+def _patterns(asked: Asked) -> tuple[Patterns, int]:
+    """The blocks of each rank, and the bytes of a block."""
+    if asked.files:
+        masks, itemsize = read_all(asked.files, asked.block_size)
+        if len(masks) != asked.ranks:
+            raise UsageError(f"{len(masks)} files for {asked.ranks} ranks: expected one of each rank")
+        return KnownPatterns(masks), asked.block_size * itemsize
+    blocks = -(-asked.elements // asked.block_size)
+    if asked.dtype not in ELEMENT_TYPES:
+        raise UsageError(f"--dtype {asked.dtype}: expected one of {', '.join(ELEMENT_TYPES)}")
+    itemsize = ELEMENT_TYPES[asked.dtype].itemsize
+    return DrawnPatterns(blocks, asked.density, asked.overlap, asked.ranks), asked.block_size * itemsize
+
+
+def _print(console: Console, asked: Asked, found: Study, nbytes: int) -> None:
+    console.print(
+        f"{short_count(nbytes)} bytes on {asked.ranks} ranks, {asked.hosts} hosts of {asked.cores:g} processors, "
+        f"links of {asked.link_gbps:g} Gbit/s and {asked.latency_us:g} us\n"
+        f"density {density_text(found.density)}, of all together {density_text(found.union_density)}"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("shards", "where", "ranks"):
+        table.add_column(title, justify="right" if title == "shards" else "left", no_wrap=True)
+    for title in ("time ms", "busiest link", "processor ms", "memory of a shard"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in sorted(found.candidates, key=lambda each: each.prediction.seconds):
+        table.add_row(*_cells(each), style="bold" if each is found.best else None)
+    console.print(table)
+    verdict = "" if found.ring_s > found.best.prediction.seconds else ": no plan here is faster"
+    console.print(f"a ring that sends everything: {short_time(found.ring_s * 1e3)} ms at least{verdict}\n")
+    console.print(as_toml(found.best.plan, asked.hosts, asked.block_size), end="")
+
+
+def _cells(each: Candidate) -> list[str]:
+    plan, prediction = each
+    return [
+        str(plan.shards),
+        "hosts of their own" if plan.dedicated else "beside ranks",
+        "by host" if plan.by_host else "one by one",
+        short_time(prediction.seconds * 1e3),
+        short_count(prediction.link_bytes),
+        short_time(prediction.processor_s * 1e3),
+        short_count(prediction.shard_bytes),
+    ]
+
+
+def _as_json(found: Study) -> dict[str, object]:
+    rows = [each.plan._asdict() | each.prediction._asdict() | {"best": each is found.best} for each in found.candidates]
+    return {
+        "plans": rows,
+        "ring_s": found.ring_s,
+        "density": found.density,
+        "union_density": found.union_density,
+    }
+
+
+def _parse_shards(text: str) -> list[int]:
+    """Numbers with commas between them. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    found = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
+    if not all(1 <= each <= MOST_SHARDS for each in found):
+        raise UsageError(f"--shards {text!r}: expected numbers from 1 to {MOST_SHARDS}, such as 1,2,4")
+    return sorted(set(found))

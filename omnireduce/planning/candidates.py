@@ -1,0 +1,114 @@
+"""The plans that are worth a look, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from omnireduce.errors import UsageError
+from omnireduce.layout import Layout
+from omnireduce.planning.load import Load, load_of
+from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
+from omnireduce.planning.patterns import Patterns, SummedPatterns
+
+AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
+STRIPE_BLOCKS = 64
+MOST_LINKS = 1 << 22  # of a plan: there is memory for what each of them carries
+SHOWN = 8  # addresses; of more shards the first and the last ones
+
+
+class Candidate(NamedTuple):
+    """A plan, and what it gives."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+class Study(NamedTuple):
+    """All candidates, the best one, the time of a ring that sends everything, and the densities of one sender's blocks
+    and of the union; senders are hosts, or ranks where hosts have one each."""
+
+    candidates: list[Candidate]
+    best: Candidate
+    ring_s: float
+    density: float
+    union_density: float
+
+
+def shard_counts(hosts: int, ranks: int) -> list[int]:
+    """A few numbers from 1 up to that of the hosts, each a multiple of the one before, but for the last."""
+    most = max(1, min(hosts, MOST_LINKS // (hosts * ranks)))
+    step = 2 if most <= 64 else 8
+    counts = [1]
+    while step * counts[-1] < most:
+        counts.append(step * counts[-1])
+    return [*counts, most] if most > 1 else counts
+
+
+def plans(hosts: int, ranks: int, shards: Iterable[int]) -> list[Plan]:
+    """Ranks by host, or one by one where hosts have several; shards beside ranks, or on hosts of their own."""
+    ways = [True, False] if ranks > 1 else [False]
+    return [Plan(ranks, way, count, own) for way in ways for own in (False, True) for count in shards]
+
+
+def study(
+    patterns: Patterns,
+    block_bytes: int,
+    hosts: Hosts,
+    ranks: int,
+    shards: Sequence[int],
+    *,
+    messages: Messages | None = None,
+    costs: Costs | None = None,
+) -> Study:
+    """Compare the plans for a tensor whose blocks on each rank are `patterns`. Each host has `ranks` ranks.
+
+    Raises UsageError for fewer than two hosts, whose ranks exchange tensors in memory, and for too many links.
+    """
+    if hosts.number < 2:
+        raise UsageError("1 host: its ranks exchange tensors in memory, without shards. Expected 2 hosts or more")
+    if hosts.number * ranks * max(shards) > MOST_LINKS:
+        links = f"{hosts.number * ranks} ranks with {max(shards)} shards"
+        raise UsageError(f"{links} are {hosts.number * ranks * max(shards)} links; expected at most {MOST_LINKS}")
+    messages = messages or Messages()
+    loads: dict[tuple[bool, int], Load] = {}
+    found = []
+    for plan in plans(hosts.number, ranks, shards):
+        key = plan.by_host, plan.shards
+        if key not in loads:
+            loads[key] = _load(patterns, block_bytes, hosts.number, plan, messages)
+        prediction = predict(loads[key], block_bytes, hosts, plan, messages=messages, costs=costs)
+        found.append(Candidate(plan, prediction))
+    first = next(iter(loads.values()))
+    everything = 2 * (hosts.number - 1) / hosts.number * patterns.blocks * block_bytes
+    return Study(found, best(found), everything / hosts.bytes_per_s, first.density, first.union_density)
+
+
+def _load(patterns: Patterns, block_bytes: int, hosts: int, plan: Plan, messages: Messages) -> Load:
+    if plan.by_host:
+        patterns = SummedPatterns(patterns, plan.ranks)
+    density = float(patterns.of(0).mean()) if patterns.blocks else 0.0
+    windows = windows_for(patterns.blocks, density, block_bytes, plan.shards, messages)
+    layout = Layout(patterns.blocks, 1, plan.shards, STRIPE_BLOCKS)
+    return load_of(patterns, hosts * plan.senders, layout, windows)
+
+
+def best(candidates: Sequence[Candidate]) -> Candidate:
+    """Of those that are nearly as fast as the fastest: without hosts of their own, with few shards, by host."""
+    limit = AS_GOOD * min(each.prediction.seconds for each in candidates)
+    good = [each for each in candidates if each.prediction.seconds <= limit]
+    return min(good, key=lambda each: (each.plan.dedicated, each.plan.shards, not each.plan.by_host))
+
+
+def as_toml(plan: Plan, hosts: int, block_size: int) -> str:
+    """The configuration of the workers for this plan, with names of hosts that stand for the real ones."""
+    kind, count = ("aggregator", plan.shards) if plan.dedicated else ("node", hosts)
+    names = [f'"{kind}{at % count + 1}:{7400 + at // count}"' for at in range(plan.shards)]
+    listed = ", ".join(names if plan.shards <= SHOWN else [*names[:3], "…", names[-1]])
+    lines = [
+        f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {-(-plan.shards // count)}",
+        *("[cluster]", f"aggregators = [{listed}]", "", "[protocol]", f"block_size = {block_size}"),
+    ]
+    if plan.ranks > 1:
+        lines += ["", "[transport]", f'host_exchange = "{"auto" if plan.by_host else "off"}"']
+    return "\n".join(lines) + "\n"

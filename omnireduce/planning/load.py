@@ -1,0 +1,59 @@
+"""What an all-reduce takes from each rank to each shard, and back, counted block by block."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.layout import Layout
+from omnireduce.planning.patterns import Patterns
+
+
+class Load(NamedTuple):
+    """A tensor that is cut into windows of successive blocks.
+
+    How many blocks, of each window and shard: `own` (senders, windows, shards) those that a sender has; `sole`, of
+    these those that no other sender has; `union` (windows, shards) those that any sender has. `all` (windows,): all
+    blocks, also those of zeros.
+    """
+
+    own: Array
+    sole: Array
+    union: Array
+    all: Array
+
+    @property
+    def density(self) -> float:
+        """Blocks that are not zero / blocks, mean over the senders."""
+        return float(self.own.sum() / max(1, len(self.own) * self.all.sum()))
+
+    @property
+    def union_density(self) -> float:
+        """Blocks that are not zero on at least one sender / blocks."""
+        return float(self.union.sum() / max(1, self.all.sum()))
+
+
+def load_of(patterns: Patterns, senders: int, layout: Layout, windows: int) -> Load:
+    """The load of a tensor with this layout, whose first so many senders have these patterns."""
+    blocks = np.arange(layout.blocks)
+    window = blocks * windows // max(1, layout.blocks)
+    place = window * layout.shards + blocks // layout.stripe_blocks % layout.shards
+    owners = np.zeros(layout.blocks, np.int32)
+    for sender in range(senders):
+        owners += patterns.of(sender)
+
+    def counted(chosen: Array) -> Array:
+        found = np.bincount(place[chosen], minlength=windows * layout.shards)
+        return found.astype(np.int32).reshape(windows, layout.shards)
+
+    alone, shape = owners == 1, (senders, windows, layout.shards)
+    own, sole = np.empty(shape, np.int32), np.zeros(shape, np.int32)
+    for sender in range(senders):
+        mask = patterns.of(sender)
+        own[sender] = counted(mask)
+        mask = mask & alone
+        if mask.any():
+            sole[sender] = counted(mask)
+    return Load(own, sole, counted(owners > 0), np.bincount(window, minlength=windows))

@@ -1,0 +1,229 @@
+"""The time of an all-reduce, from when each part of it is scanned, sent, summed and placed.
+
+A tensor goes through the service window by window. A window is what makes one message to each shard, or what is scanned
+for one. Each step takes place as early as it can: when what it needs is there, and when what does it is free. So the
+model keeps the time at which each sender, shard and link is done with what it had so far, and raises these times window
+by window. Within a window everything is an array operation over all senders and shards. So thousands of ranks take
+seconds.
+
+It leaves out losses, other traffic, and hosts that are slower than others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.planning.load import Load
+from omnireduce.wire.blocks import HEADER_BYTES
+
+WORTH_LEAVING_OUT = 8  # one in so many blocks of a result that its receiver alone has brought
+FEWEST, MOST = 8, 512  # windows
+
+
+class Hosts(NamedTuple):
+    """So many (`number`) hosts with `cores` processors each, which may be a part of one. Each has a link of
+    `bytes_per_s` each way, over which a byte takes `latency_s`; after a pause `burst_bytes` pass at once."""
+
+    number: int
+    cores: float
+    bytes_per_s: float
+    latency_s: float
+    burst_bytes: int = 0
+
+
+class Plan(NamedTuple):
+    """How ranks and shards are placed. Each host has `ranks`. If `by_host`, they add up what they have in memory, and
+    send it as one sender. Shards are on hosts of their own if they are `dedicated`, else on those of the ranks, in
+    turn."""
+
+    ranks: int
+    by_host: bool
+    shards: int
+    dedicated: bool
+
+    @property
+    def senders(self) -> int:
+        """Of each host."""
+        return 1 if self.by_host else self.ranks
+
+
+class Messages(NamedTuple):
+    """A message has up to `message_bytes`, and a sender scans up to `span` blocks for one. A sender is at most `slots`
+    messages ahead of a shard."""
+
+    message_bytes: int = 1 << 18
+    slots: int = 3
+    span: int = 1 << 14
+
+
+class Costs(NamedTuple):
+    """Processor time in seconds. Of one byte: to `scan` it, to `pack` it into a message, to `reduce` it on a shard, to
+    `place` it in the result, to add it to the `host_sum`, and to hand it to the network or take it from there. Of one
+    message, on each side: `message`."""
+
+    scan: float = 0.04e-9
+    pack: float = 0.06e-9
+    reduce: float = 0.06e-9
+    place: float = 0.1e-9
+    host_sum: float = 0.25e-9
+    network: float = 0.5e-9
+    message: float = 60e-6
+
+
+class Prediction(NamedTuple):
+    """Of one all-reduce: `seconds`; `link_bytes`, what the busiest link carries in its busier direction; `processor_s`
+    of all hosts together; `shard_bytes`, the memory for slots that one shard needs."""
+
+    seconds: float
+    link_bytes: int
+    processor_s: float
+    shard_bytes: int
+
+
+def windows_for(blocks: int, density: float, block_bytes: int, shards: int, messages: Messages) -> int:
+    """In how many windows to look at a tensor: so that each makes about one message to each shard."""
+    fitting = messages.message_bytes * shards / (block_bytes * max(density, 1e-9))
+    wanted = math.ceil(blocks / max(1.0, min(messages.span, fitting)))
+    return max(min(FEWEST, blocks), min(wanted, MOST), 1)
+
+
+def predict(
+    load: Load,
+    block_bytes: int,
+    hosts: Hosts,
+    plan: Plan,
+    *,
+    messages: Messages | None = None,
+    costs: Costs | None = None,
+) -> Prediction:
+    """The all-reduce of a tensor with blocks of `block_bytes`."""
+    return _Exchange(load, block_bytes, hosts, plan, messages or Messages()).run(costs or Costs())
+
+
+class _Work(NamedTuple):
+    """Bytes that senders put on their links and take from there, (senders, windows), and the same for shards, (shards,
+    windows). Seconds of processor, likewise."""
+
+    sent: Array
+    got: Array
+    taken: Array
+    given: Array
+    pack_s: Array
+    place_s: Array
+    reduce_s: Array
+
+
+class _Exchange:
+    """Times are in seconds since the beginning. A node is a host, of ranks or of shards."""
+
+    def __init__(self, load: Load, block_bytes: int, hosts: Hosts, plan: Plan, messages: Messages) -> None:
+        self._load, self._hosts, self._plan, self._messages = load, hosts, plan, messages
+        self._block_bytes = block_bytes
+        self._home = np.arange(hosts.number * plan.senders) // plan.senders  # node of each sender
+        shards = np.arange(plan.shards)
+        self._node = hosts.number + shards if plan.dedicated else shards % hosts.number  # of each shard
+        self._nodes = hosts.number + (plan.shards if plan.dedicated else 0)
+
+    def run(self, costs: Costs) -> Prediction:
+        work = self._work(costs)
+        out = self._by_node(work.sent.sum(1), work.given.sum(1))
+        into = self._by_node(work.got.sum(1), work.taken.sum(1))
+        return Prediction(
+            seconds=self._seconds(work),
+            link_bytes=int(max(out.max(), into.max())),
+            processor_s=float(work.pack_s.sum() + work.place_s.sum() + work.reduce_s.sum()),
+            shard_bytes=(len(self._home) + 1) * self._messages.slots * self._messages.message_bytes,
+        )
+
+    def _work(self, costs: Costs) -> _Work:
+        """One window at a time: of all together there may be too much for the memory."""
+        windows = [self._window(window, costs) for window in range(len(self._load.all))]
+        return _Work(*(np.stack(each, 1) for each in zip(*windows, strict=True)))
+
+    def _window(self, window: int, costs: Costs) -> _Work:
+        """The same for one window, without that dimension."""
+        load, plan, block_bytes = self._load, self._plan, self._block_bytes
+        own, sole, union = load.own[:, window], load.sole[:, window], load.union[window]
+        remote = self._home[:, None] != self._node  # what stays on its host is not sent
+        up = own.astype(np.int64) * block_bytes + HEADER_BYTES
+        left_out = np.where(remote & (sole * WORTH_LEAVING_OUT >= union), sole, 0)
+        sent, got = up * remote, ((union - left_out) * block_bytes + HEADER_BYTES) * remote
+        messages = 1 + up // self._messages.message_bytes
+        summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
+        pack_s = costs.scan * load.all[window] * block_bytes + (costs.pack + costs.host_sum * summed) * up.sum(1)
+        place_s = costs.place * max(1, summed) * union.sum() * block_bytes
+        reduce_s = (costs.reduce * up + costs.network * (sent + got) + costs.message * messages).sum(0)
+        return _Work(
+            sent=sent.sum(1),
+            got=got.sum(1),
+            taken=sent.sum(0),
+            given=got.sum(0),
+            pack_s=pack_s + costs.network * sent.sum(1) + costs.message * messages.sum(1),
+            place_s=place_s + costs.network * got.sum(1) + costs.message * messages.sum(1),
+            reduce_s=reduce_s,
+        )
+
+    def _by_node(self, of_senders: Array, of_shards: Array) -> Array:
+        found = np.bincount(self._home, of_senders, self._nodes)
+        return found + np.bincount(self._node, of_shards, self._nodes)
+
+    def _seconds(self, work: _Work) -> float:
+        """When the last sender has placed the last window."""
+        home, node, latency = self._home, self._node, self._hosts.latency_s
+        out, into = _Links(self._hosts, self._nodes), _Links(self._hosts, self._nodes)
+        cores = _Processors(self._hosts.cores, self._nodes)
+        packed, sent, got, placed = (np.zeros(len(home)) for _ in range(4))
+        taken, reduced, given = (np.zeros(len(node)) for _ in range(3))
+        freed: list[float] = []  # when the messages of each window had been used
+        ahead = self._windows_ahead()
+        for window in range(len(self._load.all)):
+            free = freed[window - ahead] if window >= ahead else 0.0
+            packed = cores.work(home, np.maximum(packed, free), work.pack_s[:, window])
+            sent = out.carry(home, sent, packed, work.sent[:, window])
+            taken = into.carry(node, taken, sent.max() + latency, work.taken[:, window])
+            reduced = cores.work(node, np.maximum(reduced, taken), work.reduce_s[:, window])
+            freed.append(float(reduced.max()) + latency)
+            given = out.carry(node, given, reduced, work.given[:, window])
+            got = into.carry(home, got, given.max() + latency, work.got[:, window])
+            placed = cores.work(home, np.maximum(placed, got), work.place_s[:, window])
+        return float(placed.max())
+
+    def _windows_ahead(self) -> int:
+        """How far a sender may be ahead of the shards."""
+        count = 1 + self._load.own.mean() * self._block_bytes // self._messages.message_bytes
+        return max(1, int(self._messages.slots // count))
+
+
+class _Links:
+    """One direction of the links of all nodes."""
+
+    def __init__(self, hosts: Hosts, nodes: int) -> None:
+        self._hosts, self._carried = hosts, np.zeros(nodes)
+
+    def carry(self, at: Array, before: Array, ready: Array, nbytes: Array) -> Array:
+        """Bytes that are `ready` at a time pass the links of the nodes `at`; return when they have passed. Those that
+        went the same way last had passed at `before`.
+
+        Other bytes on the same links go in between.
+        """
+        rate, more = self._hosts.bytes_per_s, np.bincount(at, nbytes, len(self._carried))
+        self._carried += more
+        busy_until = np.maximum(0.0, self._carried - self._hosts.burst_bytes) / rate
+        return np.maximum(np.maximum(ready, busy_until[at]), before + more[at] / rate)
+
+
+class _Processors:
+    """Those of all nodes, `cores` each."""
+
+    def __init__(self, cores: float, nodes: int) -> None:
+        self._cores, self._worked_s = cores, np.zeros(nodes)
+
+    def work(self, at: Array, start: Array, seconds: Array) -> Array:
+        """One thread of each node in `at` works for so many seconds, from `start` on; return when it is done."""
+        self._worked_s += np.bincount(at, seconds, len(self._worked_s))
+        done: Array = np.maximum(start + seconds, self._worked_s[at] / self._cores)
+        return done

@@ -1,0 +1,51 @@
+"""The blocks of saved arrays that are not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array, number_type
+from omnireduce.errors import UsageError
+from omnireduce.files.tensors import read_tensors
+from omnireduce.kernels.density import mark_blocks, native_chunks
+
+
+class Saved(NamedTuple):
+    """The arrays of a file one behind the other, each from a new block on: which blocks are not zero, bool (blocks,),
+    and the bytes of an element."""
+
+    mask: Array
+    itemsize: int
+
+
+def read_blocks(path: str, block_size: int) -> Saved:
+    """Read a file. Raises FileError, and UsageError for what the service does not reduce, for arrays of elements of
+    different sizes, and for none."""
+    masks, sizes = [], set()
+    for tensor in read_tensors(path):
+        try:
+            kind = number_type(tensor.values.dtype.newbyteorder("="))
+        except UsageError as error:
+            raise UsageError(f"{path}: {tensor.name}: {error}") from None
+        mask = np.zeros(-(-tensor.values.size // block_size), np.bool_)
+        for first, chunk in native_chunks(tensor.values, kind, block_size):
+            mark_blocks(chunk, kind, block_size, mask[first:])
+        masks.append(mask)
+        sizes.add(kind.itemsize)
+    if len(sizes) != 1:
+        found = "no arrays" if not sizes else f"elements of {' and '.join(map(str, sorted(sizes)))} bytes"
+        raise UsageError(f"{path} holds {found}; expected arrays whose elements have one size")
+    return Saved(np.concatenate(masks), sizes.pop())
+
+
+def read_all(paths: Sequence[str], block_size: int) -> tuple[list[Array], int]:
+    """The blocks of each file, and the bytes of an element. Raises what `read_blocks` raises, and UsageError where the
+    files do not hold the same tensors."""
+    found = [read_blocks(path, block_size) for path in paths]
+    for path, each in zip(paths, found, strict=True):
+        if (each.mask.size, each.itemsize) != (found[0].mask.size, found[0].itemsize):
+            raise UsageError(f"{path} holds other tensors than {paths[0]}; expected one file of each rank")
+    return [each.mask for each in found], found[0].itemsize

@@ -1,0 +1,79 @@
+"""Which plans are compared, which one is best, and how it is written down."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omnireduce.config import load_config
+from omnireduce.errors import UsageError
+from omnireduce.planning.candidates import MOST_LINKS, Candidate, as_toml, best, plans, shard_counts, study
+from omnireduce.planning.model import Hosts, Plan, Prediction
+from omnireduce.planning.patterns import DrawnPatterns
+
+HOSTS = Hosts(4, 8, 1.25e9, 5e-5)
+
+
+def test_a_study_compares_all_plans() -> None:
+    found = study(DrawnPatterns(10_000, 0.01, "random", 8), 1024, HOSTS, 2, [1, 4])
+    assert [each.plan for each in found.candidates] == plans(4, 2, [1, 4])
+    assert len({each.plan for each in found.candidates}) == 8
+    assert found.best in found.candidates
+    assert found.density == pytest.approx(0.02, rel=0.1)  # two ranks of a host together
+    assert found.ring_s == pytest.approx(2 * 3 / 4 * 10_000 * 1024 / 1.25e9)
+
+
+def test_of_plans_that_are_as_good_the_one_that_needs_less_is_best() -> None:
+    fast, nearly, slow = (Prediction(seconds, 0, 0.0, 0) for seconds in (1.0, 1.04, 1.2))
+    own, many, few = Plan(1, False, 1, True), Plan(1, False, 4, False), Plan(1, False, 2, False)
+    candidates = [Candidate(own, fast), Candidate(many, nearly), Candidate(few, nearly), Candidate(few, slow)]
+    assert best(candidates).plan == few
+    assert best(candidates[:1]).plan == own
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 8, 100, 4096])
+def test_few_numbers_of_shards_are_tried(hosts: int) -> None:
+    counts = shard_counts(hosts, 1)
+    assert counts == sorted(set(counts))
+    assert counts[0] == 1
+    assert counts[-1] == min(hosts, MOST_LINKS // hosts)
+    assert len(counts) <= 7
+
+
+@pytest.mark.parametrize(
+    ("plan", "addresses", "each"),
+    [
+        (Plan(2, True, 2, False), ["node1:7400", "node2:7400"], 1),
+        (Plan(2, False, 3, False), ["node1:7400", "node2:7400", "node1:7401"], 2),
+        (Plan(1, False, 2, True), ["aggregator1:7400", "aggregator2:7400"], 1),
+    ],
+)
+def test_the_configuration_of_a_plan_can_be_read(
+    plan: Plan, addresses: list[str], each: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    text = as_toml(plan, 2, 128)
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    path.write_text(text)
+    config = load_config(str(path), environ={})
+    assert list(config.cluster.aggregators) == addresses
+    assert config.protocol.block_size == 128
+    assert config.transport.host_exchange == ("off" if plan.ranks > 1 and not plan.by_host else "auto")
+    assert f"--shards {each}\n" in text
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    patterns = DrawnPatterns(10, 0.5, "full", 2)
+    with pytest.raises(UsageError, match="in memory"):
+        study(patterns, 1024, HOSTS._replace(number=1), 2, [1])
+    with pytest.raises(UsageError, match="links"):
+        study(patterns, 1024, HOSTS, 2, [MOST_LINKS])
+
+
+def test_saved_blocks_decide() -> None:
+    """Blocks that no rank shares cost more than the same ones."""
+    times = []
+    for overlap in ("full", "none"):
+        found = study(DrawnPatterns(50_000, 0.2, overlap, 4), 1024, HOSTS, 1, [4])
+        times.append(found.best.prediction.seconds)
+    assert times[1] > 1.5 * times[0]
+    assert np.isfinite(times).all()

@@ -1,0 +1,89 @@
+"""Predictions: no faster than links and processors allow, and as fast as they allow where only one of them counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnireduce.layout import Layout
+from omnireduce.planning.load import Load, load_of
+from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
+from omnireduce.planning.patterns import DrawnPatterns, SummedPatterns
+
+BLOCK_BYTES, BLOCKS = 1024, 20_000
+FREE = Costs(*[0.0] * len(Costs._fields))
+GIGABIT = 125e6
+
+
+def load_for(plan: Plan, hosts: int, density: float, blocks: int = BLOCKS) -> Load:
+    patterns = DrawnPatterns(blocks, density, "random", hosts * plan.ranks)
+    windows = windows_for(blocks, density, BLOCK_BYTES, plan.shards, Messages())
+    layout = Layout(blocks, 1, plan.shards, 64)
+    return load_of(SummedPatterns(patterns, plan.ranks // plan.senders), hosts * plan.senders, layout, windows)
+
+
+def predicted(plan: Plan, hosts: Hosts, density: float, costs: Costs | None = None) -> Prediction:
+    return predict(load_for(plan, hosts.number, density), BLOCK_BYTES, hosts, plan, costs=costs)
+
+
+def beside(ranks: int, shards: int, by_host: bool = True) -> Plan:
+    return Plan(ranks, by_host, shards, dedicated=False)
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_a_dense_tensor_takes_as_long_as_its_bytes(hosts: int, dedicated: bool) -> None:
+    """As many shards as hosts: then every link carries as much as in a ring, or each way the whole tensor."""
+    found = predicted(Plan(1, True, hosts, dedicated), Hosts(hosts, 8, GIGABIT, 0.0), 1.0, FREE)
+    nbytes = BLOCKS * BLOCK_BYTES * (1 if dedicated else 2 * (hosts - 1) / hosts)
+    assert found.link_bytes == pytest.approx(nbytes, rel=0.01)
+    assert found.seconds == pytest.approx(nbytes / GIGABIT, rel=0.06)  # the first window reaches one link after another
+
+
+def test_ranks_that_are_one_sender_send_what_they_have_together() -> None:
+    hosts = Hosts(2, 8, GIGABIT, 0.0)
+    together, alone = (predicted(beside(4, 2, way), hosts, 0.05, FREE).link_bytes for way in (True, False))
+    assert alone > 2 * together
+    assert together == pytest.approx(BLOCKS * BLOCK_BYTES * (1 - 0.95**4), rel=0.1)  # half up, and half down
+
+
+@given(
+    density=st.sampled_from([0.0, 0.01, 0.3, 1.0]), hosts=st.integers(2, 5), ranks=st.integers(1, 3),
+    shards=st.integers(1, 6), dedicated=st.booleans(), by_host=st.booleans(), cores=st.sampled_from([0.5, 1, 8]),
+)  # fmt: skip
+def test_no_prediction_beats_links_and_processors(
+    density: float, hosts: int, ranks: int, shards: int, dedicated: bool, by_host: bool, cores: float
+) -> None:
+    plan = Plan(ranks, by_host, shards, dedicated)
+    load = load_for(plan, hosts, density, 2000)
+    slow, fast = (predict(load, BLOCK_BYTES, Hosts(hosts, cores, rate, 1e-4), plan) for rate in (GIGABIT, 10 * GIGABIT))
+    nodes = hosts + (shards if dedicated else 0)
+    for found, rate in ((slow, GIGABIT), (fast, 10 * GIGABIT)):
+        assert found.seconds >= found.link_bytes / rate
+        assert found.seconds * cores * nodes >= found.processor_s * 0.999
+    assert slow.seconds >= fast.seconds > 2e-4  # up and down
+    assert slow.link_bytes == fast.link_bytes
+
+
+def test_a_burst_passes_at_once() -> None:
+    plan, nbytes = beside(1, 2), 1 << 20
+    plain, shaped = (predicted(plan, Hosts(2, 8, GIGABIT, 0.0, burst), 1.0, FREE).seconds for burst in (0, nbytes))
+    assert plain - shaped == pytest.approx(nbytes / GIGABIT, rel=0.5)
+
+
+def test_windows_are_what_makes_a_message() -> None:
+    messages = Messages(message_bytes=1 << 18, span=1 << 14)
+    assert windows_for(102_400, 1.0, 1024, 2, messages) == 200
+    assert windows_for(102_400, 0.0, 1024, 2, messages) == 8
+    assert windows_for(3, 1.0, 1024, 2, messages) == 3
+    assert windows_for(0, 0.0, 1024, 2, messages) == 1
+
+
+def test_an_empty_tensor_takes_messages_only() -> None:
+    plan = beside(1, 2)
+    load = load_of(DrawnPatterns(0, 0.0, "random", 2), 2, Layout(0, 1, 2, 64), 1)
+    found = predict(load, BLOCK_BYTES, Hosts(2, 8, GIGABIT, 1e-3), plan)
+    assert np.isfinite(found.seconds)
+    assert found.seconds > 2e-3
