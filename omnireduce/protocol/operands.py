@@ -213,16 +213,31 @@ class DenseTensor(_Tensor):
 
 class HostSum(_Tensor):
     """The sum of the ranks of a host, in the target of `operand`, which is a dense tensor of one of them. The shards
-    get it block by block, as soon as it is there: below block `ready`. Their results take its place. `notes`: uint8
-    (blocks,), what is known of each block, as in `kernels.chunk`."""
+    get it block by block, as soon as it is there. Their results take its place. `notes`: uint8 (blocks,), what is known
+    of each block, as in `kernels.chunk`."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
         assert isinstance(own, TensorBlocks)
         result = own._replace(source=own.target, source_tail=own.target_tail, in_place=True, silent=False)
         super().__init__(result, operand.layout, operand.block_bytes, operand.nbytes)
-        self.ready = -1  # not even an empty tensor is summed yet
+        self._ready = -1  # not even an empty tensor is summed yet
         self.notes = np.zeros(operand.layout.blocks, np.uint8)
+        self._full = np.zeros(operand.layout.blocks + 1, np.int32)  # of the blocks before each, how many are not 0
+
+    @property
+    def ready(self) -> int:
+        """Below which block all are summed. Their notes are written before."""
+        return self._ready
+
+    @ready.setter
+    def ready(self, ready: int) -> None:
+        known = max(0, self._ready)
+        if ready > known:
+            fresh = self._full[known + 1 : ready + 1]
+            np.cumsum(self.notes[known:ready] & NON_ZERO != 0, out=fresh)
+            fresh += self._full[known]
+        self._ready = ready
 
     def start(self, shard: int) -> int:
         return self.layout.first_block(shard)
@@ -233,7 +248,7 @@ class HostSum(_Tensor):
         ready, blocks = self.ready, self.layout.blocks
         if ready == blocks or ready - cursor >= min(span, max(1, blocks // SHARES)):
             return True
-        return cursor < ready and int(np.count_nonzero(self.notes[cursor:ready] & NON_ZERO)) >= most
+        return cursor < ready and int(self._full[ready] - self._full[cursor]) >= most
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         layout, full, count = self.layout, self.layout.full_blocks, 0

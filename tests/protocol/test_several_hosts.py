@@ -462,8 +462,11 @@ def host_sum(blocks: int, ready: int, non_zero: Sequence[int] = ()) -> HostSum:
     """The sum of a host whose blocks of 8 bytes are known below `ready`."""
     layout = Layout(blocks, 1, 1, 1)
     found = HostSum(DenseTensor(None, np.zeros(blocks), layout, np.uint64(2**63 - 1)))
-    found.ready, found.notes[:ready] = ready, PRESENT
+    found.notes[:ready] = PRESENT
     found.notes[list(non_zero)] |= NON_ZERO
+    for block in range(-1, ready + 1, 7):  # it becomes ready step by step
+        found.ready = block
+    found.ready = ready
     return found
 
 

@@ -50,7 +50,7 @@ MUTATIONS = (
         "sums are sent before they are there",
         _OPERANDS,
         "a shard gets what one rank alone has",
-        "        return cursor < ready and int(np.count_nonzero(self.notes[cursor:ready] & NON_ZERO)) >= most\n",
+        "        return cursor < ready and int(self._full[ready] - self._full[cursor]) >= most\n",
         "        return True\n",
         first=_OF_SEVERAL,
     ),
