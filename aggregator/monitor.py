@@ -29,8 +29,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from aggregator.live.page import ASSETS, LivePage, asset, head
 from aggregator.metrics import Answers, ShardCollector
-from aggregator.pages import ALL, CHALLENGE, Pages, make_pages
+from aggregator.pages import ALL, CHALLENGES, Pages, make_pages
 from aggregator.processes import process_count
 from aggregator.reload import reload_on_hangup
 from aggregator.signals import ignore
@@ -48,6 +49,7 @@ log = logging.getLogger("omnireduce.aggregator")
 CONNECTIONS = 128  # silent connections at once, and as many others
 AT_ONCE = 64  # requests that may wait for the shards; connections accepted in one turn
 CLIENT_S = 3.0  # how long a request may take, beside the time that the shards have for their answer
+GUARDED = ("/", "/metrics")  # pages that tell of jobs
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _Start = Callable[[str, list[tuple[str, str]]], object]
@@ -78,19 +80,23 @@ class Monitor:
         registry = CollectorRegistry()
         registry.register(ShardCollector(self._ask))
         self._metrics: _App = make_wsgi_app(registry)
+        self._live = LivePage()
 
     def __call__(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
         """Answer one request, as WSGI wants it."""
-        pages: dict[str, _App] = {"/metrics": self._metrics, "/readyz": self._ready}
+        pages: dict[str, _App] = {"/": self._show, "/metrics": self._metrics, "/readyz": self._ready}
         path = environ["PATH_INFO"]
         if path == "/healthz":
             return self._alive(start)
+        if path in ASSETS:
+            name, kind = ASSETS[path]
+            return _answer(start, "200 OK", head(kind), asset(name))
         if path not in pages:
-            return _page(start, "404 Not Found", "try /metrics, /healthz or /readyz")
-        if path == "/metrics" and not self.access.admits(environ.get("HTTP_AUTHORIZATION", "")):
-            log.warning("refused metrics", extra=tagged("metrics_refused", peer=environ.get("REMOTE_ADDR")))
-            text = "metrics want a token that metrics.token_file has, as: Authorization: Bearer TOKEN"
-            return _page(start, "401 Unauthorized", text, ("WWW-Authenticate", CHALLENGE))
+            return _page(start, "404 Not Found", "try /, /metrics, /healthz or /readyz")
+        if path in GUARDED and not self.access.admits(environ.get("HTTP_AUTHORIZATION", "")):
+            log.warning("refused %s", path, extra=tagged("metrics_refused", peer=environ.get("REMOTE_ADDR"), page=path))
+            text = "this page wants a token that metrics.token_file has: Authorization: Bearer TOKEN, or a password"
+            return _page(start, "401 Unauthorized", text, *(("WWW-Authenticate", each) for each in CHALLENGES))
         if not self._places.acquire(blocking=False):
             return _page(start, "503 Service Unavailable", f"{AT_ONCE} requests wait for the shards already")
         try:
@@ -102,6 +108,9 @@ class Monitor:
             return _page(start, "500 Internal Server Error", text)
         finally:
             self._places.release()
+
+    def _show(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
+        return _answer(start, "200 OK", head("text/html"), self._live.make(self._ask()))
 
     def _alive(self, start: _Start) -> Iterable[bytes]:
         now, limit_s = time.monotonic(), self._config.aggregator.watchdog_s
@@ -124,7 +133,9 @@ class Monitor:
         try:
             timeout_s = self._config.metrics.timeout_s
             found = ask_all(self._addresses, self._config, timeout_s, secret=self._secret, purpose=MONITOR)
-            mine.set_result(dict(zip(self._names, found, strict=True)))
+            answers = dict(zip(self._names, found, strict=True))
+            self._live.note(answers)
+            mine.set_result(answers)
         except BaseException as error:
             mine.set_exception(error)
             raise
@@ -140,8 +151,12 @@ def _reachable(address: str) -> str:
 
 
 def _page(start: _Start, status: str, text: str, *headers: tuple[str, str]) -> Iterable[bytes]:
-    start(status, [("Content-Type", "text/plain; charset=utf-8"), *headers])
-    return [f"{text}\n".encode()]
+    return _answer(start, status, [("Content-Type", "text/plain; charset=utf-8"), *headers], f"{text}\n")
+
+
+def _answer(start: _Start, status: str, headers: Sequence[tuple[str, str]], text: str) -> Iterable[bytes]:
+    start(status, list(headers))
+    return [text.encode()]
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import re
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 
 from aggregator.access import beyond_loopback
@@ -14,9 +16,13 @@ from omnireduce.errors import ConfigError
 from omnireduce.secret import read_lines
 from omnireduce.transport.tls import aggregator_context
 
-CHALLENGE = 'Bearer realm="omnireduce metrics"'
+CHALLENGES = (
+    'Bearer realm="omnireduce metrics"',
+    'Basic realm="omnireduce metrics"',
+)  # browsers know the second
 _TOKEN = re.compile(rb"[A-Za-z0-9._~+/-]+=*\Z")  # RFC 6750
 _BEARER = re.compile(r"bearer +(\S+) *\Z", re.IGNORECASE)
+_BASIC = re.compile(r"basic +(\S+) *\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +34,9 @@ class Pages:
     tls: ssl.SSLContext | None = None
 
     def admits(self, authorization: str) -> bool:
-        """Whether a request with this header may see the metrics. The time tells nothing about the tokens."""
-        given = _BEARER.match(authorization)
-        digest = _digest(given[1].encode(errors="replace") if given else b"")
+        """Whether a request with this header may see the metrics: with a token, or any name and a token as the
+        password. The time tells nothing about the tokens."""
+        digest = _digest(_token_in(authorization))
         known = [hmac.compare_digest(digest, each) for each in self.tokens]  # all, so that the time tells nothing
         return not self.tokens or any(known)
 
@@ -55,6 +61,16 @@ def why_open(metrics: Metrics) -> str:
         f"metrics.listen: {metrics.listen} {reach}, and all of them may read the metrics, with the names of jobs and "
         "teams: give metrics.token_file, or metrics.tls_ca"
     )
+
+
+def _token_in(authorization: str) -> bytes:
+    """The token in a header; nothing if there is none."""
+    if given := _BEARER.match(authorization):
+        return given[1].encode(errors="replace")
+    if given := _BASIC.match(authorization):
+        with suppress(ValueError):  # no base64
+            return base64.b64decode(given[1].encode("ascii"), validate=True).partition(b":")[2]
+    return b""
 
 
 def _digest(token: bytes) -> bytes:

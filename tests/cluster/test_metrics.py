@@ -142,7 +142,7 @@ def test_counters_outlive_their_jobs_and_job_metrics_do_not(watched: Daemon) -> 
 def test_other_pages(watched: Daemon) -> None:
     assert get(f"{base(watched)}/healthz") == (200, "alive\n")
     assert get(f"{base(watched)}/readyz") == (200, "ready\n")
-    assert get(f"{base(watched)}/") == (404, "try /metrics, /healthz or /readyz\n")
+    assert get(f"{base(watched)}/nowhere") == (404, "try /, /metrics, /healthz or /readyz\n")
 
 
 def test_a_stopped_shard_is_not_ready_and_the_others_still_report(watched: Daemon) -> None:

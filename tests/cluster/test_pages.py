@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import signal
 import socket
@@ -18,7 +19,7 @@ from test_metrics import LISTEN, base, get
 from test_monitor import serving
 
 from aggregator.monitor import CONNECTIONS
-from aggregator.pages import CHALLENGE, make_pages, why_open
+from aggregator.pages import CHALLENGES, make_pages, why_open
 from omnireduce.config import Metrics, parse_address
 from omnireduce.errors import ConfigError
 
@@ -63,6 +64,12 @@ def bearer(token: str) -> tuple[str, str]:
         ("Bearer ", False),
         ("", False),
         ("Bearer é\udcff", False),
+        (f"Basic {base64.b64encode(f'anybody:{TOKEN}'.encode()).decode()}", True),
+        (f"Basic {base64.b64encode(f':{NEW}'.encode()).decode()}", True),
+        (f"Basic {base64.b64encode(f'{TOKEN}:'.encode()).decode()}", False),
+        (f"Basic {base64.b64encode(TOKEN.encode()).decode()}", False),
+        ("Basic ?", False),
+        ("Basic é", False),
         ("Bearer " + "x" * 60_000, False),
     ],
 )
@@ -95,7 +102,7 @@ def test_metrics_want_the_token_and_probes_do_not(token_file: Path) -> None:
         assert get(f"{url}/readyz") == (200, "ready\n")
         for wrong in ((), (bearer(NEW),), (("Authorization", f"Basic {TOKEN}"),)):
             status, text, challenge = ask(f"{url}/metrics", *wrong)
-            assert (status, challenge) == (401, CHALLENGE)
+            assert (status, challenge) == (401, CHALLENGES[0])
             assert "Authorization: Bearer TOKEN" in text
             assert "omnireduce_" not in text
         assert eventually(lambda: "event=metrics_refused" in daemon.log)
@@ -252,4 +259,4 @@ def test_a_refusal_by_itself(token_file: Path) -> None:
     with serving(60.0, "127.0.0.1:1") as pages:
         pages.monitor.access = make_pages(Metrics(token_file=str(token_file)))
         status, _, challenge = ask(f"http://{pages.address}/metrics")
-        assert (status, challenge, pages.monitor._round) == (401, CHALLENGE, None)
+        assert (status, challenge, pages.monitor._round) == (401, CHALLENGES[0], None)

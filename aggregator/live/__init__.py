@@ -1,0 +1,1 @@
+"""The page of a daemon that a browser shows."""

@@ -1,0 +1,65 @@
+"""What the jobs of a daemon did in the last minutes, as far as somebody has asked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from omnireduce.console.summary import JobSummary
+
+KEPT_S = 600.0
+LEAST_S = 0.5  # between two looks that are kept
+LOOKS = 600  # of one job
+JOBS = 256  # of further ones nothing is kept
+
+
+class Look(NamedTuple):
+    """Totals of a job at a time, in seconds: bytes from and to its workers."""
+
+    at: float
+    received: int
+    sent: int
+
+
+class Rate(NamedTuple):
+    """Bytes per second from and to workers, between two looks. `at`: the time of the later one."""
+
+    at: float
+    received: float
+    sent: float
+
+
+class History:
+    """The looks at all jobs. A job that is over is forgotten at the next look."""
+
+    def __init__(self) -> None:
+        self._looks: dict[tuple[str, bool], deque[Look]] = {}
+
+    def note(self, jobs: Sequence[JobSummary], now: float) -> None:
+        """Keep what these jobs have done so far."""
+        running = {job.key: job for job in jobs if not job.gathers}
+        for gone in self._looks.keys() - running.keys():
+            del self._looks[gone]
+        for key, job in running.items():
+            if key in self._looks or len(self._looks) < JOBS:
+                self._keep(self._looks.setdefault(key, deque(maxlen=LOOKS)), job, now)
+
+    def _keep(self, looks: deque[Look], job: JobSummary, now: float) -> None:
+        look = Look(now, job.traffic.received_bytes, job.traffic.sent_bytes)
+        if looks and look.received < looks[-1].received:  # another job of that name
+            looks.clear()
+        if looks and now - looks[-1].at < LEAST_S:
+            return
+        looks.append(look)
+        while looks[0].at < now - KEPT_S:
+            looks.popleft()
+
+    def rates(self, job: JobSummary) -> list[Rate]:
+        """How fast a job was, look by look."""
+        looks = list(self._looks.get(job.key, ()))
+        return [
+            Rate(new.at, (new.received - old.received) / (new.at - old.at), (new.sent - old.sent) / (new.at - old.at))
+            for old, new in pairwise(looks)
+        ]

@@ -1,0 +1,95 @@
+"""The page itself: what `omnireduce status` shows, and what each job did in the last minutes.
+
+It is whole without a script. The script only fetches it again and again. Whatever a worker has said is text: the
+template escapes it, and the page allows no script, style or image but the daemon's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+
+from aggregator.live.history import KEPT_S, History, Rate
+from omnireduce.console.status_table import duration, waits_for
+from omnireduce.console.summary import Answers, summed_jobs
+from omnireduce.printing import density_text, short_count
+from omnireduce.status import Status
+from omnireduce.version import __version__
+from omnireduce.wire.words import shown
+
+WIDTH, HEIGHT = 600, 60  # of a timeline, in units of its own
+HEADERS = [
+    ("Content-Security-Policy", "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cache-Control", "no-store"),
+]  # fmt: skip
+ASSETS = {"/live.css": ("live.css", "text/css"), "/live.js": ("live.js", "text/javascript")}
+
+
+class Timeline(NamedTuple):
+    """The traffic of a job as points of two lines, "x,y x,y …", newest to the right; `most`: what the top means."""
+
+    received: str
+    sent: str
+    most: str
+
+
+class LivePage:
+    """Makes the page of the latest answers. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._history, self._lock = History(), threading.Lock()
+        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        environment.filters.update(count=short_count, duration=duration, density=_density, shown=shown, waits=waits_for)
+        self._template = environment.from_string(asset("live.html"))
+
+    def note(self, answers: Answers) -> None:
+        """Remember what these answers say."""
+        with self._lock:
+            self._history.note(summed_jobs(answers), time.monotonic())
+
+    def make(self, answers: Answers) -> str:
+        """The page, HTML."""
+        now, jobs = time.monotonic(), summed_jobs(answers)
+        with self._lock:
+            rates = [self._history.rates(job) for job in jobs]
+        return self._template.render(
+            at=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            version=__version__,
+            shards=[(address, each if isinstance(each, Status) else None, each) for address, each in answers.items()],
+            jobs=[(job, of[-1] if of else None, timeline(of, now)) for job, of in zip(jobs, rates, strict=True)],
+            width=WIDTH, height=HEIGHT, minutes=round(KEPT_S / 60),
+        )  # fmt: skip
+
+
+def timeline(rates: list[Rate], now: float) -> Timeline | None:
+    """None where there is nothing to draw."""
+    if len(rates) < 2:
+        return None
+    most = max(max(each.received, each.sent) for each in rates) or 1.0
+
+    def points(values: list[float]) -> str:
+        xs = [WIDTH * (1 - (now - each.at) / KEPT_S) for each in rates]
+        return " ".join(f"{x:.1f},{HEIGHT * (1 - y / most):.1f}" for x, y in zip(xs, values, strict=True))
+
+    return Timeline(points([each.received for each in rates]), points([each.sent for each in rates]), short_count(most))
+
+
+def asset(name: str) -> str:
+    """A file beside this one."""
+    return files("aggregator.live").joinpath(name).read_text("utf-8")
+
+
+def _density(value: float | None) -> str:
+    return "" if value is None else density_text(value)
+
+
+def head(kind: str) -> list[tuple[str, Any]]:
+    """The headers of an answer of this kind."""
+    return [("Content-Type", f"{kind}; charset=utf-8"), *HEADERS]

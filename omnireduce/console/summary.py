@@ -1,0 +1,75 @@
+"""What aggregators say about a job, its shards added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from omnireduce.status import JobStatus, Late, Status, Stragglers, Traffic
+
+SHORTEST_WAIT_S = 0.1  # each look meets some collective under way: a shorter wait is normal
+
+Answers = Mapping[str, Status | Exception]
+
+
+class JobSummary(NamedTuple):
+    """A job on all shards that have answered.
+
+    `gathers`: it still waits for ranks, of which `missing` names some; then nothing is said of what it does. `late`:
+    the rank that was waited for most, all in all. `wait`: whom a collective waits for now, and long.
+    """
+
+    name: str
+    team: str
+    gathers: bool
+    joined: int
+    world_size: int
+    missing: Sequence[int]
+    transports: str
+    age_s: float
+    traffic: Traffic
+    slots_in_use: int
+    slots: int
+    late: Late | None
+    wait: Stragglers | None
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """The same at each look: generations count by shard."""
+        return self.name, not self.gathers
+
+
+def summed_jobs(answers: Answers) -> list[JobSummary]:
+    """The jobs of all shards, by name; those that gather come before those of their name that run."""
+    jobs = [job for each in answers.values() if isinstance(each, Status) for job in each.jobs]
+    return [_summed(list(parts)) for _, parts in groupby(sorted(jobs, key=_same_job), key=_same_job)]
+
+
+def _same_job(job: JobStatus) -> tuple[str, bool]:
+    """A key that is the same for a job on all shards: each shard counts generations by itself."""
+    return job.name, job.generation > 0
+
+
+def _summed(shards: Sequence[JobStatus]) -> JobSummary:
+    first, traffic = shards[0], Traffic()
+    for each in shards:
+        traffic.add(each.traffic)
+    traffic.collectives = max(each.traffic.collectives for each in shards)  # the first shard takes part in all
+    late = [each for shard in shards for each in shard.late if each.seconds >= SHORTEST_WAIT_S]
+    waits = [each.waiting for each in shards if each.waiting and each.waiting.seconds >= SHORTEST_WAIT_S]
+    return JobSummary(
+        name=first.name,
+        team=first.team,
+        gathers=not first.generation,
+        joined=min(each.joined for each in shards),
+        world_size=first.world_size,
+        missing=first.missing,
+        transports="+".join(sorted({kind for each in shards for kind in each.transport.split("+")})),
+        age_s=max(each.age_s for each in shards),
+        traffic=traffic,
+        slots_in_use=sum(each.slots_in_use for each in shards),
+        slots=sum(each.slots for each in shards),
+        late=max(late, key=lambda each: each.seconds, default=None),
+        wait=max(waits, key=lambda each: each.seconds, default=None),
+    )
