@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from omnireduce.transport.base import Event
 from omnireduce.transport.stream import BACKLOG, StreamLink
 
-WORTH_READING = 1 << 18  # bytes of a message that wake its reader, if so many are still to come
+WORTH_READING = 1 << 20  # bytes of a message that wake its reader, if so many are still to come
 
 
 class TcpLink(StreamLink):

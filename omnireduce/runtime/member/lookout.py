@@ -28,7 +28,10 @@ class Lookout:
         self._bell = -1 if host is None else self._bells[host.me]
         self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
         self._poll = select.poll()
-        self._ready: set[int] = set()  # descriptors, at the last look
+        self._shards: dict[int, int] = {}  # by descriptor, those that are watched
+        self._news: list[int] = []
+        # links of which a descriptor does not tell all
+        self._peeking = [shard for shard, link in enumerate(links) if type(link).peek is not Link.peek]
         for descriptor in (self._wake, self._bell):
             if descriptor >= 0:
                 self._poll.register(descriptor, select.POLLIN)
@@ -63,6 +66,7 @@ class Lookout:
         self._masks[shard] = UNKNOWN  # Ctrl-C may come between the poll object and this list
         if wanted:
             self._descriptors[shard] = link.fileno()
+            self._shards[self._descriptors[shard]] = shard
             self._poll.register(self._descriptors[shard], wanted)
         else:
             self._unwatch(shard)
@@ -72,6 +76,7 @@ class Lookout:
         if self._descriptors[shard] >= 0:
             with suppress(KeyError):
                 self._poll.unregister(self._descriptors[shard])
+            self._shards.pop(self._descriptors[shard], None)
             self._descriptors[shard] = -1
 
     def forget(self, shard: int) -> None:
@@ -88,14 +93,17 @@ class Lookout:
         self._note(self._poll.poll(0))
 
     def _note(self, ready: Ready) -> None:
-        self._ready = {descriptor for descriptor, _ in ready}
-        for bell in self._ready.intersection((self._wake, self._bell)):
-            self._drain(bell)
+        self._news = news = []
+        for descriptor, _ in ready:
+            if descriptor in self._shards:
+                news.append(self._shards[descriptor])
+            elif descriptor in (self._wake, self._bell):
+                self._drain(descriptor)
 
     def news(self) -> list[int]:
         """The shards whose links had something to say at the last look."""
-        watched = enumerate(zip(self._descriptors, self._links, strict=True))
-        return [shard for shard, (descriptor, link) in watched if descriptor in self._ready or link.peek()]
+        unseen = [shard for shard in self._peeking if self._links[shard].peek()]
+        return [*{*self._news, *unseen}] if unseen else self._news
 
     def _drain(self, descriptor: int) -> None:
         try:
@@ -107,7 +115,7 @@ class Lookout:
     def _spin(self, until: float, lock: threading.RLock) -> Ready:
         while time.monotonic() < until:
             with lock:
-                if any(link.peek() for link in self._links):
+                if self._peeking and any(self._links[shard].peek() for shard in self._peeking):
                     return PEEKED
             if self._host is not None and self._host.await_step():
                 return PEEKED
