@@ -142,7 +142,7 @@ class _Exchange:
     def _work(self, costs: Costs) -> _Work:
         """One window at a time: of all together there may be too much for the memory."""
         windows = [self._window(window, costs) for window in range(len(self._load.all))]
-        return _Work(*(np.stack(each, 1) for each in zip(*windows, strict=True)))
+        return _Work._make(np.stack(each, 1) for each in zip(*windows, strict=True))
 
     def _window(self, window: int, costs: Costs) -> _Work:
         """The same for one window, without that dimension."""

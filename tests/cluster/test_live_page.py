@@ -96,7 +96,7 @@ def test_what_peers_say_is_text() -> None:
     tags = [{tag for tag, _ in page.elements} for page in (plain, evil)]
     assert tags[0] == tags[1]
     assert evil.of("script") == [{"src": "live.js", "defer": None}]
-    assert evil.text.count(EVIL) == 8
+    assert evil.text.count(EVIL) == 9
     assert not [name for _, attributes in evil.elements for name in attributes if name.startswith("on")]
 
 
