@@ -88,7 +88,7 @@ class Driver:
 
     def turn(self, peers: Iterable[int] | None = None) -> None:
         """Feed from these peers (None: all), and let the machine do what it can. Then call its timer, if the deadline
-        had passed before.
+        had passed before. In that case feed from all: also a part of a message says that its sender lives.
 
         A deadline that passes during the turn has to wait: if this process was stopped meanwhile, much may have come
         that the machine does not know yet. It must not judge that nothing came.
@@ -96,6 +96,8 @@ class Driver:
         Credits gather until `flush`, which a caller that is going to wait has to call.
         """
         now = self._clock()
+        if peers is not None and (deadline := self.machine.deadline) is not None and now >= deadline:
+            peers = None
         for peer in range(len(self.links)) if peers is None else peers:
             self.feed(peer)
         self.perform(self.machine.advance(self._clock()))
