@@ -133,14 +133,13 @@ class Monitor:
         try:
             timeout_s = self._config.metrics.timeout_s
             found = ask_all(self._addresses, self._config, timeout_s, secret=self._secret, purpose=MONITOR)
-            answers = dict(zip(self._names, found, strict=True))
-            self._live.note(answers)
-            mine.set_result(answers)
+            mine.set_result(dict(zip(self._names, found, strict=True)))
         except BaseException as error:
             mine.set_exception(error)
             raise
         finally:
             self._round = None
+        self._live.note(mine.result())
         return mine.result()
 
 

@@ -35,7 +35,7 @@ class History:
     """The looks at all jobs. A job that is over is forgotten at the next look."""
 
     def __init__(self) -> None:
-        self._looks: dict[tuple[str, bool], deque[Look]] = {}
+        self._looks: dict[tuple[str, str, bool], deque[Look]] = {}
 
     def note(self, jobs: Sequence[JobSummary], now: float) -> None:
         """Keep what these jobs have done so far."""
@@ -48,7 +48,7 @@ class History:
 
     def _keep(self, looks: deque[Look], job: JobSummary, now: float) -> None:
         look = Look(now, job.traffic.received_bytes, job.traffic.sent_bytes)
-        if looks and look.received < looks[-1].received:  # another job of that name
+        if looks and (look.received < looks[-1].received or look.sent < looks[-1].sent):  # another job of that name
             looks.clear()
         if looks and now - looks[-1].at < LEAST_S:
             return

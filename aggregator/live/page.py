@@ -22,6 +22,7 @@ from omnireduce.version import __version__
 from omnireduce.wire.words import shown
 
 WIDTH, HEIGHT = 600, 60  # of a timeline, in units of its own
+MOST_JOBS, MOST_LINES = 100, 32  # that are shown, and drawn: those with the most traffic
 HEADERS = [
     ("Content-Security-Policy", "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
      "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
@@ -45,26 +46,38 @@ class LivePage:
 
     def __init__(self) -> None:
         self._history, self._lock = History(), threading.Lock()
+        self._last: tuple[Answers, str] | None = None
+        self._making = threading.Lock()
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         environment.filters.update(count=short_count, duration=duration, density=_density, shown=shown, waits=waits_for)
         self._template = environment.from_string(asset("live.html"))
 
     def note(self, answers: Answers) -> None:
-        """Remember what these answers say."""
-        with self._lock:
-            self._history.note(summed_jobs(answers), time.monotonic())
+        """Remember what these answers say, if all shards have answered: the totals would lack those of the others."""
+        if all(isinstance(each, Status) for each in answers.values()):
+            with self._lock:
+                self._history.note(summed_jobs(answers), time.monotonic())
 
     def make(self, answers: Answers) -> str:
-        """The page, HTML."""
+        """The page, HTML. Requests that share answers share a page."""
+        with self._making:
+            if self._last is None or self._last[0] is not answers:
+                self._last = answers, self._made(answers)
+            return self._last[1]
+
+    def _made(self, answers: Answers) -> str:
         now, jobs = time.monotonic(), summed_jobs(answers)
+        jobs, left_out = jobs[:MOST_JOBS], len(jobs[MOST_JOBS:])
         with self._lock:
             rates = [self._history.rates(job) for job in jobs]
+        drawn = sorted(range(len(jobs)), key=lambda at: -rates[at][-1].received if rates[at] else 0.0)[:MOST_LINES]
+        lines = [timeline(of, now) if at in drawn else None for at, of in enumerate(rates)]
         return self._template.render(
             at=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             version=__version__,
             shards=[(address, each if isinstance(each, Status) else None, each) for address, each in answers.items()],
-            jobs=[(job, of[-1] if of else None, timeline(of, now)) for job, of in zip(jobs, rates, strict=True)],
-            width=WIDTH, height=HEIGHT, minutes=round(KEPT_S / 60),
+            jobs=[(job, of[-1] if of else None, line) for job, of, line in zip(jobs, rates, lines, strict=True)],
+            width=WIDTH, height=HEIGHT, minutes=round(KEPT_S / 60), left_out=left_out,
         )  # fmt: skip
 
 

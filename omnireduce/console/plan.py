@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,9 @@ def report_plan(asked: Asked, json_path: str | None) -> None:
     """Print the predictions and the best plan. Raises UsageError, FileError."""
     if json_path:
         check_writable(json_path)
+    for name in ("density", "link_gbps", "latency_us", "cores"):
+        if not math.isfinite(getattr(asked, name)):
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(asked, name):g}: expected a finite number")
     if asked.ranks % asked.hosts:
         raise UsageError(f"{asked.ranks} ranks on {asked.hosts} hosts: expected as many ranks on each host")
     patterns, block_bytes = _patterns(asked)
@@ -71,7 +75,7 @@ def _print(console: Console, asked: Asked, found: Study, nbytes: int) -> None:
     console.print(
         f"{short_count(nbytes)} bytes on {asked.ranks} ranks, {asked.hosts} hosts of {asked.cores:g} processors, "
         f"links of {asked.link_gbps:g} Gbit/s and {asked.latency_us:g} us\n"
-        f"density {density_text(found.density)}, of all together {density_text(found.union_density)}"
+        f"density of one sender {density_text(found.density)}, of all together {density_text(found.union_density)}"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("shards", "where", "ranks"):

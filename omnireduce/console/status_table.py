@@ -21,7 +21,7 @@ class View:
     """The tables for one look after another. From the second look on they have the rates since the one before."""
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, bool], Traffic] = {}
+        self._last: dict[tuple[str, str, bool], Traffic] = {}
         self._last_at: float | None = None
 
     def show(self, answers: Answers, now: float) -> RenderableType:

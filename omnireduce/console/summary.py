@@ -35,9 +35,9 @@ class JobSummary(NamedTuple):
     wait: Stragglers | None
 
     @property
-    def key(self) -> tuple[str, bool]:
+    def key(self) -> tuple[str, str, bool]:
         """The same at each look: generations count by shard."""
-        return self.name, not self.gathers
+        return self.name, self.team, not self.gathers
 
 
 def summed_jobs(answers: Answers) -> list[JobSummary]:
@@ -46,9 +46,9 @@ def summed_jobs(answers: Answers) -> list[JobSummary]:
     return [_summed(list(parts)) for _, parts in groupby(sorted(jobs, key=_same_job), key=_same_job)]
 
 
-def _same_job(job: JobStatus) -> tuple[str, bool]:
+def _same_job(job: JobStatus) -> tuple[str, str, bool]:
     """A key that is the same for a job on all shards: each shard counts generations by itself."""
-    return job.name, job.generation > 0
+    return job.name, job.team, job.generation > 0
 
 
 def _summed(shards: Sequence[JobStatus]) -> JobSummary:

@@ -14,7 +14,7 @@ from omnireduce.planning.patterns import Patterns, SummedPatterns
 AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
 STRIPE_BLOCKS = 64
 MOST_LINKS = 1 << 22  # of a plan: there is memory for what each of them carries
-SHOWN = 8  # addresses; of more shards the first and the last ones
+IN_A_ROW = 8  # addresses
 
 
 class Candidate(NamedTuple):
@@ -104,7 +104,8 @@ def as_toml(plan: Plan, hosts: int, block_size: int) -> str:
     """The configuration of the workers for this plan, with names of hosts that stand for the real ones."""
     kind, count = ("aggregator", plan.shards) if plan.dedicated else ("node", hosts)
     names = [f'"{kind}{at % count + 1}:{7400 + at // count}"' for at in range(plan.shards)]
-    listed = ", ".join(names if plan.shards <= SHOWN else [*names[:3], "…", names[-1]])
+    rows = [", ".join(names[at : at + IN_A_ROW]) for at in range(0, len(names), IN_A_ROW)]
+    listed = rows[0] if len(rows) == 1 else "".join(f"\n  {row}," for row in rows) + "\n"
     lines = [
         f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {-(-plan.shards // count)}",
         *("[cluster]", f"aggregators = [{listed}]", "", "[protocol]", f"block_size = {block_size}"),

@@ -15,8 +15,8 @@ class Load(NamedTuple):
     """A tensor that is cut into windows of successive blocks.
 
     How many blocks, of each window and shard: `own` (senders, windows, shards) those that a sender has; `sole`, of
-    these those that no other sender has; `union` (windows, shards) those that any sender has. `all` (windows,): all
-    blocks, also those of zeros.
+    these those that no other sender has; `union` (windows, shards) those that any sender has; `all` (windows, shards)
+    all of the tensor, also those of zeros.
     """
 
     own: Array
@@ -56,4 +56,4 @@ def load_of(patterns: Patterns, senders: int, layout: Layout, windows: int) -> L
         mask = mask & alone
         if mask.any():
             sole[sender] = counted(mask)
-    return Load(own, sole, counted(owners > 0), np.bincount(window, minlength=windows))
+    return Load(own, sole, counted(owners > 0), counted(owners >= 0))

@@ -21,7 +21,7 @@ from omnireduce.planning.load import Load
 from omnireduce.wire.blocks import HEADER_BYTES
 
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a result that its receiver alone has brought
-FEWEST, MOST = 8, 512  # windows
+MOST = 512  # windows
 
 
 class Hosts(NamedTuple):
@@ -88,7 +88,7 @@ def windows_for(blocks: int, density: float, block_bytes: int, shards: int, mess
     """In how many windows to look at a tensor: so that each makes about one message to each shard."""
     fitting = messages.message_bytes * shards / (block_bytes * max(density, 1e-9))
     wanted = math.ceil(blocks / max(1.0, min(messages.span, fitting)))
-    return max(min(FEWEST, blocks), min(wanted, MOST), 1)
+    return max(1, min(wanted, MOST))
 
 
 def predict(
@@ -148,13 +148,15 @@ class _Exchange:
         """The same for one window, without that dimension."""
         load, plan, block_bytes = self._load, self._plan, self._block_bytes
         own, sole, union = load.own[:, window], load.sole[:, window], load.union[window]
-        remote = self._home[:, None] != self._node  # what stays on its host is not sent
-        up = own.astype(np.int64) * block_bytes + HEADER_BYTES
+        begun = load.all[window] > 0  # shards that have a part in this window: others get no message
+        begun[0] |= not load.all.any()  # the first shard knows of every collective
+        remote = begun & (self._home[:, None] != self._node)  # what stays on its host is not sent
+        up = own.astype(np.int64) * block_bytes + HEADER_BYTES * begun
         left_out = np.where(remote & (sole * WORTH_LEAVING_OUT >= union), sole, 0)
         sent, got = up * remote, ((union - left_out) * block_bytes + HEADER_BYTES) * remote
-        messages = 1 + up // self._messages.message_bytes
+        messages = begun * (1 + up // self._messages.message_bytes)
         summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
-        pack_s = costs.scan * load.all[window] * block_bytes + (costs.pack + costs.host_sum * summed) * up.sum(1)
+        pack_s = costs.scan * load.all[window].sum() * block_bytes + (costs.pack + costs.host_sum * summed) * up.sum(1)
         place_s = costs.place * max(1, summed) * union.sum() * block_bytes
         reduce_s = (costs.reduce * up + costs.network * (sent + got) + costs.message * messages).sum(0)
         return _Work(

@@ -55,7 +55,7 @@ class WorkerMachine:
         self._neighbours = neighbours or Neighbours((rank,))
         largest = [largest_block(send.shape[1]) for send, _ in slots]
         self.largest_block_bytes = min([*largest, *([host.largest_block_bytes] if host is not None else [])])
-        self._addresses, self._me, self._timeout_s = addresses, me, timeout_s
+        self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
         self._patience = Patience(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
         self._next, self._waiting_for = 0, ""
@@ -101,7 +101,7 @@ class WorkerMachine:
         """When to say whom this rank waits for, and each time again that the wait has doubled."""
         if not host.is_busy:
             return self._patience.ends_at
-        return host.moved_at + max(min(WARN_AFTER_S, self._timeout_s / 2), 2 * (self._said_at - host.moved_at))
+        return host.moved_at + max(min(WARN_AFTER_S, self.timeout_s / 2), 2 * (self._said_at - host.moved_at))
 
     @property
     def said_goodbye(self) -> bool:
@@ -365,7 +365,7 @@ class WorkerMachine:
     def _overdue(self, now: float) -> Cause:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
-        reason = f"{oldest} not complete after {self._timeout_s:g} s"
+        reason = f"{oldest} not complete after {self.timeout_s:g} s"
         if late := self.host and self.host.waited_for(except_left=FAILED):
             return Cause(self._named(late), reason, timeout=True)
         if self._is_old_news:  # no rank is late, and the first aggregator hangs

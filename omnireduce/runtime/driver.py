@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +54,8 @@ class Driver:
         self._clock = clock
         self._on_finish, self._on_end, self._on_warn, self._on_wake = on_finish, on_end, on_warn, on_wake
         self.flush_bytes = EVERYTHING  # most bytes of one link at once
+        self.read_all_s = math.inf  # so often all links are read, also those that did not ask for it
+        self.read_all_at = -math.inf
 
     def feed(self, peer: int) -> None:
         """Give the machine everything that has arrived from `peer`. Of an incomplete message it learns that something
@@ -88,7 +91,8 @@ class Driver:
 
     def turn(self, peers: Iterable[int] | None = None) -> None:
         """Feed from these peers (None: all), and let the machine do what it can. Then call its timer, if the deadline
-        had passed before. In that case feed from all: also a part of a message says that its sender lives.
+        had passed before. In that case, and every `read_all_s`, feed from all: also a part of a message, which wakes
+        nobody, says that its sender lives.
 
         A deadline that passes during the turn has to wait: if this process was stopped meanwhile, much may have come
         that the machine does not know yet. It must not judge that nothing came.
@@ -96,8 +100,10 @@ class Driver:
         Credits gather until `flush`, which a caller that is going to wait has to call.
         """
         now = self._clock()
-        if peers is not None and (deadline := self.machine.deadline) is not None and now >= deadline:
+        if peers is not None and now >= min(self.read_all_at, self.machine.deadline or math.inf):
             peers = None
+        if peers is None:
+            self.read_all_at = now + self.read_all_s
         for peer in range(len(self.links)) if peers is None else peers:
             self.feed(peer)
         self.perform(self.machine.advance(self._clock()))

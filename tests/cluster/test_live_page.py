@@ -13,7 +13,7 @@ from local_cluster import WAIT_S, Daemon, configured, start_job
 from test_metrics import LISTEN, base, get
 
 from aggregator.live.history import JOBS, KEPT_S, LOOKS, History, Rate
-from aggregator.live.page import HEIGHT, WIDTH, LivePage, timeline
+from aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
 from omnireduce import Communicator
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
 from omnireduce.errors import TransportError
@@ -110,6 +110,28 @@ def test_rates_are_those_between_two_looks() -> None:
     history = History()
     found = looks(history, 0, 1000, 4000, every_s=2.0)
     assert history.rates(found) == [Rate(2.0, 500.0, 1000.0), Rate(4.0, 1500.0, 3000.0)]
+
+
+def test_a_shard_that_misses_a_look_is_no_peak() -> None:
+    live = LivePage()
+    whole = {"a:1": answer(job(received=10**9)), "b:1": answer(job(received=10**9))}
+    for answers in (whole, {**whole, "b:1": TransportError("no answer in time")}, whole):
+        live.note(answers)
+    [found] = summed_jobs(whole)
+    assert all(rate.received == 0 for rate in live._history.rates(found))
+
+
+def test_the_page_has_room_for_some_jobs() -> None:
+    page = shown({"a:1": answer(*(job(f"job{number:03}") for number in range(MOST_JOBS + 7)))})
+    assert f"job{MOST_JOBS - 1:03}" in page.text
+    assert f"job{MOST_JOBS:03}" not in page.text
+    assert "and 7 more jobs" in page.text
+
+
+def test_requests_that_share_answers_share_a_page() -> None:
+    live, answers = LivePage(), {"a:1": answer(job())}
+    assert live.make(answers) is live.make(answers)
+    assert live.make(dict(answers)) is not live.make(answers)
 
 
 def test_another_job_of_the_same_name_begins_anew() -> None:

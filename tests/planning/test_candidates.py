@@ -46,6 +46,7 @@ def test_few_numbers_of_shards_are_tried(hosts: int) -> None:
         (Plan(2, True, 2, False), ["node1:7400", "node2:7400"], 1),
         (Plan(2, False, 3, False), ["node1:7400", "node2:7400", "node1:7401"], 2),
         (Plan(1, False, 2, True), ["aggregator1:7400", "aggregator2:7400"], 1),
+        (Plan(1, False, 20, True), [f"aggregator{number}:7400" for number in range(1, 21)], 1),
     ],
 )
 def test_the_configuration_of_a_plan_can_be_read(

@@ -37,6 +37,7 @@ def test_each_block_is_counted_where_it_belongs(found: list[Array], shards: int,
     assert np.array_equal(load.sole, sole)
     assert np.array_equal(load.union, union)
     assert load.all.sum() == blocks
+    assert np.all(load.union <= load.all)
 
 
 @pytest.mark.parametrize(("overlap", "union"), [("random", 1 - 0.9**5), ("full", 0.1), ("none", 0.5)])

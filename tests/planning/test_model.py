@@ -76,8 +76,8 @@ def test_a_burst_passes_at_once() -> None:
 def test_windows_are_what_makes_a_message() -> None:
     messages = Messages(message_bytes=1 << 18, span=1 << 14)
     assert windows_for(102_400, 1.0, 1024, 2, messages) == 200
-    assert windows_for(102_400, 0.0, 1024, 2, messages) == 8
-    assert windows_for(3, 1.0, 1024, 2, messages) == 3
+    assert windows_for(102_400, 0.0, 1024, 2, messages) == 7
+    assert windows_for(3, 1.0, 1024, 2, messages) == 1
     assert windows_for(0, 0.0, 1024, 2, messages) == 1
 
 
@@ -87,3 +87,12 @@ def test_an_empty_tensor_takes_messages_only() -> None:
     found = predict(load, BLOCK_BYTES, Hosts(2, 8, GIGABIT, 1e-3), plan)
     assert np.isfinite(found.seconds)
     assert found.seconds > 2e-3
+
+
+def test_a_shard_that_has_no_block_costs_nothing() -> None:
+    hosts, times = Hosts(8, 8, GIGABIT, 1e-4), []
+    for shards in (1, 8):
+        plan = beside(1, shards)
+        load = load_of(DrawnPatterns(1, 1.0, "full", 8), 8, Layout(1, 1, shards, 64), 1)
+        times.append(predict(load, BLOCK_BYTES, hosts, plan).seconds)
+    assert times[0] == times[1]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from local_cluster import WAIT_S
 
+from omnireduce.protocol.exchange import HostExchange
 from omnireduce.runtime.member.lookout import Lookout
 from omnireduce.transport.base import Control
 from omnireduce.transport.shm import ShmLink
@@ -48,6 +52,30 @@ def test_those_who_said_something_are_named(lookout: Lookout, ends: tuple[list[S
     assert [ours[shard].poll() for shard in (1, 2)] == [[Control(b"news")], [Control(b"more")]]
     lookout.glance()
     assert lookout.news() == []
+
+
+class Host:
+    """What a lookout asks the exchange inside a host; its steps can always go on."""
+
+    me, can_go_on = 0, True
+
+    def await_step(self) -> bool:
+        return True
+
+    def fall_asleep(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("spin_s", [0.0, WAIT_S])
+def test_progress_inside_the_host_does_not_hide_a_shard(
+    ends: tuple[list[ShmLink], list[ShmLink]], spin_s: float
+) -> None:
+    busy = Lookout(ends[0], cast(HostExchange, Host()), [os.eventfd(0, os.EFD_NONBLOCK)])
+    busy.watch_all()
+    ends[1][2].send_control(b"news")
+    busy.look_out(time.monotonic() + spin_s, WAIT_S * 1000, threading.RLock())
+    assert busy.news() == [2]
+    busy.close()
 
 
 def test_one_that_is_gone_has_news(lookout: Lookout, ends: tuple[list[ShmLink], list[ShmLink]]) -> None:

@@ -29,6 +29,7 @@ from omnireduce.wire.control import Cause
 T = TypeVar("T")
 SMALL_BYTES = 1 << 20  # largest tensor that is worth polling for: its exchange is mostly waiting, for a short time
 FORKED = "was forked from the one that joined; connect in it anew"
+READS = 20  # within the time limit: what has come of a message is noticed so often
 READ_EVERY_S = 0.01  # so often a rank reads what aggregators say, though it never has to wait for others
 GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
 
@@ -53,6 +54,7 @@ class Engine(Interruptible):
             on_warn=lambda warning: log.warning(warning.text, extra=tagged("waiting")),
             on_wake=self._lookout.ring,
         )
+        self._driver.read_all_s = machine.timeout_s / READS
         self._handles: dict[int, Started[Any]] = {}
         self._names = Names()
         self._start_afresh()
@@ -243,6 +245,8 @@ class Engine(Interruptible):
         now, waits = time.monotonic(), self._lookout.has_something_to_wait_for
         self._lookout.watch_all()
         ends = [at for at in (deadline, self._machine.deadline) if at is not None]
+        if self._machine.under_way:
+            ends.append(self._driver.read_all_at)
         patience_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
         mine = 1, threading.get_ident()
         try:

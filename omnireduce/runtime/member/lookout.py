@@ -94,7 +94,7 @@ class Lookout:
 
     def _note(self, ready: Ready) -> None:
         self._news = news = []
-        for descriptor, _ in ready:
+        for descriptor, _ in self._poll.poll(0) if ready is PEEKED else ready:
             if descriptor in self._shards:
                 news.append(self._shards[descriptor])
             elif descriptor in (self._wake, self._bell):
