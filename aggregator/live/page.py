@@ -22,7 +22,7 @@ from omnireduce.version import __version__
 from omnireduce.wire.words import shown
 
 WIDTH, HEIGHT = 600, 60  # of a timeline, in units of its own
-MOST_JOBS, MOST_LINES = 100, 32  # that are shown, and drawn: those with the most traffic
+MOST_JOBS, MOST_LINES = 100, 32  # in the table, by name; with a timeline, those of them with the most traffic
 HEADERS = [
     ("Content-Security-Policy", "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
      "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),

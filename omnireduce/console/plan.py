@@ -46,6 +46,8 @@ def report_plan(asked: Asked, json_path: str | None) -> None:
     for name in ("density", "link_gbps", "latency_us", "cores"):
         if not math.isfinite(getattr(asked, name)):
             raise UsageError(f"--{name.replace('_', '-')} {getattr(asked, name):g}: expected a finite number")
+    if asked.block_size % 8:
+        raise UsageError(f"--block-size {asked.block_size}: expected a multiple of 8")
     if asked.ranks % asked.hosts:
         raise UsageError(f"{asked.ranks} ranks on {asked.hosts} hosts: expected as many ranks on each host")
     patterns, block_bytes = _patterns(asked)

@@ -12,7 +12,6 @@ from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, 
 from omnireduce.planning.patterns import Patterns, SummedPatterns
 
 AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
-STRIPE_BLOCKS = 64
 MOST_LINKS = 1 << 22  # of a plan: there is memory for what each of them carries
 IN_A_ROW = 8  # addresses
 
@@ -89,7 +88,7 @@ def _load(patterns: Patterns, block_bytes: int, hosts: int, plan: Plan, messages
         patterns = SummedPatterns(patterns, plan.ranks)
     density = float(patterns.of(0).mean()) if patterns.blocks else 0.0
     windows = windows_for(patterns.blocks, density, block_bytes, plan.shards, messages)
-    layout = Layout(patterns.blocks, 1, plan.shards, STRIPE_BLOCKS)
+    layout = Layout(patterns.blocks, 1, plan.shards)
     return load_of(patterns, hosts * plan.senders, layout, windows)
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array, number_type
+from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.files.tensors import read_tensors
-from omnireduce.kernels.density import mark_blocks, native_chunks
+from omnireduce.kernels.density import find_blocks
 
 
 class Saved(NamedTuple):
@@ -27,14 +27,10 @@ def read_blocks(path: str, block_size: int) -> Saved:
     masks, sizes = [], set()
     for tensor in read_tensors(path):
         try:
-            kind = number_type(tensor.values.dtype.newbyteorder("="))
+            masks.append(find_blocks(tensor.values, block_size))
         except UsageError as error:
             raise UsageError(f"{path}: {tensor.name}: {error}") from None
-        mask = np.zeros(-(-tensor.values.size // block_size), np.bool_)
-        for first, chunk in native_chunks(tensor.values, kind, block_size):
-            mark_blocks(chunk, kind, block_size, mask[first:])
-        masks.append(mask)
-        sizes.add(kind.itemsize)
+        sizes.add(tensor.values.itemsize)
     if len(sizes) != 1:
         found = "no arrays" if not sizes else f"elements of {' and '.join(map(str, sorted(sizes)))} bytes"
         raise UsageError(f"{path} holds {found}; expected arrays whose elements have one size")

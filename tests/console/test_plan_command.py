@@ -54,6 +54,7 @@ def test_no_plan_is_faster_than_a_ring_for_dense_tensors_on_many_hosts() -> None
         (["--dtype", "text"], "--dtype text: expected one of float16"),
         (["--overlap", "some"], "overlap 'some': expected one of random"),
         (["--ranks", "3", "--hosts", "2"], "3 ranks on 2 hosts: expected as many"),
+        (["--block-size", "12"], "--block-size 12: expected a multiple of 8"),
         (["--latency-us", "nan"], "--latency-us nan: expected a finite number"),
         (["--link-gbps", "nan"], "--link-gbps nan: expected a finite number"),
         (["--hosts", "1"], "1 host: its ranks exchange tensors in memory"),
