@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.config import Config, parse_address
+from omnireduce.config import parse_address
 from omnireduce.dtypes import Array
 
-MESSAGE_BYTES = Config().protocol.tcp_message_bytes
+MESSAGE_BYTES = 1 << 18
 PATIENCE_S = 60.0  # for a single byte
 
 

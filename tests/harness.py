@@ -21,6 +21,7 @@ from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.exchange import HostExchange, region_bytes
 from omnireduce.protocol.hosts import Dealing, Neighbours
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.packets import Packets, packed
 from omnireduce.protocol.rows import RowSet
@@ -142,7 +143,7 @@ class InprocCluster:
                 members,
                 arena,
                 results,
-                message_bytes=message_bytes,
+                lengths=Lengths.up_to(message_bytes) if message_bytes else None,
                 shard=shard,
                 dealing=self.dealing,
                 delegates=[each.delegate(shard) for each in neighbours] if len(hosts) > 1 else (),
@@ -150,7 +151,7 @@ class InprocCluster:
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
         self.regions = [self._guarded(len(ranks), region_bytes(slots, slot_bytes, len(hosts))) for ranks in hosts]
-        self._message_bytes = [message_bytes] * shards if message_bytes else []
+        self._lengths = [Lengths.up_to(message_bytes)] * shards if message_bytes else []
         self.hosts = [self._host(rank, members) for rank in range(world_size)]
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
         self.worker_drivers = [self._worker_driver(rank) for rank in range(world_size)]
@@ -179,7 +180,7 @@ class InprocCluster:
             rank=rank,
             scan_span=scan_span,
             timeout_s=timeout_s,
-            message_bytes=self._message_bytes,
+            lengths=self._lengths,
             host=self.hosts[rank],
             neighbours=self.neighbours.get(rank),
         )

@@ -182,13 +182,13 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tcp_message_bytes: Annotated[
         int,
         _meta(
-            "the longest message over tcp: short ones keep both directions of a link busy; elsewhere a message may "
-            "fill its slot",
+            "the longest message over tcp, in the middle of a tensor; at its ends messages have a quarter of it; "
+            "elsewhere a message may fill its slot",
             "bytes",
             ge=4096,
             le=67108864,
         ),
-    ] = 1 << 18
+    ] = 1 << 20
     scan_span: Annotated[
         int,
         _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),

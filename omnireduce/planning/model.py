@@ -18,6 +18,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.planning.load import Load
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.wire.blocks import HEADER_BYTES
 
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a result that its receiver alone has brought
@@ -52,10 +53,10 @@ class Plan(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """A message has up to `message_bytes`, and a sender scans up to `span` blocks for one. A sender is at most `slots`
-    messages ahead of a shard."""
+    """Messages are as long as `lengths` says, and a sender scans up to `span` blocks for one. A sender is at most
+    `slots` messages ahead of a shard."""
 
-    message_bytes: int = 1 << 18
+    lengths: Lengths = Lengths.up_to(1 << 20)
     slots: int = 3
     span: int = 1 << 14
 
@@ -86,7 +87,8 @@ class Prediction(NamedTuple):
 
 def windows_for(blocks: int, density: float, block_bytes: int, shards: int, messages: Messages) -> int:
     """In how many windows to look at a tensor: so that each makes about one message to each shard."""
-    fitting = messages.message_bytes * shards / (block_bytes * max(density, 1e-9))
+    message_bytes = messages.lengths.of(int(blocks * density * block_bytes / shards))
+    fitting = message_bytes * shards / (block_bytes * max(density, 1e-9))
     wanted = math.ceil(blocks / max(1.0, min(messages.span, fitting)))
     return max(1, min(wanted, MOST))
 
@@ -123,6 +125,7 @@ class _Exchange:
     def __init__(self, load: Load, block_bytes: int, hosts: Hosts, plan: Plan, messages: Messages) -> None:
         self._load, self._hosts, self._plan, self._messages = load, hosts, plan, messages
         self._block_bytes = block_bytes
+        self._message_bytes = messages.lengths.of(int(load.own.sum(1).mean() * block_bytes))
         self._home = np.arange(hosts.number * plan.senders) // plan.senders  # node of each sender
         shards = np.arange(plan.shards)
         self._node = hosts.number + shards if plan.dedicated else shards % hosts.number  # of each shard
@@ -136,7 +139,7 @@ class _Exchange:
             seconds=self._seconds(work),
             link_bytes=int(max(out.max(), into.max())),
             processor_s=float(work.pack_s.sum() + work.place_s.sum() + work.reduce_s.sum()),
-            shard_bytes=(len(self._home) + 1) * self._messages.slots * self._messages.message_bytes,
+            shard_bytes=(len(self._home) + 1) * self._messages.slots * self._messages.lengths.longest,
         )
 
     def _work(self, costs: Costs) -> _Work:
@@ -154,7 +157,7 @@ class _Exchange:
         up = own.astype(np.int64) * block_bytes + HEADER_BYTES * begun
         left_out = np.where(remote & (sole * WORTH_LEAVING_OUT >= union), sole, 0)
         sent, got = up * remote, ((union - left_out) * block_bytes + HEADER_BYTES) * remote
-        messages = begun * (1 + up // self._messages.message_bytes)
+        messages = begun * (1 + up // self._message_bytes)
         summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
         pack_s = costs.scan * load.all[window].sum() * block_bytes + (costs.pack + costs.host_sum * summed) * up.sum(1)
         place_s = costs.place * max(1, summed) * union.sum() * block_bytes
@@ -196,7 +199,7 @@ class _Exchange:
 
     def _windows_ahead(self) -> int:
         """How far a sender may be ahead of the shards."""
-        count = 1 + self._load.own.mean() * self._block_bytes // self._messages.message_bytes
+        count = 1 + self._load.own.mean() * self._block_bytes // self._message_bytes
         return max(1, int(self._messages.slots // count))
 
 

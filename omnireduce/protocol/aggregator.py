@@ -15,6 +15,7 @@ from omnireduce.protocol.account import Account, Wait
 from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.quiet import BUSY, STOOD_STILL, Quiet
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.result_slots import ResultSlots
@@ -43,11 +44,10 @@ class AggregatorMachine:
     """One generation of one job.
 
     `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows r ×
-    slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. The blocks of a result
-    take no more than `message_bytes` together (None: no more than fit in a slot), unless one block alone takes more.
-    `dealing`: how tensors are dealt to shards, of which this one is number `shard`. Where hosts send sums, rank
-    `delegates[h]` sends those of host h to this shard. Ranks in `inline` get results as bytes, not in slots that all
-    ranks share: their results leave out what they have already.
+    slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. Results are as long as
+    `lengths` says (None: no longer than fit in a slot). `dealing`: how tensors are dealt to shards, of which this one
+    is number `shard`. Where hosts send sums, rank `delegates[h]` sends those of host h to this shard. Ranks in `inline`
+    get results as bytes, not in slots that all ranks share: their results leave out what they have already.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
     the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
@@ -63,7 +63,7 @@ class AggregatorMachine:
         arena: Array,
         results: Array,
         *,
-        message_bytes: int | None = None,
+        lengths: Lengths | None = None,
         shard: int = 0,
         dealing: Dealing = ONE_SHARD,
         delegates: Sequence[int] = (),
@@ -75,12 +75,12 @@ class AggregatorMachine:
         self._ranks = [_Rank(name) for name in members]
         self._gone: set[int] = set()  # ranks that have left
         self._arena, self._results, self._slot_count = arena, results, len(results)
-        self._message_bytes = results.shape[1] if message_bytes is None else message_bytes
-        shape = self._slot_count, min(results.shape[1], room_for(self._message_bytes))
+        lengths = lengths or Lengths(results.shape[1], results.shape[1])
+        shape = self._slot_count, min(results.shape[1], room_for(lengths.longest))
         self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
         self._slots = ResultSlots(self._slot_count)
         self._filling = -1  # the result slot being filled, -1 for none
-        work_space = len(members), arena, results, self._message_bytes, budget
+        work_space = len(members), arena, results, lengths, budget
         self._senders = Senders(len(members), delegates, dealing, shard, lambda many: reduction(many, *work_space))
         first = dict.fromkeys([*delegates, *range(len(members))])  # those who can begin a collective
         self._in_turn = [(rank, self._ranks[rank]) for rank in first]

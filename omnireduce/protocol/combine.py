@@ -10,6 +10,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.wire.blocks import HEADER_BYTES, capacity
 
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
@@ -42,17 +43,17 @@ class Combiner:
     """Combines parts of so many `senders` in `slots`, uint8 (rows, bytes), into blocks of `results`, uint8 (slots, slot
     bytes). A mean is their sum, divided by `divisor`.
 
-    A result takes no more than `most_blocks`, and their bytes no more than `message_bytes`, unless one alone takes
-    more. `piece_bytes`: all senders' parts of a block that are combined in one step.
+    A result takes no more than `most_blocks`, and is no longer than `lengths` allow. `piece_bytes`: all senders' parts
+    of a block that are combined in one step.
     """
 
     def __init__(
         self, senders: int, slots: Array, results: Array,
-        *, divisor: int, message_bytes: int, most_blocks: int, piece_bytes: int,
+        *, divisor: int, lengths: Lengths, most_blocks: int, piece_bytes: int,
     ) -> None:  # fmt: skip
         self._divisor = divisor
         self._senders, self._slots, self._results = senders, slots, results
-        self._message_bytes, self._most_blocks, self._piece_bytes = message_bytes, most_blocks, piece_bytes
+        self._lengths, self._most_blocks, self._piece_bytes = lengths, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
         self._formats: dict[tuple[str, int], Format] = {}  # by dtype and block size, the one used last behind
 
@@ -84,7 +85,7 @@ class Combiner:
             brain=element.name == "bfloat16",
             source=self._slots.reshape(-1).view(element.storage),
             rows=blocks.reshape(len(blocks), fitting, -1),
-            capacity=min(fitting, self._most_blocks, max(1, self._message_bytes // block_bytes)),
+            capacity=min(fitting, self._most_blocks, self._lengths.most(block_bytes)),
             columns=min(columns, HALF_COLUMNS) if element.is_half else columns,
             byte_work=byte_work,
             block_work=self._senders * (block_bytes * byte_work + BLOCK_WORK),

@@ -13,6 +13,7 @@ from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
 from omnireduce.kernels.runs import list_runs
 from omnireduce.layout import Stripes
 from omnireduce.protocol.combine import BLOCK_WORK, Combiner
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.union import Shape, Union
 from omnireduce.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 
@@ -41,7 +42,7 @@ class MakeReduction(Protocol):
     """`Reduction`, or what makes one that is observed."""
 
     def __call__(
-        self, senders: int, divisor: int, arena: Array, results: Array, message_bytes: int, budget: Budget, /
+        self, senders: int, divisor: int, arena: Array, results: Array, lengths: Lengths, budget: Budget, /
     ) -> Reduction: ...
 
 
@@ -49,22 +50,21 @@ class Reduction:
     """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one of them.
 
     `senders` ranks bring blocks, each for itself or for its host. A mean is divided by `divisor`. `arena`: uint8 (ranks
-    × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes). The blocks of a result
-    take no more than `message_bytes` together, unless one block alone takes more. `union`: the blocks that the senders
-    have brought.
+    × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes). Results are as
+    long as `lengths` says. `union`: the blocks that the senders have brought.
     """
 
     def __init__(
-        self, senders: int, divisor: int, arena: Array, results: Array, message_bytes: int, budget: Budget
+        self, senders: int, divisor: int, arena: Array, results: Array, lengths: Lengths, budget: Budget
     ) -> None:
-        self._senders, self._results = senders, results
+        self._senders, self._results, self._lengths = senders, results, lengths
         self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
         self._runs = np.empty((self._numbers.size // 2, 2), np.int64)  # of these numbers
         self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
         self.union = Union(senders, arena, budget.window)
         self._combiner = Combiner(
             senders, arena, results,
-            divisor=divisor, message_bytes=message_bytes, most_blocks=self._numbers.size,
+            divisor=divisor, lengths=lengths, most_blocks=self._numbers.size,
             piece_bytes=budget.piece_bytes,
         )  # fmt: skip
 
@@ -84,10 +84,16 @@ class Reduction:
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.sent_blocks = 0  # of this collective, without `written`
         self._sealed = 0  # up to which block
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Decide how many blocks the next result takes."""
+        wanted = self._lengths.blocks(self._format.block_bytes, self.sent_blocks, self._sealed, self.union.shape.blocks)
+        self._room = min(self._format.capacity, wanted)
 
     @property
     def full(self) -> bool:
-        return self.written == self._format.capacity
+        return self.written == self._room
 
     @property
     def has_news(self) -> bool:
@@ -96,7 +102,7 @@ class Reduction:
 
     @property
     def half_full(self) -> bool:
-        return 2 * self.written >= self._format.capacity
+        return 2 * self.written >= self._room
 
     def merge(self, slot: int, most: int) -> int:
         """Reduce what the watermark allows into result slot `slot`: as much as `most` work, but at least one step.
@@ -108,7 +114,7 @@ class Reduction:
         first, form = self.written, self._format
         if form.columns < form.block_size:
             return self._merge_piece(slot)
-        added = self._plan(min(len(self._parts), form.capacity - first, max(1, most // form.block_work)))
+        added = self._plan(min(len(self._parts), self._room - first, max(1, most // form.block_work)))
         if added:
             self._combiner.combine(self._parts[:added], form.rows[slot, first : first + added])
             self._use(added)
@@ -147,6 +153,7 @@ class Reduction:
         frontier = int(numbers[-1]) % MAX_BLOCKS + 1 if cut_short else self.union.watermark
         self.sent_blocks += self.written
         self.written, self._sealed = 0, frontier
+        self._make_room()
         _, shards, stripe_blocks = self.union.shape.stripes
         runs = self._runs[: list_runs(numbers, shards, stripe_blocks, self._runs)]
         nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, runs=runs)

@@ -13,6 +13,7 @@ from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.layout import Stripes
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, read_header, seal
 from omnireduce.wire.control import Waiting
 
@@ -20,15 +21,15 @@ from omnireduce.wire.control import Waiting
 class ShardStream:
     """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
 
-    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, message_bytes: int) -> None:
-        self.shard, self._message_bytes = shard, message_bytes
+    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, lengths: Lengths) -> None:
+        self.shard, self._lengths = shard, lengths
         self._send_slots, self._receive_slots = send_slots, receive_slots
         self._free = list(range(len(send_slots)))
         self._span = scan_span
         self._outgoing: deque[Collective] = deque()
         self._incoming: deque[Collective] = deque()
         self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
-        self._sent_frontier = 0
+        self._sent_frontier = self._sent_blocks = 0
         self._result_frontier = 0
         self.heard_at = 0.0  # when anything came
         self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
@@ -71,7 +72,8 @@ class ShardStream:
             return None
         collective, extra = self._outgoing[0], b""
         operand, host_sum = collective.sent, collective.host_sum
-        most = max(1, self._message_bytes // operand.block_bytes)
+        blocks = operand.layout.blocks
+        most = self._lengths.blocks(operand.block_bytes, self._sent_blocks, self._sent_frontier, blocks)
         if host_sum is not None:
             cursor = max(self._cursor, host_sum.start(self.shard))
             if not host_sum.is_worth_packing(cursor, self._span, most):
@@ -88,9 +90,10 @@ class ShardStream:
         runs = self._runs[: list_runs(indices, layout.shards, layout.stripe_blocks, self._runs)]
         nbytes = seal(memory, collective.number, frontier, indices, operand.block_bytes, extra, runs=runs)
         self._sent_frontier = frontier
-        if frontier == layout.blocks:
+        self._sent_blocks += count
+        if frontier == blocks:
             self._outgoing.popleft()
-            self._cursor, self._sent_frontier = -1, 0
+            self._cursor, self._sent_frontier, self._sent_blocks = -1, 0, 0
         return Send((self.shard,), slot, nbytes)
 
     def received(self, slot: int, nbytes: int) -> Collective | None:

@@ -13,6 +13,7 @@ from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake,
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host_faults import DifferenceError, HostError, ShortageError
 from omnireduce.protocol.hosts import Neighbours
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.patience import Patience
 from omnireduce.protocol.quiet import in_words
@@ -29,8 +30,8 @@ class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
-    in errors; `me` names this worker, whose number is `rank`. The blocks of a message to shard i take no more than
-    `message_bytes[i]` together (nothing given: no more than fit in a slot), unless one block alone takes more. A
+    in errors; `me` names this worker, whose number is `rank`. Messages to shard i are as long as
+    `lengths[i]` says (nothing given: no longer than fit in a slot). A
     collective that takes longer than `timeout_s` ends the job. `host`: with what the ranks of this host exchange
     tensors. If they are all ranks of the job, shards get none. Else, as `neighbours` says, shards get tensors by host:
     one of its ranks sends the sum of all.
@@ -45,12 +46,12 @@ class WorkerMachine:
         rank: int,
         scan_span: int,
         timeout_s: float,
-        message_bytes: Sequence[int] = (),
+        lengths: Sequence[Lengths] = (),
         host: HostExchange | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
-        most = message_bytes or [send.shape[1] for send, _ in slots]
-        self._streams = [ShardStream(i, send, receive, scan_span, most[i]) for i, (send, receive) in enumerate(slots)]
+        long = lengths or [Lengths(send.shape[1], send.shape[1]) for send, _ in slots]
+        self._streams = [ShardStream(i, send, receive, scan_span, long[i]) for i, (send, receive) in enumerate(slots)]
         self.rank, self.host = rank, host
         self._neighbours = neighbours or Neighbours((rank,))
         largest = [largest_block(send.shape[1]) for send, _ in slots]

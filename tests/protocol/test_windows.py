@@ -11,6 +11,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Stripes
 from omnireduce.protocol.combine import FORMATS, Combiner
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.wire.blocks import read_header, seal
 
@@ -24,7 +25,7 @@ def fed(indices: list[int], window: int, runs: Runs = ()) -> Reduction:
     Rank 0 lists its blocks as `runs`, if there are any.
     """
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
-    found = Reduction(RANKS, RANKS, arena, results, SLOT_BYTES, Budget(window=window))
+    found = Reduction(RANKS, RANKS, arena, results, Lengths(SLOT_BYTES, SLOT_BYTES), Budget(window=window))
     descriptor = Descriptor("allreduce", "", "int64", (BLOCKS * BLOCK,), block_size=BLOCK)
     found.begin(descriptor, ALL)
     for rank, (own, listed) in enumerate([(indices, runs), (list(range(BLOCKS)), ())]):
@@ -81,7 +82,13 @@ def test_no_collective_completes_before_the_last_run_was_seen(window: int, lengt
 def test_the_formats_that_were_used_last_are_kept_and_no_more() -> None:
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
     combiner = Combiner(
-        RANKS, arena, results, divisor=RANKS, message_bytes=SLOT_BYTES, most_blocks=100, piece_bytes=1 << 20
+        RANKS,
+        arena,
+        results,
+        divisor=RANKS,
+        lengths=Lengths(SLOT_BYTES, SLOT_BYTES),
+        most_blocks=100,
+        piece_bytes=1 << 20,
     )
 
     def begin(block_size: int) -> object:

@@ -117,22 +117,31 @@ def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """The others see that a rank is gone, long before an aggregator tells which one, and why."""
-    turn, is_seen = HostMeeting.turn, threading.Event()
+    turn, connect, is_seen = HostMeeting.turn, HostMeeting._connect, threading.Event()
 
-    def leaving(self: HostMeeting) -> bool:
-        if self._me == victim and (self._unserved or (victim and self._sockets)):
-            for each in self._sockets:
-                with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-            assert is_seen.wait(WAIT_S)
-            raise ZeroDivisionError("a bug")
+    def leave(meeting: HostMeeting) -> None:
+        for each in meeting._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        assert is_seen.wait(WAIT_S)
+        raise ZeroDivisionError("a bug")
+
+    def connecting(self: HostMeeting) -> None:
+        connect(self)
+        if self._me == victim and self._sockets:  # no rank has said yet that it has everything
+            leave(self)
+
+    def looking(self: HostMeeting) -> bool:
+        if self._me == victim and self._unserved:
+            leave(self)
         try:
             return turn(self)
         except RankGoneError:
             is_seen.set()
             raise
 
-    monkeypatch.setattr(HostMeeting, "turn", leaving)
+    monkeypatch.setattr(HostMeeting, "_connect", connecting)
+    monkeypatch.setattr(HostMeeting, "turn", looking)
     job, config = unique_job(), configured(daemon.addresses, *over(MEMORY))
     ranks = start_job(config, 3, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(ranks.pop(victim), ZeroDivisionError)

@@ -19,6 +19,7 @@ from omnireduce.protocol.exchange import HostExchange
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.joining import Joining
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
@@ -285,8 +286,11 @@ class Worker(Process):
             rank=joined.rank,
             scan_span=protocol.scan_span,
             timeout_s=protocol.timeout_s,
-            message_bytes=[
-                protocol.message_bytes if link.kind == "tcp" else protocol.slot_bytes for link in self.links
+            lengths=[
+                Lengths.up_to(protocol.message_bytes)
+                if link.kind == "tcp"
+                else Lengths(protocol.slot_bytes, protocol.slot_bytes)
+                for link in self.links
             ],
             host=host,
             neighbours=neighbours,

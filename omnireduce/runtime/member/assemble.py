@@ -8,13 +8,14 @@ import socket
 import time
 from typing import NamedTuple
 
-from omnireduce.config import Config
+from omnireduce.config import Config, Protocol
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.deeds import Joined
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.hosts import Neighbours
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
@@ -75,9 +76,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         rank=joined.rank,
         scan_span=config.protocol.scan_span,
         timeout_s=config.cluster.timeout_s,
-        message_bytes=[
-            config.protocol.tcp_message_bytes if link.kind == "tcp" else config.protocol.slot_bytes for link in links
-        ],
+        lengths=[_lengths(config.protocol, link) for link in links],
         host=host,
         neighbours=joined.neighbours,
     )
@@ -85,6 +84,12 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
     bells = () if arrival.group is None else arrival.group.bells
     return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, bells))
+
+
+def _lengths(protocol: Protocol, link: Link) -> Lengths:
+    if link.kind == "tcp":
+        return Lengths.up_to(protocol.tcp_message_bytes)
+    return Lengths(protocol.slot_bytes, protocol.slot_bytes)
 
 
 def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, Neighbours]:

@@ -18,6 +18,7 @@ from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End, Warn
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.hosts import Dealing, hosts_of
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
@@ -133,7 +134,7 @@ class Job:
             [member_name(hello) for hello in hellos],
             self._arena.slots,
             self._results.slots,
-            message_bytes=min(over_tcp, default=None),
+            lengths=Lengths.up_to(min(over_tcp)) if over_tcp else None,
             shard=spec.shard,
             dealing=Dealing.among(hosts, spec.shards, spec.stripe_blocks, self._whole_bytes, spec.slot_bytes),
             delegates=[host.delegate(spec.shard) for host in self._hosts] if hosts > 1 else (),

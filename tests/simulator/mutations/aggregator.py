@@ -10,6 +10,7 @@ _UNION = "omnireduce.protocol.union"
 _SENDERS = "omnireduce.protocol.senders"
 _SLOTS = "omnireduce.protocol.result_slots"
 _COMBINE = "omnireduce.protocol.combine"
+_LENGTHS = "omnireduce.protocol.lengths"
 _WIRE = "omnireduce.wire.blocks"
 _DESCRIPTOR = "omnireduce.descriptor"
 
@@ -252,11 +253,18 @@ MUTATIONS = (
         within=2000,
     ),
     Mutation(
-        "results of no block",
-        _COMBINE,
-        "a block larger than the limit of a message has no room in any result",
-        "self._most_blocks, max(1, self._message_bytes // block_bytes))",
-        "self._most_blocks, self._message_bytes // block_bytes)",
+        "messages of no block",
+        _LENGTHS,
+        "a block larger than the limit of a message has no room in any",
+        "return max(1, self.longest // block_bytes)",
+        "return self.longest // block_bytes",
+    ),
+    Mutation(
+        "first messages of no block",
+        _LENGTHS,
+        "a block larger than a short message has no room in it",
+        "max(1, self.shortest // block_bytes)",
+        "self.shortest // block_bytes",
     ),
     Mutation(
         "a message may be longer than it says",

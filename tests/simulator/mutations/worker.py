@@ -78,13 +78,6 @@ MUTATIONS = (
         "        return self._incoming.popleft()",
     ),
     Mutation(
-        "worker sends blocks larger than a message never",
-        _STREAM,
-        "a block larger than the limit of a message has no room in any",
-        "most = max(1, self._message_bytes // operand.block_bytes)",
-        "most = self._message_bytes // operand.block_bytes",
-    ),
-    Mutation(
         "worker never times out",
         _MACHINE,
         "who waits for a hanging peer waits for ever",
