@@ -4,7 +4,7 @@
 summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
-`all-reduce` how its `all_reduce` compares with that of gloo.
+`all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
 from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
+from benchmarks.urgent import measure as measure_urgent
 from omnireduce.errors import OmniReduceError
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
@@ -165,6 +166,16 @@ def all_reduce(ranks: int, device: str, only: str) -> None:
     try:
         click.echo(measure_all_reduce(ranks, device, only), nl=False)
     except (PeerError, RuntimeError, OmniReduceError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
+def urgent(turns: int) -> None:
+    """Time a small all-reduce beside a large one, with a channel for urgent tensors and without."""
+    try:
+        measure_urgent(Console(width=120), turns)
+    except (PeerError, OmniReduceError) as error:
         raise click.ClickException(str(error)) from error
 
 

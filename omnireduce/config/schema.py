@@ -212,6 +212,16 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=2**30,
         ),
     ] = 1 << 20
+    urgent_bytes: Annotated[
+        int,
+        _meta(
+            "tensors of up to so many bytes have a channel of their own, and do not wait behind larger ones; the same "
+            "on every worker. 0: all go one after another",
+            "bytes",
+            ge=0,
+            le=2**20,
+        ),
+    ] = 0
     max_part_bytes: Annotated[
         int,
         _meta(

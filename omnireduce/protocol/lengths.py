@@ -34,5 +34,6 @@ class Lengths(NamedTuple):
     def blocks(self, block_bytes: int, sent: int, at: int, end: int) -> int:
         """The most blocks of the next message. `sent`: the blocks that went before it, which were found below block
         `at` of `end`. What follows is taken to be as dense."""
-        expected = sent * end // at if at > 0 else 0
-        return max(1, self.of(expected * block_bytes) // block_bytes)
+        if self.shortest == self.longest or at <= 0:
+            return max(1, self.shortest // block_bytes)
+        return max(1, self.of(sent * end // at * block_bytes) // block_bytes)

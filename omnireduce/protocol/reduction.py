@@ -58,6 +58,7 @@ class Reduction:
         self, senders: int, divisor: int, arena: Array, results: Array, lengths: Lengths, budget: Budget
     ) -> None:
         self._senders, self._results, self._lengths = senders, results, lengths
+        self._lengths_vary = lengths.shortest < lengths.longest
         self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
         self._runs = np.empty((self._numbers.size // 2, 2), np.int64)  # of these numbers
         self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
@@ -153,7 +154,8 @@ class Reduction:
         frontier = int(numbers[-1]) % MAX_BLOCKS + 1 if cut_short else self.union.watermark
         self.sent_blocks += self.written
         self.written, self._sealed = 0, frontier
-        self._make_room()
+        if self._lengths_vary:
+            self._make_room()
         _, shards, stripe_blocks = self.union.shape.stripes
         runs = self._runs[: list_runs(numbers, shards, stripe_blocks, self._runs)]
         nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, runs=runs)

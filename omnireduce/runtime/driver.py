@@ -140,9 +140,9 @@ class Driver:
         for peer in effect.peers:
             self.links[peer].send(effect.slot, effect.nbytes, instead.get(peer) if instead else None)
         # Many gather until the end of the turn: waking all ranks for each result costs more. One can merge its message
-        # while the next one is packed.
-        if not effect.peers[1:]:
-            self.links[effect.peers[0]].flush(self.flush_bytes)
+        # while the next one is packed. What leaves in a turn may be bounded: then it leaves at the end, too.
+        if not effect.peers[1:] and self.flush_bytes == EVERYTHING:
+            self.links[effect.peers[0]].flush()
 
     def _handle(self, peer: int, event: Event, now: float) -> Iterable[Effect]:
         machine = self.machine

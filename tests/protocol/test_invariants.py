@@ -240,7 +240,7 @@ def test_messages_keep_their_limit_both_ways(message_blocks: float, most: int) -
     nbytes = BLOCK * 4
     cluster = InprocCluster(2, slot_bytes=slot_bytes_for(8, nbytes), message_bytes=int(message_blocks * nbytes))
     cluster.record = []
-    tensors = [np.ones(40 * BLOCK, np.float32) for _ in range(2)]
+    tensors = [np.ones(800 * BLOCK, np.float32) for _ in range(2)]  # a long message is a 64th of what goes to a shard
     for rank, tensor in enumerate(tensors):
         cluster.allreduce(rank, tensor)
     cluster.run()

@@ -139,7 +139,7 @@ def main() -> None:
     try:
         program.run(where)
     except OmniReduceError as error:
-        closed = comm._engine._closed and all(link.over for link in comm._links)
+        closed = comm._engine.is_closed and all(link.over for link in comm._links)
         report("outcome", error=type(error).__name__, text=str(error), closed=closed, handlers=program.handlers)
 
 

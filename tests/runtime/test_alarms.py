@@ -70,7 +70,7 @@ def test_a_handler_shuts_down_while_its_thread_forms_the_job_anew(daemon: Daemon
     before = signal.signal(signal.SIGALRM, handler)
     try:
         old = comm._engine
-        Ranks(1, lambda _: eventually(lambda: old._closed) and os.kill(os.getpid(), signal.SIGALRM))
+        Ranks(1, lambda _: eventually(lambda: old.is_closed) and os.kill(os.getpid(), signal.SIGALRM))
         with pytest.raises(ClosedError, match="shut down while it joined"):
             comm.reform(largest=2)
     finally:

@@ -30,7 +30,7 @@ from omnireduce import Communicator, TransportError
 address, job, *settings = sys.argv[1:]
 enter = Communicator._enter
 
-def without_descriptors(self, joined):
+def without_descriptors(self, *arguments):
     held = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     try:
@@ -39,7 +39,7 @@ def without_descriptors(self, joined):
     except OSError:
         pass
     try:
-        enter(self, joined)
+        enter(self, *arguments)
     finally:
         for each in held:
             os.close(each)

@@ -315,7 +315,7 @@ def test_two_interrupts_in_a_row_raise_nothing_else(monkeypatch: pytest.MonkeyPa
         twice += interrupting.count >= first + second
         assert link.over
         assert handle.done()
-        assert ours._closed
+        assert ours.is_closed
         far.close()
         if interrupting.count < first:
             break

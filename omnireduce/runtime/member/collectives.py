@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -16,6 +17,7 @@ from omnireduce.runtime.member.calls import Call, Place, Rows
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle, Together
+from omnireduce.runtime.member.numbers import whole
 
 GROUPS = list, tuple, dict
 T = TypeVar("T")
@@ -24,14 +26,41 @@ G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 S = TypeVar("S", bound=np.generic)
 
 
-class Member(NamedTuple):
-    """A rank in one generation of a job: what its calls need to know, and the engine that drives them.
-
-    Both are replaced together, so that no call is made for one generation and started in another.
-    """
+class Way(NamedTuple):
+    """One channel of a rank: what its calls need to know, and the engine that drives them."""
 
     place: Place
     engine: Engine
+
+
+class Member(NamedTuple):
+    """A rank in one generation of a job. Tensors of up to `urgent_bytes` go the `urgent` way, which is the ordinary one
+    where there is no other.
+
+    All is replaced together, so that no call is made for one generation and started in another.
+    """
+
+    ordinary: Way
+    urgent: Way
+    urgent_bytes: int
+
+    @property
+    def owner(self) -> threading.Thread:
+        """The thread whose collectives need no name."""
+        return self.ordinary.place.owner
+
+    def owned_by(self, thread: threading.Thread) -> Member:
+        """The same, if this thread is the owner."""
+        ways = [each._replace(place=each.place._replace(owner=thread)) for each in (self.ordinary, self.urgent)]
+        return self._replace(ordinary=ways[0], urgent=ways[1])
+
+    def way(self, x: object, priority: object, block_size: object) -> Way:
+        """The way of `x`: what the caller says, else a small array is urgent. Raises UsageError for a priority that is
+        no number."""
+        if priority is not None:
+            return self.urgent if whole(priority, "priority") > 0 else self.ordinary
+        is_small = isinstance(x, np.ndarray) and x.nbytes <= self.urgent_bytes
+        return self.urgent if is_small and block_size is None else self.ordinary
 
 
 class Collectives:
@@ -41,7 +70,7 @@ class Collectives:
     drives_in_background: bool
 
     @overload
-    def allreduce(self, x: G, *, op: Op = ..., name: str = ...) -> G: ...
+    def allreduce(self, x: G, *, op: Op = ..., name: str = ..., priority: int | None = ...) -> G: ...
     @overload
     def allreduce(
         self,
@@ -51,9 +80,17 @@ class Collectives:
         op: Op = ...,
         name: str = ...,
         block_size: int | None = ...,
+        priority: int | None = ...,
     ) -> NDArray[S]: ...
     def allreduce(
-        self, x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+        priority: int | None = None,
     ) -> Any:
         """Combine `x` of all ranks, element by element, in a fixed order; return the result, which is the same on all
         ranks.
@@ -70,6 +107,11 @@ class Collectives:
         at the same time. Keys and shapes are the same on all ranks; `out` and `block_size` are not for groups. In an
         array of a group a block is part of a larger whole, so a -0 may stay where the array alone would get +0.
 
+        `priority`: 1 for a tensor that is urgent, 0 for one that is not, the same on all ranks. None says that tensors
+        of up to `protocol.urgent_bytes` are, but for groups and calls with a `block_size`. Where that is not 0, urgent
+        tensors have a channel of their own: they do not wait for others, and may be complete before those. Sums are the
+        same either way.
+
         A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
         becomes +0.
 
@@ -77,12 +119,11 @@ class Collectives:
         another thread, and for a name that belongs to another thread; AbortedError or its subclass
         CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
-        if isinstance(x, GROUPS):
-            return self._start_group(x, out, op, name, block_size).wait()
-        return self._start(calls.reduction, "allreduce", x, op=op, name=name, out=out, block_size=block_size).wait()
+        way = self._member.way(x, priority, block_size)
+        return self._start_allreduce(way, x, out, op, name, block_size).wait()
 
     @overload
-    def allreduce_async(self, x: G, *, op: Op = ..., name: str = ...) -> Handle[G]: ...
+    def allreduce_async(self, x: G, *, op: Op = ..., name: str = ..., priority: int | None = ...) -> Handle[G]: ...
     @overload
     def allreduce_async(
         self,
@@ -92,18 +133,25 @@ class Collectives:
         op: Op = ...,
         name: str = ...,
         block_size: int | None = ...,
+        priority: int | None = ...,
     ) -> Handle[NDArray[S]]: ...
     def allreduce_async(
-        self, x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+        priority: int | None = None,
     ) -> Handle[Any]:
-        """Start an `allreduce` and return its handle. Collectives complete in the order in which they were started.
+        """Start an `allreduce` and return its handle. Those of one priority complete in the order of their starts.
 
         The arrays belong to the collective until the handle is done. Raises what `allreduce` raises, except that
         a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
         """
-        if isinstance(x, GROUPS):
-            return self._in_background(lambda: self._start_group(x, out, op, name, block_size))
-        return self._start_async(calls.reduction, "allreduce", x, op=op, name=name, out=out, block_size=block_size)
+        way = self._member.way(x, priority, block_size)
+        return self._in_background(way, lambda: self._start_allreduce(way, x, out, op, name, block_size))
 
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
         """Combine `x` of all ranks as `allreduce` does, for one of them: replace the root's `x` and return it there.
@@ -269,34 +317,36 @@ class Collectives:
         self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = ""
     ) -> Handle[list[Rows[Any]]]:
         """Start an `allreduce_tables`; see `allreduce_async`."""
-        return self._in_background(lambda: self._start_tables(tables, op, name))
+        return self._in_background(self._member.ordinary, lambda: self._start_tables(tables, op, name))
 
     def _start(self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        place, engine = self._member
+        place, engine = self._member.ordinary
         [handle] = engine.submit(make(place, *args, **kwargs))
         return handle
 
     def _start_async(
         self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]:
-        return self._in_background(lambda: self._start(make, *args, **kwargs))
+        return self._in_background(self._member.ordinary, lambda: self._start(make, *args, **kwargs))
 
-    def _start_group(self, x: T, out: object, op: Op, name: str, block_size: object) -> Handle[T]:
+    def _start_allreduce(self, way: Way, x: Any, out: Any, op: Op, name: str, block_size: int | None) -> Handle[Any]:
+        place, engine = way
+        if not isinstance(x, GROUPS):
+            call = calls.reduction(place, "allreduce", x, op=op, name=name, out=out, block_size=block_size)
+            return engine.submit(call)[0]
         if out is not None or block_size is not None:
             raise UsageError("out and block_size go with one array; a group is combined in place, in blocks of its own")
-        place, engine = self._member
         return Together(engine.submit(*groups.arrays(place, x, op, name)), lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
-        place, engine = self._member
+        place, engine = self._member.ordinary
         batch = groups.tables(place, tables, op, name)
         return Together(engine.submit(*batch.calls), batch.result)
 
-    def _in_background(self, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _in_background(self, way: Way, start: Callable[[], Handle[T]]) -> Handle[T]:
         if not self.drives_in_background:
             return start()
-        engine = self._member.engine
-        engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
+        way.engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
         handle = start()
-        engine.drive_in_background()  # now there is something to drive
+        way.engine.drive_in_background()  # now there is something to drive
         return handle

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -18,11 +18,9 @@ from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
-from omnireduce.runtime.member.assemble import assemble
-from omnireduce.runtime.member.calls import Place, WithPool
+from omnireduce.runtime.member.channel import Channel, beside, for_urgent
 from omnireduce.runtime.member.collectives import Collectives, Member
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
@@ -31,12 +29,11 @@ from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
 from omnireduce.runtime.tracing.trace import check_trace
-from omnireduce.secret import load_secret
+from omnireduce.secret import Secret, load_secret
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello
 
 MOST_RANKS = (1 << 31) - 1
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,8 @@ class Communicator(Collectives):
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
-        self._job, self._largest, self._pool = name, size, Pool()
+        self._job, self._largest = name, size
+        self._pools = Pool(), Pool()  # of each channel
         self._gave_up = False  # `shutdown` was called
         self.drives_in_background = True
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
@@ -165,7 +163,7 @@ class Communicator(Collectives):
         largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")
         if not 1 <= smallest <= largest <= MOST_RANKS:
             raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest <= {MOST_RANKS}")
-        if self._engine.inside:
+        if any(each.engine.inside for each in self._channels):
             raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
         if self._gave_up and self._embedded is not None:
             raise UsageError("the aggregator of this job has ended with shutdown; make a new communicator")
@@ -182,13 +180,20 @@ class Communicator(Collectives):
         For programs in which several threads start collectives one after another, in an order that is the same on every
         rank. Such a program keeps a lock from here until the collective is started. It does not `reform` meanwhile.
         """
-        place, engine = self._member
-        if place.owner is not threading.current_thread():
-            self._member = Member(place._replace(owner=threading.current_thread()), engine)
+        if self._member.owner is not threading.current_thread():
+            self._member = self._member.owned_by(threading.current_thread())
 
     @property
     def _engine(self) -> Engine:
-        return self._member.engine
+        return self._channels[0].engine
+
+    @property
+    def _links(self) -> list[Link]:
+        return self._channels[0].links
+
+    @property
+    def _machine(self) -> WorkerMachine:
+        return self._channels[0].machine
 
     @property
     def newcomers(self) -> int:
@@ -198,33 +203,46 @@ class Communicator(Collectives):
     def _form(self, hello: Hello) -> None:
         """Become a rank of a generation of the job. Raises ClosedError when `shutdown` is called meanwhile."""
         secret = load_secret(self.config.security) if self._embedded is None else self._embedded.secret
-        self._enter(join(self.config, hello, secret, lambda: self._gave_up))
+        self._enter(join(self.config, hello, secret, lambda: self._gave_up), hello, secret)
         if self._gave_up:  # called after the join; perhaps only the old engine was asked to leave
             self._hang_up()
             self._end_embedded()
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
-    def _enter(self, arrival: Arrival) -> None:
-        self._links, self._machine, self._member = self._made_of(arrival)
-        joined = arrival.joined
+    def _enter(self, arrival: Arrival, hello: Hello, secret: Secret | None) -> None:
+        channels = [Channel(self.config, self._job, arrival, self._pools[0])]
+        if self.config.protocol.urgent_bytes:
+            try:
+                channels.append(self._beside(channels[0], hello, secret))
+            except BaseException as error:
+                if not self._gave_up:
+                    channels[0].engine.abort(left_because(error))
+                channels[0].engine.shutdown()
+                raise
+        first, last = channels[0], channels[-1]
+        self._channels, joined = channels, first.joined
+        self._member = Member(first.way, last.way, self.config.protocol.urgent_bytes)
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self._seat = joined.seat
-        kinds = {link.kind for link in self._links} | ({"memory"} if self._machine.host is not None else set())
-        self.transport = "+".join(sorted(kinds))
-        self.shards = len(self._links)
-        self._engine.on_closed = _telling(self)
+        self.transport = "+".join(sorted(first.kinds | last.kinds))
+        self.shards = len(first.links)
+        if first is not last:
+            first.engine.beside, last.engine.beside = weakref.ref(last.engine), weakref.ref(first.engine)
+        for each in channels:
+            each.engine.on_closed = _telling(self)
         ending.opened(self)
 
-    def _made_of(self, arrival: Arrival) -> tuple[list[Link], WorkerMachine, Member]:
-        links, machine, engine = assemble(self.config, self._job, arrival)
-        joined, protocol = arrival.joined, self.config.protocol
-        hosts, stripe_blocks, slot_bytes = joined.neighbours.hosts, protocol.stripe_blocks, protocol.slot_bytes
-        place = Place(
-            rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
-            dealing=Dealing.among(hosts, len(links), stripe_blocks, joined.whole_bytes, slot_bytes),
-            part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, self._pool),
-        )  # fmt: skip
-        return links, machine, Member(place, engine)
+    def _beside(self, first: Channel, hello: Hello, secret: Secret | None) -> Channel:
+        """The channel for urgent collectives."""
+        config = for_urgent(self.config)
+        hello = beside(hello, first, config.protocol.slot_bytes)
+        try:
+            arrival = join(config, hello, secret, lambda: self._gave_up or first.engine.listen())
+        except ClosedError:
+            if self._gave_up:
+                raise
+            raise first.engine.end_error() from None
+        return Channel(config, hello.job, arrival, self._pools[1])
 
     def __repr__(self) -> str:
         shards = "1 aggregator" if self.shards == 1 else f"{self.shards} aggregators"
@@ -242,7 +260,8 @@ class Communicator(Collectives):
     ) -> None:
         try:
             if error is not None:
-                self._engine.abort(left_because(error))
+                for each in self._channels:
+                    each.engine.abort(left_because(error))
         finally:
             self.shutdown()
 
@@ -264,9 +283,12 @@ class Communicator(Collectives):
 
     def _hang_up(self) -> bool:
         """Return whether all is closed; else the call that a signal handler interrupts will do that."""
-        return self._engine.shutdown()
+        closed = [each.engine.shutdown() for each in self._channels]
+        return all(closed)
 
     def _has_closed(self) -> None:
+        if not all(each.engine.is_closed for each in self._channels):
+            return
         ending.closed(self)
         if self._gave_up:
             self._end_embedded()
@@ -276,21 +298,22 @@ class Communicator(Collectives):
             self._embedded.close()
 
     def _abandon(self) -> None:
-        self._engine.abandon()
+        for each in self._channels:
+            each.engine.abandon()
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""
-        counters, host = [link.counters for link in self._links], self._machine.host
+        channels = self._channels
         return Statistics(
-            sum(each.sent_bytes for each in counters) + (0 if host is None else host.sent_bytes),
-            sum(each.received_bytes for each in counters) + (0 if host is None else host.received_bytes),
-            self._machine.submitted,
-            tuple(each.sent_bytes + each.received_bytes for each in counters),
+            sum(each.sent_bytes for each in channels),
+            sum(each.received_bytes for each in channels),
+            sum(each.machine.submitted for each in channels),
+            tuple(sum(those) for those in zip(*(each.shard_bytes for each in channels), strict=True)),
         )
 
 
 def _telling(communicator: Communicator) -> Callable[[], None]:
-    """As `_lending`: no method."""
+    """This is no method: a communicator that refers to itself would keep its memory until the cycle collector runs."""
     known = weakref.ref(communicator)
 
     def tell() -> None:
@@ -299,12 +322,3 @@ def _telling(communicator: Communicator) -> Callable[[], None]:
             found._has_closed()
 
     return tell
-
-
-def _lending(engine: Engine, pool: Pool) -> WithPool:
-    """This is no method: a communicator that refers to itself would keep its memory until the cycle collector runs."""
-
-    def with_pool(make: Callable[[Pool], T]) -> T:
-        return engine.exclusively(lambda: make(pool))
-
-    return with_pool

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError
@@ -59,8 +59,9 @@ class Engine(Interruptible):
         self._names = Names()
         self._start_afresh()
         self._left = False  # this process has shut the communicator down
-        self._closed = False  # and that is complete
+        self.is_closed = False  # and that is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once, then; a signal handler may have asked for it
+        self.beside: Callable[[], Engine | None] | None = None  # that of the same communicator's other channel
 
     def _start_afresh(self) -> None:
         """No thread drives, waits or holds the lock."""
@@ -103,7 +104,7 @@ class Engine(Interruptible):
                 raise self.end_error()
             for call in calls:
                 self._check_fits(call.operand.block_bytes)
-            check_free(handles, self._handles.values(), self._names)
+            check_free(handles, self._handles.values() if self.beside is None else self._in_use(), self._names)
             now = time.monotonic()
             try:
                 for call, handle in zip(calls, handles, strict=True):
@@ -122,6 +123,15 @@ class Engine(Interruptible):
                 self._leave()
                 raise
         return handles
+
+    def _in_use(self) -> Collection[Started[Any]]:
+        """The collectives under way, also those of the other channel. Raises the error of that channel's end."""
+        other = None if self.beside is None else self.beside()
+        if other is None:
+            return self._handles.values()
+        if other._machine.ended is not None:
+            raise other.end_error()
+        return [*self._handles.values(), *list(other._handles.values())]
 
     def _check_fits(self, block_bytes: int) -> None:
         if not self._machine.fits(block_bytes):
@@ -182,9 +192,9 @@ class Engine(Interruptible):
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connections without a word, and refuse further use."""
         self._start_afresh()  # the lock may be held by a thread that this process does not have
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         self._machine.ended, self._left = End(Cause("this process", FORKED)), False
         for handle in self._handles.values():
             handle.abandon()
@@ -194,6 +204,14 @@ class Engine(Interruptible):
         self._lookout.close()
         if self._machine.host is not None:
             self._machine.host.close()
+
+    @entering
+    def listen(self) -> bool:
+        """Read what has come, while nobody waits; return whether the job is over."""
+        with self._lock:
+            if self._machine.ended is None and not self._driving:
+                self._driver.turn()
+            return self._machine.ended is not None
 
     @entering
     def drive_in_background(self) -> None:
@@ -320,12 +338,12 @@ class Engine(Interruptible):
         """
         if self.inside:
             with self._lock:
-                if not self._closed:
+                if not self.is_closed:
                     self._asked_to_leave = self._here.asked = True
                     self._lookout.wake()
         else:
             self._shut_down()
-        return self._closed
+        return self.is_closed
 
     def _shut_down(self) -> None:
         me, mine = threading.get_ident(), False
@@ -333,7 +351,7 @@ class Engine(Interruptible):
             with self._lock:
                 while self._leaving not in (0, me) and self._background is not threading.current_thread():
                     self._await_change(GOODBYE_S)  # for the thread that shuts down
-                if self._leaving or self._closed:
+                if self._leaving or self.is_closed:
                     return
                 mine, self._leaving = True, me
                 self._leave()
@@ -370,7 +388,7 @@ class Engine(Interruptible):
             self._lookout.close()
             if self._machine.host is not None:
                 self._machine.host.close()
-            self._closed = True
+            self.is_closed = True
 
     def _close_links(self) -> None:
         deadline = time.monotonic() + GOODBYE_S

@@ -101,27 +101,53 @@ def shutdown() -> None:
 
 
 @overload
-def allreduce(x: G, *, op: Op = ..., name: str = ...) -> G: ...
+def allreduce(x: G, *, op: Op = ..., name: str = ..., priority: int | None = ...) -> G: ...
 @overload
 def allreduce(
-    x: NDArray[S], *, out: NDArray[S] | None = ..., op: Op = ..., name: str = ..., block_size: int | None = ...
+    x: NDArray[S],
+    *,
+    out: NDArray[S] | None = ...,
+    op: Op = ...,
+    name: str = ...,
+    block_size: int | None = ...,
+    priority: int | None = ...,
 ) -> NDArray[S]: ...
-def allreduce(x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None) -> Any:
+def allreduce(
+    x: Any,
+    *,
+    out: Any = None,
+    op: Op = "sum",
+    name: str = "",
+    block_size: int | None = None,
+    priority: int | None = None,
+) -> Any:
     """See `Communicator.allreduce`."""
-    return _communicator().allreduce(x, out=out, op=op, name=name, block_size=block_size)
+    return _communicator().allreduce(x, out=out, op=op, name=name, block_size=block_size, priority=priority)
 
 
 @overload
-def allreduce_async(x: G, *, op: Op = ..., name: str = ...) -> Handle[G]: ...
+def allreduce_async(x: G, *, op: Op = ..., name: str = ..., priority: int | None = ...) -> Handle[G]: ...
 @overload
 def allreduce_async(
-    x: NDArray[S], *, out: NDArray[S] | None = ..., op: Op = ..., name: str = ..., block_size: int | None = ...
+    x: NDArray[S],
+    *,
+    out: NDArray[S] | None = ...,
+    op: Op = ...,
+    name: str = ...,
+    block_size: int | None = ...,
+    priority: int | None = ...,
 ) -> Handle[NDArray[S]]: ...
 def allreduce_async(
-    x: Any, *, out: Any = None, op: Op = "sum", name: str = "", block_size: int | None = None
+    x: Any,
+    *,
+    out: Any = None,
+    op: Op = "sum",
+    name: str = "",
+    block_size: int | None = None,
+    priority: int | None = None,
 ) -> Handle[Any]:
     """See `Communicator.allreduce_async`."""
-    return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size)
+    return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size, priority=priority)
 
 
 def allreduce_rows(indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = "") -> Rows[S]:

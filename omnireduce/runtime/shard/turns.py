@@ -19,7 +19,7 @@ JOBS_WORK = 64 << 20  # after which a turn serves no further job
 OTHERS_WORK = 4 << 20  # the same for connections that are in no job
 OTHERS_S = 0.002  # seconds after which a turn serves no further one of these
 LATELY_S = 0.05  # jobs that had something to do within this time share the shard
-BESIDE_OTHERS = 4  # a turn beside other jobs does one part in so many of the work
+BESIDE_OTHERS = 8  # a turn beside other jobs does one part in so many of the work
 LEAST_WORK = 1 << 20  # of one turn: with less, the cost of a turn itself would show
 LEAST_OUTPUT = 1 << 16  # bytes to one rank in one turn
 

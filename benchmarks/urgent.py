@@ -1,0 +1,112 @@
+"""How long a small all-reduce takes beside a large one, with a channel of its own and without.
+
+`python -m benchmarks.urgent SOCKET OPTIONS` is one rank of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import omnireduce as omni
+from benchmarks.cases import MEMORY
+from benchmarks.group import Group, daemon, service_group
+from benchmarks.orders import serve
+from benchmarks.outcomes import show_verdicts
+from benchmarks.targets import below
+
+RANKS, SMALL, LARGE = 2, 1 << 10, 1 << 24  # elements of float32: 4 KiB and 64 MiB
+WAYS = {
+    MEMORY: (),
+    "shm": ("transport.host_exchange=off",),
+    "tcp": ("transport.host_exchange=off", "transport.kind=tcp"),
+}
+URGENT_BYTES = {"behind it": 0, "with a channel of its own": 65536}
+MOST_MS = 3.0
+
+
+class Rank:
+    """One rank, which makes both at the same time. All values are whole numbers, so that sums are exact."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        config = omni.load_config(overrides=options["set"], environ={})
+        self._comm = omni.connect(config, job=options["job"], rank=options["rank"], size=options["size"])
+        self._small, self._large = np.empty(SMALL, np.float32), np.empty(LARGE, np.float32)
+
+    def turn(self) -> dict[str, float]:
+        """Milliseconds of the small one alone, of the small one beside the large one, and of that."""
+        comm, small, large = self._comm, self._small, self._large
+        small[:], large[:] = 1, 2
+        alone_ms = self._small_ms()
+        comm.barrier()
+        begin = time.perf_counter()
+        handle = comm.allreduce_async(large)
+        small[:] = 1
+        beside_ms = self._small_ms()
+        handle.wait()
+        large_ms = (time.perf_counter() - begin) * 1e3
+        wrong = int(np.count_nonzero(small != comm.size) + np.count_nonzero(large != 2 * comm.size))
+        return {"alone_ms": alone_ms, "beside_ms": beside_ms, "large_ms": large_ms, "wrong": wrong}
+
+    def _small_ms(self) -> float:
+        begin = time.perf_counter()
+        self._comm.allreduce(self._small)
+        return (time.perf_counter() - begin) * 1e3
+
+
+def measure(console: Console, turns: int) -> None:
+    """Let both kinds of jobs take turns, for each way that blocks may go. Raises PeerError where one fails."""
+    lines = []
+    for way, sets in WAYS.items():
+        with contextlib.ExitStack() as stack:
+            groups = {name: _group(stack, (*sets, f"protocol.urgent_bytes={n}")) for name, n in URGENT_BYTES.items()}
+            rows: dict[str, list[dict[str, float]]] = {name: [] for name in groups}
+            for _ in range(turns):
+                for name, group in groups.items():
+                    rows[name] += group.tell(do="turn")
+        _show(console, way, rows)
+        last = [row["beside_ms"] for row in list(rows.values())[-1]]
+        lines.append(below(f"{way}: 4 KiB beside 64 MiB", float(np.median(last)), MOST_MS, "ms"))
+    show_verdicts(console, lines)
+
+
+def _group(stack: contextlib.ExitStack, sets: Sequence[str]) -> Group:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
+    addresses = stack.enter_context(daemon(1)).addresses
+    program = ("benchmarks.urgent",)
+    return stack.enter_context(service_group(RANKS, folder, addresses, *sets, program=program))
+
+
+def _show(console: Console, way: str, rows: dict[str, list[dict[str, float]]]) -> None:
+    table = Table(box=None)
+    table.add_column(f"{way}, {RANKS} ranks, ms")
+    for title in ("4 KiB alone", "4 KiB beside", "p90", "64 MiB", "wrong"):
+        table.add_column(title, justify="right")
+    for name, found in rows.items():
+        alone, beside, large = ([row[key] for row in found] for key in ("alone_ms", "beside_ms", "large_ms"))
+        numbers = np.median(alone), np.median(beside), np.percentile(beside, 90), np.median(large)
+        table.add_row(name, *(f"{each:.2f}" for each in numbers), str(sum(int(row["wrong"]) for row in found)))
+    console.print(table, "")
+
+
+def main() -> None:
+    path, text = sys.argv[1:]
+    options = json.loads(text)
+
+    def start() -> tuple[int, dict[str, Any]]:
+        return options["rank"], {"turn": Rank(options).turn}
+
+    serve(path, start)
+
+
+if __name__ == "__main__":
+    main()

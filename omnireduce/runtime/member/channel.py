@@ -1,0 +1,94 @@
+"""The channels of a communicator. Each is a way through the service with an order of its own.
+
+Collectives of one channel come one after another. Where urgent ones have a channel, they do not wait behind large
+tensors. To the aggregators it is a second job of the same ranks, with small slots.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from omnireduce.config import Config
+from omnireduce.protocol.deeds import Joined
+from omnireduce.protocol.hosts import Dealing
+from omnireduce.runtime.member.assemble import assemble
+from omnireduce.runtime.member.calls import Place, WithPool
+from omnireduce.runtime.member.collectives import Way
+from omnireduce.runtime.member.engine import Engine
+from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.member.rendezvous import Arrival
+from omnireduce.wire.control import Hello
+
+T = TypeVar("T")
+URGENT = "+urgent"  # behind the name of the job
+MOST_CHARACTERS = 128  # of a name
+SMALLEST_SLOT, PAGE = 1 << 16, 4096
+
+
+class Channel:
+    """What `arrival` got in `job`, put together. `pool` lends memory for results. Raises what `assemble` raises."""
+
+    def __init__(self, config: Config, job: str, arrival: Arrival, pool: Pool) -> None:
+        self.joined = arrival.joined
+        self.links, self.machine, self.engine = assemble(config, job, arrival)
+        self.way = Way(_place(config, self.joined, len(self.links), self.engine, pool), self.engine)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of its links, and "memory" if ranks of this host share some."""
+        return {link.kind for link in self.links} | ({"memory"} if self.machine.host is not None else set())
+
+    @property
+    def sent_bytes(self) -> int:
+        host = self.machine.host
+        return sum(each.counters.sent_bytes for each in self.links) + (0 if host is None else host.sent_bytes)
+
+    @property
+    def received_bytes(self) -> int:
+        host = self.machine.host
+        return sum(each.counters.received_bytes for each in self.links) + (0 if host is None else host.received_bytes)
+
+    @property
+    def shard_bytes(self) -> list[int]:
+        """Those exchanged with each shard, both ways."""
+        return [each.counters.sent_bytes + each.counters.received_bytes for each in self.links]
+
+
+def for_urgent(config: Config) -> Config:
+    """The configuration of the channel for urgent collectives."""
+    protocol = config.protocol
+    wanted = 2 * protocol.urgent_bytes + 8 * protocol.block_size + PAGE  # also indices of blocks of 8 bytes
+    slot_bytes = min(protocol.slot_bytes, max(SMALLEST_SLOT, -(-wanted // PAGE) * PAGE))
+    return replace(config, protocol=replace(protocol, slot_bytes=slot_bytes))
+
+
+def beside(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
+    """What a rank says to join the urgent channel, which is formed anew with each formation of the first one."""
+    joined = first.joined
+    launch = f"{hello.launch[: MOST_CHARACTERS - 21]}.{joined.generation}" if hello.launch else str(joined.generation)
+    return replace(
+        hello, job=hello.job[: MOST_CHARACTERS - len(URGENT)] + URGENT, launch=launch, slot_bytes=slot_bytes,
+        rank=joined.rank, world_size=joined.size, smallest=0, settle_s=0.0, formation=0, survived=0, ticket=b"",
+    )  # fmt: skip
+
+
+def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Pool) -> Place:
+    protocol = config.protocol
+    return Place(
+        rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
+        dealing=Dealing.among(
+            joined.neighbours.hosts, shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
+        ),
+        part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),
+    )  # fmt: skip
+
+
+def _lending(engine: Engine, pool: Pool) -> WithPool:
+    def with_pool(make: Callable[[Pool], T]) -> T:
+        return engine.exclusively(lambda: make(pool))
+
+    return with_pool

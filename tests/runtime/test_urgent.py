@@ -1,0 +1,279 @@
+"""The channel for urgent tensors: they overtake others, with the same sums; both channels begin and end together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from local_cluster import WAIT_S, Daemon, Ranks, configured, eventually, run_job, start_job, unique_job
+from transports import WAYS, over
+
+from omnireduce import AbortedError, ClosedError, Communicator, UsageError
+from omnireduce.config import Config
+from omnireduce.config.loading import load_config, override_config
+from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.member import channel, communicator
+from omnireduce.runtime.member.channel import for_urgent
+from omnireduce.runtime.member.rendezvous import join
+
+URGENT = ("protocol.urgent_bytes=65536", "security.allow_no_secret=true")
+LARGE, SMALL = 1 << 20, 1000  # elements of float32
+
+
+@pytest.fixture(params=WAYS)
+def urgent(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
+    return configured(daemon.addresses, *URGENT, *over(request.param))
+
+
+def ones(elements: int) -> np.ndarray:
+    return np.ones(elements, np.float32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.allreduce(ones(SMALL)),
+        lambda comm: comm.allreduce_async(ones(SMALL)).wait(),
+        lambda comm: comm.allreduce([ones(SMALL)], priority=1)[0],
+        lambda comm: comm.allreduce(ones(LARGE), priority=1),
+        lambda comm: comm.allreduce(ones(SMALL), priority=1, block_size=64),
+    ],
+    ids=["small", "async", "group", "large", "blocks"],
+)
+def test_an_urgent_tensor_does_not_wait_for_a_large_one(
+    urgent: Config, call: Callable[[Communicator], np.ndarray]
+) -> None:
+    """Rank 1 begins the large tensor only after the urgent one is complete."""
+
+    def work(comm: Communicator) -> list[float]:
+        large = np.full(LARGE, comm.rank + 1, np.float32)
+        handle = comm.allreduce_async(large) if comm.rank == 0 else None
+        found = call(comm)
+        assert handle is None or not handle.done()
+        handle = handle or comm.allreduce_async(large)
+        handle.wait()
+        return [float(each) for array in (found, large) for each in (array.min(), array.max())]
+
+    assert run_job(urgent, 2, work) == [[2.0, 2.0, 3.0, 3.0]] * 2
+
+
+def test_tensors_that_are_not_urgent_keep_their_order(urgent: Config) -> None:
+    def work(comm: Communicator) -> bool:
+        first = comm.allreduce_async(ones(LARGE))
+        second = comm.allreduce_async(ones(SMALL), priority=0)
+        second.wait()
+        return first.done()
+
+    assert run_job(urgent, 2, work) == [True, True]
+
+
+def test_sums_are_the_same_bit_by_bit(daemon: Daemon) -> None:
+    """On three ranks the order of additions shows."""
+    inputs = np.random.default_rng(7).standard_normal((3, 3, SMALL)).astype(np.float32)
+
+    def work(comm: Communicator) -> bytes:
+        pairs = zip(inputs[comm.rank], ("sum", "mean", "max"), strict=True)
+        return b"".join(comm.allreduce(x.copy(), op=op).tobytes() for x, op in pairs)
+
+    settings = [configured(daemon.addresses, *extra, *URGENT[1:]) for extra in ((), URGENT[:1])]
+    plain, own = (run_job(config, 3, work) for config in settings)
+    assert plain == own
+
+
+def test_without_a_channel_of_its_own_a_priority_changes_nothing(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, *URGENT[1:])
+    assert run_job(config, 2, lambda comm: float(comm.allreduce(ones(3), priority=1)[0])) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("priority", ["high", 0.5, True])
+def test_a_priority_is_a_whole_number(daemon: Daemon, priority: object) -> None:
+    config = configured(daemon.addresses, *URGENT)
+    with Communicator(config, rank=0, size=1, job=unique_job()) as comm:
+        with pytest.raises(UsageError, match="priority"):
+            comm.allreduce(ones(3), priority=priority)  # type: ignore[call-overload]
+        assert comm.allreduce(ones(3))[0] == 1
+
+
+def test_arrays_of_one_channel_are_refused_in_the_other(daemon: Daemon) -> None:
+    is_refused = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        x = ones(LARGE)
+        if comm.rank == 1:
+            assert is_refused.wait(WAIT_S)
+        handle = comm.allreduce_async(x)
+        if comm.rank == 0:
+            with pytest.raises(UsageError, match="in use by a collective that is under way"):
+                comm.allreduce(x[:SMALL])
+            is_refused.set()
+        handle.wait()
+
+    run_job(configured(daemon.addresses, *URGENT), 2, work)
+
+
+def test_statistics_and_aggregators_know_both(daemon: Daemon) -> None:
+    config, job = configured(daemon.addresses, *URGENT), unique_job()
+
+    def work(comm: Communicator) -> tuple[int, bool]:
+        comm.allreduce(ones(LARGE))
+        comm.allreduce(ones(SMALL))
+        counts = comm.statistics()
+        names = set()
+        if comm.rank == 0:
+            names = {each.name for each in ask(config.cluster.aggregators[0], config, WAIT_S).jobs}
+        comm.barrier()
+        return counts.collectives, comm.rank == 1 or {job, f"{job}+urgent"} <= names
+
+    assert run_job(config, 2, work, job) == [(2, True)] * 2
+
+
+def until_aborted(comm: Communicator, elements: int) -> str:
+    """Go on until the job fails; return why."""
+    try:
+        while True:
+            comm.allreduce(ones(elements))
+    except AbortedError as error:
+        return error.reason
+
+
+def test_a_rank_that_dies_ends_both(urgent: Config) -> None:
+    def work(comm: Communicator) -> list[str]:
+        if comm.rank == 1:
+            raise ZeroDivisionError("a bug")
+        return [until_aborted(comm, elements) for elements in (SMALL, LARGE)]
+
+    first, second = start_job(urgent, 2, work).outcomes(WAIT_S)
+    assert first == ["left because of ZeroDivisionError: a bug"] * 2
+    assert isinstance(second, ZeroDivisionError)
+
+
+def test_who_has_lost_one_channel_starts_nothing_in_the_other(daemon: Daemon) -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(AbortedError, match="submitted different collectives"):
+            comm.allreduce(ones(SMALL + comm.rank))
+        with pytest.raises(AbortedError) as caught:
+            comm.allreduce(ones(LARGE))
+        return caught.value.culprit
+
+    assert run_job(configured(daemon.addresses, *URGENT), 2, work) == ["ranks 0 and 1"] * 2
+
+
+def test_who_dies_while_the_second_channel_forms_is_named(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it there, and learn it from the first channel."""
+
+    def joining(config: Config, hello: object, *arguments: object) -> object:
+        if hello.job.endswith(channel.URGENT) and hello.rank == 1:  # type: ignore[attr-defined]
+            raise ZeroDivisionError("a bug")
+        return join(config, hello, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(communicator, "join", joining)
+    config = configured(daemon.addresses, *URGENT, "cluster.join_timeout_s=600")
+    first, second = start_job(config, 2, lambda comm: comm.size).outcomes(WAIT_S)
+    assert isinstance(first, AbortedError)
+    assert first.reason == "left because of ZeroDivisionError: a bug"
+    assert isinstance(second, ZeroDivisionError)
+
+
+def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else comes: only the shutdown ends that."""
+    known: list[Communicator] = []
+
+    def joining(config: Config, hello: object, secret: object, gave_up: Callable[[], bool]) -> object:
+        if hello.job.endswith(channel.URGENT):  # type: ignore[attr-defined]
+            hello = channel.replace(hello, world_size=2)  # type: ignore[type-var]
+            threading.Thread(target=known[0].shutdown).start()
+        return join(config, hello, secret, gave_up)  # type: ignore[arg-type]
+
+    form = Communicator._form
+
+    def forming(self: Communicator, hello: object) -> None:
+        known.append(self)
+        self._channels = []
+        form(self, hello)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(communicator, "join", joining)
+    monkeypatch.setattr(Communicator, "_form", forming)
+    with pytest.raises(ClosedError, match="while it joined"):
+        Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job())
+
+
+def test_both_are_formed_anew(daemon: Daemon) -> None:
+    config = configured(daemon.addresses, *URGENT, "elastic.enabled=true", "elastic.settle_s=0.3")
+
+    all_have_it = threading.Barrier(3)
+
+    def totals(comm: Communicator) -> list[float]:
+        return [float(comm.allreduce(ones(elements))[0]) for elements in (SMALL, LARGE)]
+
+    def work(comm: Communicator) -> list[float]:
+        assert totals(comm) == [3.0, 3.0]
+        all_have_it.wait(WAIT_S)
+        if comm.rank == 2:
+            raise ZeroDivisionError("a bug")
+        until_aborted(comm, LARGE)
+        comm.reform()
+        return totals(comm)
+
+    found = start_job(config, 3, work).outcomes(WAIT_S)
+    assert found[:2] == [[2.0, 2.0]] * 2
+    assert isinstance(found[2], ZeroDivisionError)
+
+
+def test_a_forked_child_lets_go_of_both(daemon: Daemon) -> None:
+    with Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job()) as comm:
+        comm.allreduce(ones(SMALL))
+        child = os.fork()
+        if not child:
+            failed = 0
+            for elements in (SMALL, LARGE):
+                try:
+                    comm.allreduce(ones(elements))
+                except AbortedError:
+                    failed += 1
+            os._exit(failed)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert [comm.allreduce(ones(elements))[0] for elements in (SMALL, LARGE)] == [1.0, 1.0]
+
+
+def test_another_thread_takes_over_both(daemon: Daemon) -> None:
+    def work(comm: Communicator) -> float:
+        found: list[float] = []
+
+        def other() -> None:
+            comm.take_over()
+            found.extend(float(comm.allreduce(ones(elements))[0]) for elements in (SMALL, LARGE))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(WAIT_S)
+        return sum(found)
+
+    assert run_job(configured(daemon.addresses, *URGENT), 2, work) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("urgent_bytes", "block_size", "slot_bytes", "expected"),
+    [
+        (1, 256, 1 << 20, 65536),
+        (65536, 256, 1 << 20, 139264),
+        (1 << 20, 256, 1 << 20, 1 << 20),
+        (1, 65536, 1 << 20, 532480),
+    ],
+)
+def test_slots_of_urgent_tensors_are_small(urgent_bytes: int, block_size: int, slot_bytes: int, expected: int) -> None:
+    changes = {"urgent_bytes": urgent_bytes, "block_size": block_size, "slot_bytes": slot_bytes}
+    changed = {f"protocol.{name}": value for name, value in changes.items()}
+    config = override_config(load_config(None), changed, source="test")
+    assert for_urgent(config).protocol.slot_bytes == expected
+
+
+def test_all_is_closed_in_the_end(daemon: Daemon) -> None:
+    config, job = configured(daemon.addresses, *URGENT), unique_job()
+    ranks: Ranks = start_job(config, 2, lambda comm: float(comm.allreduce(ones(SMALL))[0]), job)
+    assert ranks.results() == [2.0, 2.0]
+    assert eventually(
+        lambda: not any(each.name.startswith(job) for each in ask(daemon.addresses[0], config, WAIT_S).jobs)
+    )
