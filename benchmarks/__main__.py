@@ -4,7 +4,8 @@
 summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
-`all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones.
+`all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
+`plan` how near predictions come.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.dispatch import measure_dispatch
 from benchmarks.environments import Tree
 from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
+from benchmarks.plans import compare_plans, show_plans
 from benchmarks.profiling import profile_case
 from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
@@ -167,6 +169,20 @@ def all_reduce(ranks: int, device: str, only: str) -> None:
         click.echo(measure_all_reduce(ranks, device, only), nl=False)
     except (PeerError, RuntimeError, OmniReduceError) as error:
         raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@RESULTS
+def plan(results: Path) -> None:
+    """Show how near the predictions of `omnireduce plan` come to the rows that `shaped` has left in the folder of
+    results. Exit status 3 when one is more than 10 % away."""
+    try:
+        found = compare_plans(results)
+    except (OSError, ValueError, KeyError) as error:
+        raise click.ClickException(f"{results / 'testbed.json'}: {error}. `shaped` writes it") from error
+    show_plans(Console(width=140, markup=False), found)
+    if not all(each.verdict.met for each in found):
+        sys.exit(3)
 
 
 @main.command()

@@ -75,7 +75,7 @@ def study(
     for plan in plans(hosts.number, ranks, shards):
         key = plan.by_host, plan.shards
         if key not in loads:
-            loads[key] = _load(patterns, block_bytes, hosts.number, plan, messages)
+            loads[key] = load_for(patterns, block_bytes, hosts.number, plan, messages)
         prediction = predict(loads[key], block_bytes, hosts, plan, messages=messages, costs=costs)
         found.append(Candidate(plan, prediction))
     first = next(iter(loads.values()))
@@ -83,7 +83,8 @@ def study(
     return Study(found, best(found), everything / hosts.bytes_per_s, first.density, first.union_density)
 
 
-def _load(patterns: Patterns, block_bytes: int, hosts: int, plan: Plan, messages: Messages) -> Load:
+def load_for(patterns: Patterns, block_bytes: int, hosts: int, plan: Plan, messages: Messages) -> Load:
+    """What this plan carries of a tensor whose blocks on each rank are `patterns`."""
     if plan.by_host:
         patterns = SummedPatterns(patterns, plan.ranks)
     density = float(patterns.of(0).mean()) if patterns.blocks else 0.0

@@ -18,6 +18,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.planning.load import Load
+from omnireduce.protocol.hosts import CHUNK_BYTES
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.wire.blocks import HEADER_BYTES
 
@@ -26,14 +27,16 @@ MOST = 512  # windows
 
 
 class Hosts(NamedTuple):
-    """So many (`number`) hosts with `cores` processors each, which may be a part of one. Each has a link of
-    `bytes_per_s` each way, over which a byte takes `latency_s`; after a pause `burst_bytes` pass at once."""
+    """So many (`number`) hosts with `cores` processors each. Each has a link of `bytes_per_s` each way, over which a
+    byte takes `latency_s`; after a pause `burst_bytes` pass at once. `one_machine`: the hosts are parts of one machine,
+    as in a testbed, and have `cores` all together."""
 
     number: int
     cores: float
     bytes_per_s: float
     latency_s: float
     burst_bytes: int = 0
+    one_machine: bool = False
 
 
 class Plan(NamedTuple):
@@ -64,15 +67,16 @@ class Messages(NamedTuple):
 class Costs(NamedTuple):
     """Processor time in seconds. Of one byte: to `scan` it, to `pack` it into a message, to `reduce` it on a shard, to
     `place` it in the result, to add it to the `host_sum`, and to hand it to the network or take it from there. Of one
-    message, on each side: `message`."""
+    message, on each side: `message`. Of one chunk of a host's sum, on each of its ranks: `chunk`."""
 
     scan: float = 0.04e-9
-    pack: float = 0.06e-9
-    reduce: float = 0.06e-9
-    place: float = 0.1e-9
-    host_sum: float = 0.25e-9
-    network: float = 0.5e-9
-    message: float = 60e-6
+    pack: float = 0.12e-9
+    reduce: float = 0.16e-9
+    place: float = 0.12e-9
+    host_sum: float = 0.8e-9
+    network: float = 0.31e-9
+    message: float = 130e-6
+    chunk: float = 110e-6
 
 
 class Prediction(NamedTuple):
@@ -126,6 +130,7 @@ class _Exchange:
         self._load, self._hosts, self._plan, self._messages = load, hosts, plan, messages
         self._block_bytes = block_bytes
         self._message_bytes = messages.lengths.of(int(load.own.sum(1).mean() * block_bytes))
+        self._result_bytes = messages.lengths.of(int(load.union.sum(0).mean() * block_bytes))
         self._home = np.arange(hosts.number * plan.senders) // plan.senders  # node of each sender
         shards = np.arange(plan.shards)
         self._node = hosts.number + shards if plan.dedicated else shards % hosts.number  # of each shard
@@ -158,17 +163,20 @@ class _Exchange:
         left_out = np.where(remote & (sole * WORTH_LEAVING_OUT >= union), sole, 0)
         sent, got = up * remote, ((union - left_out) * block_bytes + HEADER_BYTES) * remote
         messages = begun * (1 + up // self._message_bytes)
+        results = begun * (1 + union * block_bytes // self._result_bytes) * np.ones_like(up)
         summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
-        pack_s = costs.scan * load.all[window].sum() * block_bytes + (costs.pack + costs.host_sum * summed) * up.sum(1)
+        nbytes = load.all[window].sum() * block_bytes
+        pack_s = costs.scan * max(1, summed) * nbytes + costs.chunk * summed * nbytes / CHUNK_BYTES
+        pack_s = pack_s + (costs.pack + costs.host_sum * summed) * up.sum(1)
         place_s = costs.place * max(1, summed) * union.sum() * block_bytes
-        reduce_s = (costs.reduce * up + costs.network * (sent + got) + costs.message * messages).sum(0)
+        reduce_s = (costs.reduce * up + costs.network * (sent + got) + costs.message * (messages + results)).sum(0)
         return _Work(
             sent=sent.sum(1),
             got=got.sum(1),
             taken=sent.sum(0),
             given=got.sum(0),
             pack_s=pack_s + costs.network * sent.sum(1) + costs.message * messages.sum(1),
-            place_s=place_s + costs.network * got.sum(1) + costs.message * messages.sum(1),
+            place_s=place_s + costs.network * got.sum(1) + costs.message * results.sum(1),
             reduce_s=reduce_s,
         )
 
@@ -180,7 +188,7 @@ class _Exchange:
         """When the last sender has placed the last window."""
         home, node, latency = self._home, self._node, self._hosts.latency_s
         out, into = _Links(self._hosts, self._nodes), _Links(self._hosts, self._nodes)
-        cores = _Processors(self._hosts.cores, self._nodes)
+        cores = _Processors(self._hosts, self._nodes)
         packed, sent, got, placed = (np.zeros(len(home)) for _ in range(4))
         taken, reduced, given = (np.zeros(len(node)) for _ in range(3))
         freed: list[float] = []  # when the messages of each window had been used
@@ -222,13 +230,14 @@ class _Links:
 
 
 class _Processors:
-    """Those of all nodes, `cores` each."""
+    """Those of all nodes."""
 
-    def __init__(self, cores: float, nodes: int) -> None:
-        self._cores, self._worked_s = cores, np.zeros(nodes)
+    def __init__(self, hosts: Hosts, nodes: int) -> None:
+        self._cores, self._of_all, self._worked_s = hosts.cores, hosts.one_machine, np.zeros(nodes)
 
     def work(self, at: Array, start: Array, seconds: Array) -> Array:
         """One thread of each node in `at` works for so many seconds, from `start` on; return when it is done."""
+        at = np.zeros_like(at) if self._of_all else at
         self._worked_s += np.bincount(at, seconds, len(self._worked_s))
         done: Array = np.maximum(start + seconds, self._worked_s[at] / self._cores)
         return done

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from local_cluster import children
 
+from benchmarks import urgent
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 from benchmarks.compare import AFTER, BEFORE, Compared, compare, compare_in_turns
@@ -208,3 +209,37 @@ def test_memory_of_workers_and_shards(transport: str) -> None:
     assert found.slots == 3 * 3 * 1.5
     assert 2 * 2 * 3 * 1.5 < found.joined <= found.worker
     assert 0 < found.shard < found.resident - found.slots
+
+
+def test_a_small_tensor_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urgent, "WAYS", {"shm": urgent.WAYS["shm"]})
+    done = CliRunner().invoke(main, ["urgent", "--turns", "2"])
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(tuple(urgent.URGENT_BYTES))]
+    assert [row[-1] for row in rows] == ["0", "0"]  # wrong elements
+    assert all(float(number) > 0 for row in rows for number in row[-5:-1])
+
+
+ROW = {
+    "entrant": OURS, "kind": "dense", "layout": "dedicated", "ranks": 2, "bytes": 104857600, "density": 1.0,
+    "overlap": "random", "link_bytes_per_s": 119.6e6, "ms": 890.0, "cpu_s_per_gb": 5.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ms", "status", "word"), [(890.0, 0, "met"), (500.0, 3, "MISSED")])
+def test_predictions_are_compared_with_what_was_measured(tmp_path: Path, ms: float, status: int, word: str) -> None:
+    others = [ROW | {"entrant": "gloo"}, ROW | {"kind": "rows"}]
+    (tmp_path / "testbed.json").write_text(json.dumps([*others, ROW | {"ms": ms}]))
+    done = CliRunner().invoke(main, ["plan", "--results", str(tmp_path)])
+    assert done.exit_code == status, done.output
+    assert word in done.output
+    assert done.output.count("dedicated, 2 ranks") == 2  # one row, and its verdict
+
+
+@pytest.mark.parametrize("text", [None, "{", '[{"entrant": "omnireduce", "kind": "dense"}]'])
+def test_rows_that_cannot_be_read_are_an_error(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "testbed.json").write_text(text)
+    done = CliRunner().invoke(main, ["plan", "--results", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "`shaped` writes it" in done.output

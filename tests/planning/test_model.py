@@ -11,6 +11,7 @@ from omnireduce.layout import Layout
 from omnireduce.planning.load import Load, load_of
 from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
 from omnireduce.planning.patterns import DrawnPatterns, SummedPatterns
+from omnireduce.protocol.hosts import CHUNK_BYTES
 from omnireduce.protocol.lengths import Lengths
 
 BLOCK_BYTES, BLOCKS = 1024, 20_000
@@ -98,3 +99,27 @@ def test_a_shard_that_has_no_block_costs_nothing() -> None:
         load = load_of(DrawnPatterns(1, 1.0, "full", 8), 8, Layout(1, 1, shards, 64), 1)
         times.append(predict(load, BLOCK_BYTES, hosts, plan).seconds)
     assert times[0] == times[1]
+
+
+def test_hosts_of_one_machine_share_its_processors() -> None:
+    """Where only processors count, two hosts then take twice as long as with processors of their own."""
+    load = load_of(DrawnPatterns(BLOCKS, 1.0, "full", 2), 2, Layout(BLOCKS, 1, 2, 64), 32)
+    hosts = Hosts(2, 0.01, 1e15, 0.0)
+    apart, together = (
+        predict(load, BLOCK_BYTES, hosts._replace(one_machine=shared), beside(1, 2)) for shared in (False, True)
+    )
+    assert apart.processor_s == together.processor_s
+    assert together.seconds == pytest.approx(2 * apart.seconds, rel=0.01)
+    assert together.seconds == pytest.approx(together.processor_s / 0.01, rel=0.01)
+
+
+def test_a_host_works_for_each_of_its_ranks() -> None:
+    """They scan, and add chunk by chunk, what the host then sends once."""
+    seconds = []
+    for ranks in (2, 4):
+        plan = Plan(ranks, by_host=True, shards=2, dedicated=False)
+        load = load_of(DrawnPatterns(BLOCKS, 0.0, "full", 2), 2, Layout(BLOCKS, 1, 2, 64), 4)
+        seconds.append(predict(load, BLOCK_BYTES, Hosts(2, 8, GIGABIT, 0.0), plan).processor_s)
+    nbytes = BLOCKS * BLOCK_BYTES
+    more = 2 * 2 * (Costs().scan * nbytes + Costs().chunk * nbytes / CHUNK_BYTES)
+    assert seconds[1] - seconds[0] == pytest.approx(more, rel=0.01)

@@ -1,0 +1,79 @@
+"""How near `omnireduce plan` comes to what was measured between hosts with shaped links."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cases import BLOCK
+from benchmarks.contest import OURS
+from benchmarks.outcomes import show_verdicts
+from benchmarks.shaped import SHARED_HOSTS
+from benchmarks.targets import Verdict, below
+from benchmarks.testbed import BURST_BYTES
+from omnireduce.planning.candidates import load_for
+from omnireduce.planning.model import Hosts, Messages, Plan, Prediction, predict
+from omnireduce.planning.patterns import DrawnPatterns
+
+ITEM_BYTES = 4  # float32
+LATENCY_S = 1e-4
+MOST_PERCENT = 10.0
+
+
+class Compared(NamedTuple):
+    """A row of `testbed.json`, and what the model says of it."""
+
+    row: dict[str, Any]
+    prediction: Prediction
+
+    @property
+    def name(self) -> str:
+        return f"{self.row['layout']}, {self.row['ranks']} ranks, density {self.row['density']:g}"
+
+    @property
+    def predicted_ms(self) -> float:
+        return self.prediction.seconds * 1e3
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the time comes within 10 %."""
+        return below(self.name, abs(self.predicted_ms / self.row["ms"] - 1) * 100, MOST_PERCENT, "%")
+
+
+def compare_plans(folder: Path) -> list[Compared]:
+    """Predict what `testbed.json` in this folder has. Raises OSError, ValueError where it cannot be read."""
+    rows = json.loads((folder / "testbed.json").read_text())
+    return [Compared(row, _predicted(row)) for row in rows if row["entrant"] == OURS and row["kind"] == "dense"]
+
+
+def _predicted(row: dict[str, Any]) -> Prediction:
+    layout, ranks = row["layout"], row["ranks"]
+    number = SHARED_HOSTS if layout == "shared" else ranks
+    plan = Plan(ranks // number, layout == "shared", number, layout == "dedicated")
+    hosts = Hosts(number, os.cpu_count() or 1, row["link_bytes_per_s"], LATENCY_S, BURST_BYTES, one_machine=True)
+    block_bytes = BLOCK * ITEM_BYTES
+    patterns = DrawnPatterns(row["bytes"] // block_bytes, row["density"], row["overlap"], ranks)
+    return predict(load_for(patterns, block_bytes, number, plan, Messages()), block_bytes, hosts, plan)
+
+
+def show_plans(console: Console, found: Sequence[Compared]) -> None:
+    """A table of both, and which are near enough."""
+    table = Table(box=None)
+    table.add_column("between shaped links")
+    for title in ("ms", "predicted", "ratio", "processor ms", "predicted", "ratio"):
+        table.add_column(title, justify="right")
+    for each in found:
+        pairs = [
+            (each.row["ms"], each.predicted_ms),
+            (each.row["cpu_s_per_gb"] * each.row["bytes"] / 1e6, each.prediction.processor_s * 1e3),
+        ]
+        cells = [(f"{measured:.4g}", f"{guess:.4g}", f"{guess / measured:.2f}") for measured, guess in pairs]
+        table.add_row(each.name, *cells[0], *cells[1])
+    console.print(table, "")
+    show_verdicts(console, [each.verdict for each in found])
