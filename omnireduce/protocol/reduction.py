@@ -85,7 +85,9 @@ class Reduction:
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.sent_blocks = 0  # of this collective, without `written`
         self._sealed = 0  # up to which block
-        self._make_room()
+        self._room = form.capacity
+        if self._lengths_vary:
+            self._make_room()
 
     def _make_room(self) -> None:
         """Decide how many blocks the next result takes."""

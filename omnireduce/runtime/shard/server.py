@@ -7,6 +7,7 @@ output is still being written.
 
 from __future__ import annotations
 
+import math
 import secrets
 import selectors
 import time
@@ -36,6 +37,8 @@ from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.shard.turns import POLL_WORK, Share, Turns
 from omnireduce.transport.base import EVERYTHING, Event, Link
 from omnireduce.wire.control import Aborted, Cause, Newcomers
+
+UNSETTLED = -math.inf  # something may be to be done for others than jobs
 
 
 class ShardServer:
@@ -79,6 +82,7 @@ class ShardServer:
             questions=self._questions, pages=self._pages, clock=clock, change=self._change,
         )  # fmt: skip
         self._jobs: dict[int, Job] = {}
+        self._settled_until = UNSETTLED  # until then nothing is to be done but for jobs
         self._drain_deadline: float | None = None
         self._stops_after_jobs = False
         self._listening = Listening(doors, self._selector, clock, lambda: len(self._connections))
@@ -94,6 +98,7 @@ class ShardServer:
 
     def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
         """Serve a worker that has just connected, or the daemon's monitor."""
+        self._settled_until = UNSETTLED
         self._reception.adopt(link, of_monitor=of_monitor)
 
     def serve(self, turned: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
@@ -111,6 +116,7 @@ class ShardServer:
     def stop(self) -> None:
         """Admit nobody any more, let running collectives finish for `drain_s`, then end."""
         if self._drain_deadline is None:
+            self._settled_until = UNSETTLED
             self._drain_deadline = self._clock() + self._drain_s
             self._reception.answer(self._membership.drain())
 
@@ -134,20 +140,23 @@ class ShardServer:
     def turn(self, longest_s: float) -> None:
         """Wait for events, at most `longest_s`, and deal with them, as far as the budget of one turn goes."""
         for key, mask in self._selector.select(self._patience(longest_s)):
+            if isinstance(key.data, Connection) and not key.data.of_monitor:
+                self._turns.ready(key.data, mask)
+                continue
+            self._settled_until = UNSETTLED
             if isinstance(key.data, Door):
                 self._reception.open(key.data, self._listening, busy=bool(self._jobs))
-            elif not isinstance(key.data, Connection):
-                key.data()
-            elif key.data.of_monitor:
+            elif isinstance(key.data, Connection):
                 self._serve(key.data, mask)
             else:
-                self._turns.ready(key.data, mask)
+                key.data()
         now = self._clock()
         for job in self._jobs.values() if now >= self._wake_at else ():
             if job.machine.deadline is not None and job.machine.deadline <= now:
                 self._turns.due(job)
         self._turns.serve(self._serve_job, self._serve_other)
-        self._housekeeping(now)
+        if now >= self._settled_until:
+            self._housekeeping(now)
 
     def _serve_job(self, job: Job, ready: dict[Connection, int], share: Share) -> int:
         """Let a job read and go on until it has nothing to do or has used its turn; return the work."""
@@ -173,6 +182,7 @@ class ShardServer:
 
     def _serve_other(self, connection: Connection, mask: int) -> int:
         """Serve a connection outside jobs; return the work. If it has just joined a job, that job is due."""
+        self._settled_until = UNSETTLED
         work = self._serve(connection, mask)
         if connection.job is not None and not connection.leaving:
             self._turns.due(connection.job)
@@ -203,6 +213,7 @@ class ShardServer:
         if not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
             return
+        self._settled_until = UNSETTLED
         if connection.leaving and self._clock() < (self._drain_deadline or 0.0):
             self._departures.hear(connection, events)
         if connection.leaving and (connection.link.over or connection.link.task is not None):
@@ -213,15 +224,17 @@ class ShardServer:
         now = self._wake_at = self._clock()
         if self._turns.waited_for:
             return 0.0
+        others_at = self._others_deadline() if self._settled_until == UNSETTLED else self._settled_until
         deadlines = [job.machine.deadline for job in self._jobs.values()]
-        deadlines += [
-            self._membership.deadline,
-            self._drain_deadline if self._jobs or self._connections.staying else None,
-        ]
-        others = self._connections.strangers, self._connections.leavers, self._questions, self._listening
-        deadlines += [each.deadline for each in others]
-        self._wake_at = min([now + longest_s, *(at for at in deadlines if at is not None)])
+        self._wake_at = min([now + longest_s, others_at, *(at for at in deadlines if at is not None)])
         return max(0.0, self._wake_at - now)
+
+    def _others_deadline(self) -> float:
+        """When something is to be done for others than jobs, if nothing happens before."""
+        drained_at = self._drain_deadline if self._jobs or self._connections.staying else None
+        others = self._connections.strangers, self._connections.leavers, self._questions, self._listening
+        deadlines = [self._membership.deadline, drained_at, *(each.deadline for each in others)]
+        return min([at for at in deadlines if at is not None], default=math.inf)
 
     def _tell_status(self) -> None:
         for connection, request in self._questions.take():
@@ -269,11 +282,12 @@ class ShardServer:
         job.driver.take(connection.rank, events)
         if machine.has_left(connection.rank):
             job.log.debug("%s: rank %d left", job, connection.rank, extra=tagged("rank_left", rank=connection.rank))
-            connection.has_left = True
+            connection.has_left, self._settled_until = True, UNSETTLED
             self._membership.departed(job.generation, connection.rank)
             self._departures.leave(connection)
 
     def _job_ended(self, job: Job, end: End) -> None:
+        self._settled_until = UNSETTLED
         job.log_end(end)
         self._membership.finished(job.generation, self._clock())
         if self._jobs.pop(job.generation, None) is not None:
@@ -283,6 +297,7 @@ class ShardServer:
 
     def _contain(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
+        self._settled_until = UNSETTLED
         reason = why_broken_off(error, job)
         if connection is not None and job is None:
             self._departures.forget(connection)
@@ -306,6 +321,8 @@ class ShardServer:
             self.stop()
         if self._drain_deadline is not None:
             self._drain(now >= self._drain_deadline)
+        else:
+            self._settled_until = self._others_deadline()
 
     def _drain(self, overdue: bool) -> None:
         why = "shutting down"
