@@ -177,7 +177,8 @@ def plan(results: Path) -> None:
     """Show how near the predictions of `omnireduce plan` come to the rows that `shaped` has left in the folder of
     results. Exit status 3 when one is more than 10 % away."""
     try:
-        found = compare_plans(results)
+        if not (found := compare_plans(results)):
+            raise ValueError("no row of omnireduce")
     except (OSError, ValueError, KeyError) as error:
         raise click.ClickException(f"{results / 'testbed.json'}: {error}. `shaped` writes it") from error
     show_plans(Console(width=140, markup=False), found)
@@ -188,11 +189,14 @@ def plan(results: Path) -> None:
 @main.command()
 @click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
 def urgent(turns: int) -> None:
-    """Time a small all-reduce beside a large one, with a channel for urgent tensors and without."""
+    """Time a small all-reduce beside a large one, with a channel for urgent tensors and without. Exit status 3 when it
+    takes more than 3 ms."""
     try:
-        measure_urgent(Console(width=120), turns)
+        is_met = measure_urgent(Console(width=120), turns)
     except (PeerError, OmniReduceError) as error:
         raise click.ClickException(str(error)) from error
+    if not is_met:
+        sys.exit(3)
 
 
 def _not_measured(error: TestbedError, optional: bool) -> None:

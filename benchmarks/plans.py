@@ -22,7 +22,7 @@ from omnireduce.planning.model import Hosts, Messages, Plan, Prediction, predict
 from omnireduce.planning.patterns import DrawnPatterns
 
 ITEM_BYTES = 4  # float32
-LATENCY_S = 1e-4
+LATENCY_S = 1e-4  # of a small message through the testbed
 MOST_PERCENT = 10.0
 
 

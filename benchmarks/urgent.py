@@ -19,7 +19,7 @@ from rich.table import Table
 
 import omnireduce as omni
 from benchmarks.cases import MEMORY
-from benchmarks.group import Group, daemon, service_group
+from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.orders import serve
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import below
@@ -63,8 +63,9 @@ class Rank:
         return (time.perf_counter() - begin) * 1e3
 
 
-def measure(console: Console, turns: int) -> None:
-    """Let both kinds of jobs take turns, for each way that blocks may go. Raises PeerError where one fails."""
+def measure(console: Console, turns: int) -> bool:
+    """Let both kinds of jobs take turns, for each way that blocks may go; return whether all aims are met. Raises
+    PeerError where one fails, or finds a wrong sum."""
     lines = []
     for way, sets in WAYS.items():
         with contextlib.ExitStack() as stack:
@@ -74,9 +75,12 @@ def measure(console: Console, turns: int) -> None:
                 for name, group in groups.items():
                     rows[name] += group.tell(do="turn")
         _show(console, way, rows)
+        if any(row["wrong"] for found in rows.values() for row in found):
+            raise PeerError(way, "gave wrong sums")
         last = [row["beside_ms"] for row in list(rows.values())[-1]]
         lines.append(below(f"{way}: 4 KiB beside 64 MiB", float(np.median(last)), MOST_MS, "ms"))
     show_verdicts(console, lines)
+    return all(each.met for each in lines)
 
 
 def _group(stack: contextlib.ExitStack, sets: Sequence[str]) -> Group:

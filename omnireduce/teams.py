@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from omnireduce.config.keys import keys_of, unknown
+from omnireduce.config.schema import URGENT
 from omnireduce.config.security import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, Security, Terms
 from omnireduce.errors import ConfigError
 from omnireduce.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets
@@ -57,8 +58,8 @@ class Team:
         return self.terms.jobs or ((self.name, f"{self.name}.*") if self.name else ("*",))
 
     def may_use(self, job: str) -> bool:
-        """Whether the team's jobs may have this name."""
-        return any(fnmatchcase(job, pattern) for pattern in self.jobs)
+        """Whether the team's jobs may have this name. What has a name may also have a channel for urgent tensors."""
+        return any(fnmatchcase(job.removesuffix(URGENT), pattern) for pattern in self.jobs)
 
 
 ANYBODY = Team("")  # where there is no secret

@@ -223,7 +223,7 @@ class InprocCluster:
     # collectives
 
     def submit(self, rank: int, descriptor: Descriptor, operand: Operand) -> None:
-        assert self.workers[rank].fits(operand.block_bytes)
+        assert operand.block_bytes <= self.workers[rank].largest_block_bytes
         self.workers[rank].submit(descriptor, operand, self.now)
         self._submitted[rank] += 1
 

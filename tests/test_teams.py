@@ -67,6 +67,7 @@ def test_each_file_is_a_team(folder: Path) -> None:
     assert teams.of("vision").terms == Terms()
     assert teams.of("text_2").terms == Terms(jobs=("text", "nlp-*"), max_ranks=16)
     assert [teams.of("text_2").may_use(job) for job in ("text", "nlp-1", "text.1", "text_2")] == [1, 1, 0, 0]
+    assert [teams.of("text_2").may_use(job) for job in ("text+urgent", "text.1+urgent")] == [1, 0]
 
 
 def test_the_aggregators_own_secret_and_its_monitors_are_beside_them(folder: Path) -> None:

@@ -209,6 +209,7 @@ def test_other_control_bytes_are_refused(body: bytes) -> None:
     ("field", "within", "beyond"),
     [
         ("tcp_message_bytes", [1, 2**31 - 1], [0, -1, 2**31]),
+        ("urgent_bytes", [0, 2**20], [-1, 2**20 + 1]),
         ("ticket", [b"", bytes(32)], [bytes(33)]),
         ("survived", [0, 2**63 - 1], [-1, 2**63]),
         ("formation", [0, 2**63 - 1], [-1, 2**63]),

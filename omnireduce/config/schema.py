@@ -28,6 +28,7 @@ LogFormat = Literal["text", "json"]
 
 
 JOB_PATTERN = r"^[A-Za-z0-9._:@+-]{1,128}\Z"
+URGENT = "+urgent"  # behind the name of a job: that of its channel for urgent tensors
 LAUNCH_PATTERN = r"^[A-Za-z0-9._:@+-]{0,128}\Z"
 JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
 _Address = Annotated[str, _meta("", allowed=ADDRESS_ALLOWED)]
@@ -182,8 +183,8 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tcp_message_bytes: Annotated[
         int,
         _meta(
-            "the longest message over tcp, in the middle of a tensor; at its ends messages have a quarter of it; "
-            "elsewhere a message may fill its slot",
+            "the longest message over tcp; a message has a 64th of what goes to its shard, but no less than a quarter "
+            "of this; elsewhere a message may fill its slot",
             "bytes",
             ge=4096,
             le=67108864,
@@ -215,8 +216,8 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     urgent_bytes: Annotated[
         int,
         _meta(
-            "tensors of up to so many bytes have a channel of their own, and do not wait behind larger ones; the same "
-            "on every worker. 0: all go one after another",
+            "arrays of up to so many bytes that allreduce sums have a channel of their own, and do not wait behind "
+            "larger ones; to aggregators and teams it is a second job, JOB+urgent; the same on every worker. 0: none",
             "bytes",
             ge=0,
             le=2**20,

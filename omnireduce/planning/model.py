@@ -162,8 +162,9 @@ class _Exchange:
         up = own.astype(np.int64) * block_bytes + HEADER_BYTES * begun
         left_out = np.where(remote & (sole * WORTH_LEAVING_OUT >= union), sole, 0)
         sent, got = up * remote, ((union - left_out) * block_bytes + HEADER_BYTES) * remote
-        messages = begun * (1 + up // self._message_bytes)
-        results = begun * (1 + union * block_bytes // self._result_bytes) * np.ones_like(up)
+        messages = begun * np.maximum(1, -(-own.astype(np.int64) * block_bytes // self._message_bytes))
+        results = begun * np.maximum(1, -(-union.astype(np.int64) * block_bytes // self._result_bytes))
+        results = np.broadcast_to(results, up.shape)
         summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
         nbytes = load.all[window].sum() * block_bytes
         pack_s = costs.scan * max(1, summed) * nbytes + costs.chunk * summed * nbytes / CHUNK_BYTES

@@ -25,7 +25,10 @@ ADVICE = {  # for ranks that disagree, by the field of their hello
     "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
     "shards": _SAME_LIST,
     "shard": _SAME_LIST,
-    **{name: f"give every worker the same protocol.{name}" for name in ("slots", "slot_bytes", "stripe_blocks")},
+    **{
+        name: f"give every worker the same protocol.{name}"
+        for name in ("urgent_bytes", "slots", "slot_bytes", "stripe_blocks")
+    },
 }
 
 

@@ -70,10 +70,6 @@ class WorkerMachine:
         self.newcomers = 0  # workers that wait to join the job, as a shard said last
         self.ended: End | None = None
 
-    def fits(self, block_bytes: int) -> bool:
-        """Whether at least one block of this size fits in a slot. The largest has `largest_block_bytes`."""
-        return block_bytes <= self.largest_block_bytes
-
     @property
     def submitted(self) -> int:
         """How many collectives there were so far."""
@@ -354,14 +350,14 @@ class WorkerMachine:
         assert self.host is not None
         return listed([self.host.names[rank] for rank in ranks])
 
-    def leave(self, reason: str = "") -> Iterator[Effect]:
-        """Leave the job, because of `reason` or, without a reason, because the work is done."""
+    def leave(self, reason: str | Cause = "") -> Iterator[Effect]:
+        """Leave the job, because of `reason`, or of a cause elsewhere. Without a reason the work is done."""
         if self.ended is not None:
             return
         if not reason and self._under_way:
             many = "a collective" if self.under_way == 1 else f"{self.under_way} collectives"
             reason = f"shut down with {many} under way"
-        yield from self._end(Cause(self._me, reason) if reason else None)
+        yield from self._end(reason if isinstance(reason, Cause) else Cause(self._me, reason) if reason else None)
 
     def _overdue(self, now: float) -> Cause:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""

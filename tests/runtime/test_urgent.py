@@ -11,8 +11,8 @@ import pytest
 from local_cluster import WAIT_S, Daemon, Ranks, configured, eventually, run_job, start_job, unique_job
 from transports import WAYS, over
 
-from omnireduce import AbortedError, ClosedError, Communicator, UsageError
-from omnireduce.config import Config
+from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, UsageError
+from omnireduce.config import Config, schema
 from omnireduce.config.loading import load_config, override_config
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.member import channel, communicator
@@ -46,13 +46,17 @@ def ones(elements: int) -> np.ndarray:
 def test_an_urgent_tensor_does_not_wait_for_a_large_one(
     urgent: Config, call: Callable[[Communicator], np.ndarray]
 ) -> None:
-    """Rank 1 begins the large tensor only after the urgent one is complete."""
+    """Rank 1 begins the large tensor only after the urgent one is complete on both."""
+    has_overtaken = threading.Event()
 
     def work(comm: Communicator) -> list[float]:
         large = np.full(LARGE, comm.rank + 1, np.float32)
         handle = comm.allreduce_async(large) if comm.rank == 0 else None
         found = call(comm)
-        assert handle is None or not handle.done()
+        if handle is not None:
+            assert not handle.done()
+            has_overtaken.set()
+        assert has_overtaken.wait(WAIT_S)
         handle = handle or comm.allreduce_async(large)
         handle.wait()
         return [float(each) for array in (found, large) for each in (array.min(), array.max())]
@@ -140,7 +144,10 @@ def until_aborted(comm: Communicator, elements: int) -> str:
 
 
 def test_a_rank_that_dies_ends_both(urgent: Config) -> None:
+    all_are_here = threading.Barrier(2)
+
     def work(comm: Communicator) -> list[str]:
+        all_are_here.wait(WAIT_S)
         if comm.rank == 1:
             raise ZeroDivisionError("a bug")
         return [until_aborted(comm, elements) for elements in (SMALL, LARGE)]
@@ -161,11 +168,99 @@ def test_who_has_lost_one_channel_starts_nothing_in_the_other(daemon: Daemon) ->
     assert run_job(configured(daemon.addresses, *URGENT), 2, work) == ["ranks 0 and 1"] * 2
 
 
+def test_a_fault_of_one_channel_ends_what_is_under_way_on_the_other(urgent: Config) -> None:
+    """Rank 1 never begins the small tensor. The large ones differ."""
+
+    def work(comm: Communicator) -> list[str]:
+        handle = comm.allreduce_async(ones(SMALL)) if comm.rank == 0 else None
+        found = [until_aborted(comm, LARGE + comm.rank)]
+        if handle is not None:
+            with pytest.raises(AbortedError) as caught:
+                handle.wait()
+            found.append(caught.value.reason)
+        return found
+
+    first, second = run_job(urgent, 2, work)
+    assert first == second * 2
+    assert second[0].startswith("submitted different collectives")
+
+
+def test_who_waits_for_one_channel_does_not_hold_up_the_other(urgent: Config) -> None:
+    """Also where no thread of the communicator is wanted."""
+
+    def work(comm: Communicator) -> list[float]:
+        comm.drives_in_background = False
+        arrays = [ones(SMALL), ones(4 * LARGE)]
+        handles = [comm.allreduce_async(each) for each in arrays]
+        for handle in handles if comm.rank == 0 else reversed(handles):
+            handle.wait()
+        return [float(each[-1]) for each in arrays]
+
+    assert run_job(urgent, 2, work) == [[2.0, 2.0]] * 2
+
+
+def test_ranks_with_other_limits_are_refused(daemon: Daemon) -> None:
+    def config(rank: int) -> Config:
+        limit = f"protocol.urgent_bytes={(65536, 1024)[rank]}"
+        return configured(daemon.addresses, limit, "cluster.launch=one", *URGENT[1:])  # which ends for both
+
+    job = unique_job()
+
+    def join_as(rank: int) -> str:
+        with pytest.raises(RefusedError) as caught:
+            Communicator(config(rank), rank=rank, size=2, job=job)
+        return str(caught.value)
+
+    found = Ranks(2, join_as).results()
+    assert all("urgent_bytes" in str(each) for each in found)
+    assert any("give every worker the same protocol.urgent_bytes" in str(each) for each in found)
+
+
+def test_larger_blocks_than_usual_go_the_ordinary_way(daemon: Daemon) -> None:
+    """They would not fit the slots of the other channel."""
+    with Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job()) as comm:
+        assert comm.allreduce(ones(SMALL), priority=1, block_size=65536)[0] == 1
+
+
+def test_a_name_belongs_to_one_thread_in_both(daemon: Daemon) -> None:
+    with Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job()) as comm:
+        comm.allreduce(ones(SMALL), name="mine")
+        found: list[str] = []
+
+        def other() -> None:
+            with pytest.raises(UsageError) as caught:
+                comm.allreduce(ones(LARGE), name="mine")
+            found.append(str(caught.value))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(WAIT_S)
+    assert "belongs to thread" in found[0]
+
+
+def test_a_handler_that_interrupts_one_channel_closes_both(daemon: Daemon) -> None:
+    """The handler returns at once: what it interrupts closes the first, and then the second is closed."""
+    comm = Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job())
+    first, second = comm._channels
+    closed: list[bool] = []
+
+    def handled() -> None:
+        comm.shutdown()
+        closed.extend((first.engine.is_closed, second.engine.is_closed))
+
+    first.engine.exclusively(handled)  # as a handler does on top of a call
+    assert closed == [False, False]
+    assert first.engine.is_closed
+    assert second.engine.is_closed
+    with pytest.raises(ClosedError):
+        comm.allreduce(ones(SMALL))
+
+
 def test_who_dies_while_the_second_channel_forms_is_named(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it there, and learn it from the first channel."""
 
     def joining(config: Config, hello: object, *arguments: object) -> object:
-        if hello.job.endswith(channel.URGENT) and hello.rank == 1:  # type: ignore[attr-defined]
+        if hello.job.endswith(schema.URGENT) and hello.rank == 1:  # type: ignore[attr-defined]
             raise ZeroDivisionError("a bug")
         return join(config, hello, *arguments)  # type: ignore[arg-type]
 
@@ -182,7 +277,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
     known: list[Communicator] = []
 
     def joining(config: Config, hello: object, secret: object, gave_up: Callable[[], bool]) -> object:
-        if hello.job.endswith(channel.URGENT):  # type: ignore[attr-defined]
+        if hello.job.endswith(schema.URGENT):  # type: ignore[attr-defined]
             hello = channel.replace(hello, world_size=2)  # type: ignore[type-var]
             threading.Thread(target=known[0].shutdown).start()
         return join(config, hello, secret, gave_up)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
 from omnireduce.protocol.joining import SEATED_S
-from omnireduce.protocol.lengths import SHARE
+from omnireduce.protocol.lengths import Lengths
 from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons
@@ -182,7 +182,10 @@ class Verdicts:
         descriptor, protocol = what.descriptor(), worker.protocol
         blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
         turns = [each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards]
-        return max(blocks / max(1, min(protocol.message_bytes // SHARE // block_bytes, protocol.scan_span)), *turns)
+        return max(
+            blocks / max(1, min(Lengths.up_to(protocol.message_bytes).shortest // block_bytes, protocol.scan_span)),
+            *turns,
+        )
 
     def judge_workers(self) -> None:
         """Every worker that is gone did all its work, or has a reason that a fault of this run explains."""

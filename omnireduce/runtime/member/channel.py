@@ -13,6 +13,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from omnireduce.config import Config
+from omnireduce.config.schema import URGENT
 from omnireduce.protocol.deeds import Joined
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.runtime.member.assemble import assemble
@@ -24,8 +25,8 @@ from omnireduce.runtime.member.rendezvous import Arrival
 from omnireduce.wire.control import Hello
 
 T = TypeVar("T")
-URGENT = "+urgent"  # behind the name of the job
-MOST_CHARACTERS = 128  # of a name
+MOST_CHARACTERS = 128  # of the name of a job, and of a launch
+GENERATION_CHARACTERS = 20  # of a number of 63 bits, and a dot before it
 SMALLEST_SLOT, PAGE = 1 << 16, 4096
 
 
@@ -66,10 +67,14 @@ def for_urgent(config: Config) -> Config:
     return replace(config, protocol=replace(protocol, slot_bytes=slot_bytes))
 
 
-def beside(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
+def urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
     """What a rank says to join the urgent channel, which is formed anew with each formation of the first one."""
     joined = first.joined
-    launch = f"{hello.launch[: MOST_CHARACTERS - 21]}.{joined.generation}" if hello.launch else str(joined.generation)
+    launch = (
+        f"{hello.launch[: MOST_CHARACTERS - GENERATION_CHARACTERS]}.{joined.generation}"
+        if hello.launch
+        else str(joined.generation)
+    )
     return replace(
         hello, job=hello.job[: MOST_CHARACTERS - len(URGENT)] + URGENT, launch=launch, slot_bytes=slot_bytes,
         rank=joined.rank, world_size=joined.size, smallest=0, settle_s=0.0, formation=0, survived=0, ticket=b"",
@@ -88,6 +93,8 @@ def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Po
 
 
 def _lending(engine: Engine, pool: Pool) -> WithPool:
+    """This is no method: a channel that refers to itself would keep its memory until the cycle collector runs."""
+
     def with_pool(make: Callable[[Pool], T]) -> T:
         return engine.exclusively(lambda: make(pool))
 

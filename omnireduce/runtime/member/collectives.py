@@ -55,12 +55,14 @@ class Member(NamedTuple):
         return self._replace(ordinary=ways[0], urgent=ways[1])
 
     def way(self, x: object, priority: object, block_size: object) -> Way:
-        """The way of `x`: what the caller says, else a small array is urgent. Raises UsageError for a priority that is
-        no number."""
+        """The way of `x`: what the caller says, else a small array is urgent. What has larger blocks than usual goes
+        the ordinary way: slots of the other one may be too small. Raises UsageError for a priority that is no
+        number."""
+        if isinstance(block_size, int) and block_size > self.ordinary.place.block_size:
+            return self.ordinary
         if priority is not None:
             return self.urgent if whole(priority, "priority") > 0 else self.ordinary
-        is_small = isinstance(x, np.ndarray) and x.nbytes <= self.urgent_bytes
-        return self.urgent if is_small and block_size is None else self.ordinary
+        return self.urgent if isinstance(x, np.ndarray) and x.nbytes <= self.urgent_bytes else self.ordinary
 
 
 class Collectives:
@@ -108,9 +110,9 @@ class Collectives:
         array of a group a block is part of a larger whole, so a -0 may stay where the array alone would get +0.
 
         `priority`: 1 for a tensor that is urgent, 0 for one that is not, the same on all ranks. None says that tensors
-        of up to `protocol.urgent_bytes` are, but for groups and calls with a `block_size`. Where that is not 0, urgent
-        tensors have a channel of their own: they do not wait for others, and may be complete before those. Sums are the
-        same either way.
+        of up to `protocol.urgent_bytes` are, but not groups. Where that is not 0, urgent tensors have a channel of
+        their own: they do not wait for other collectives, and may be complete before those. Sums are the same.
+        Other collectives, and what has a larger `block_size` than `protocol.block_size`, are never urgent.
 
         A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
         becomes +0.
@@ -344,7 +346,7 @@ class Collectives:
         return Together(engine.submit(*batch.calls), batch.result)
 
     def _in_background(self, way: Way, start: Callable[[], Handle[T]]) -> Handle[T]:
-        if not self.drives_in_background:
+        if not self.drives_in_background and self._member.urgent is self._member.ordinary:
             return start()
         way.engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
         handle = start()

@@ -7,6 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,7 @@ from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
-from omnireduce.runtime.member.channel import Channel, beside, for_urgent
+from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
 from omnireduce.runtime.member.collectives import Collectives, Member
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
@@ -48,7 +49,8 @@ class Statistics:
 
 
 class Communicator(Collectives):
-    """Membership of this process in one job; every rank must call the same collectives in the same order.
+    """Membership of this process in one job; every rank must call the same collectives in the same order. (Urgent ones
+    have an order of their own: see `allreduce`.)
 
     `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
     (None: as `cluster.job` says). Construction returns once all ranks have joined.
@@ -65,7 +67,8 @@ class Communicator(Collectives):
     Another thread can become the one whose collectives need no name: see `take_over`.
 
     Set `drives_in_background` to False in a program where some thread waits whenever a collective is under way: then no
-    thread of the communicator's own competes with it.
+    thread of the communicator's own competes with it. With `protocol.urgent_bytes` there are such threads all the same:
+    who waits for an urgent collective does nothing for the others.
 
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
@@ -210,10 +213,11 @@ class Communicator(Collectives):
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
     def _enter(self, arrival: Arrival, hello: Hello, secret: Secret | None) -> None:
+        self._seat = arrival.joined.seat
         channels = [Channel(self.config, self._job, arrival, self._pools[0])]
         if self.config.protocol.urgent_bytes:
             try:
-                channels.append(self._beside(channels[0], hello, secret))
+                channels.append(self._join_urgent(channels[0], hello, secret))
             except BaseException as error:
                 if not self._gave_up:
                     channels[0].engine.abort(left_because(error))
@@ -223,19 +227,19 @@ class Communicator(Collectives):
         self._channels, joined = channels, first.joined
         self._member = Member(first.way, last.way, self.config.protocol.urgent_bytes)
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
-        self._seat = joined.seat
         self.transport = "+".join(sorted(first.kinds | last.kinds))
         self.shards = len(first.links)
         if first is not last:
-            first.engine.beside, last.engine.beside = weakref.ref(last.engine), weakref.ref(first.engine)
+            first.engine.other, last.engine.other = weakref.ref(last.engine), weakref.ref(first.engine)
+            last.engine.names = first.engine.names
         for each in channels:
             each.engine.on_closed = _telling(self)
         ending.opened(self)
 
-    def _beside(self, first: Channel, hello: Hello, secret: Secret | None) -> Channel:
+    def _join_urgent(self, first: Channel, hello: Hello, secret: Secret | None) -> Channel:
         """The channel for urgent collectives."""
         config = for_urgent(self.config)
-        hello = beside(hello, first, config.protocol.slot_bytes)
+        hello = urgent_hello(hello, first, config.protocol.slot_bytes)
         try:
             arrival = join(config, hello, secret, lambda: self._gave_up or first.engine.listen())
         except ClosedError:
@@ -283,10 +287,17 @@ class Communicator(Collectives):
 
     def _hang_up(self) -> bool:
         """Return whether all is closed; else the call that a signal handler interrupts will do that."""
-        closed = [each.engine.shutdown() for each in self._channels]
-        return all(closed)
+        inside = [each for each in self._channels if each.engine.inside]
+        with ExitStack() as stack:
+            for each in inside or self._channels:
+                stack.callback(each.engine.shutdown)
+        return all(each.engine.is_closed for each in self._channels)
 
     def _has_closed(self) -> None:
+        """A channel has closed. After a shutdown that a signal handler asked for, the others follow."""
+        for each in self._channels if self._gave_up else ():
+            if not each.engine.is_closed:
+                each.engine.shutdown()
         if not all(each.engine.is_closed for each in self._channels):
             return
         ending.closed(self)

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from omnireduce.errors import ClosedError, OmniReduceError, UsageError
+from omnireduce.errors import ClosedError, OmniReduceError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver, say_last_words
 from omnireduce.runtime.member.calls import Call
-from omnireduce.runtime.member.handle import Started, check_free
+from omnireduce.runtime.member.handle import Started, check_fits, check_free
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.runtime.member.lookout import Lookout
 from omnireduce.runtime.member.names import Names
@@ -56,12 +56,13 @@ class Engine(Interruptible):
         )
         self._driver.read_all_s = machine.timeout_s / READS
         self._handles: dict[int, Started[Any]] = {}
-        self._names = Names()
+        self.names = Names()
         self._start_afresh()
         self._left = False  # this process has shut the communicator down
         self.is_closed = False  # and that is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once, then; a signal handler may have asked for it
-        self.beside: Callable[[], Engine | None] | None = None  # that of the same communicator's other channel
+        self.other: Callable[[], Engine | None] | None = None  # that of the same communicator's other channel
+        self._ended_there: Cause | None = None  # why that has ended
 
     def _start_afresh(self) -> None:
         """No thread drives, waits or holds the lock."""
@@ -103,8 +104,9 @@ class Engine(Interruptible):
             if self._machine.ended is not None or self._leaving:
                 raise self.end_error()
             for call in calls:
-                self._check_fits(call.operand.block_bytes)
-            check_free(handles, self._handles.values() if self.beside is None else self._in_use(), self._names)
+                check_fits(call.operand.block_bytes, self._machine.largest_block_bytes)
+            other = None if self.other is None else self.other()
+            check_free(handles, self._handles.values() if other is None else self._in_use(other), self.names)
             now = time.monotonic()
             try:
                 for call, handle in zip(calls, handles, strict=True):
@@ -124,22 +126,11 @@ class Engine(Interruptible):
                 raise
         return handles
 
-    def _in_use(self) -> Collection[Started[Any]]:
+    def _in_use(self, other: Engine) -> Collection[Started[Any]]:
         """The collectives under way, also those of the other channel. Raises the error of that channel's end."""
-        other = None if self.beside is None else self.beside()
-        if other is None:
-            return self._handles.values()
         if other._machine.ended is not None:
             raise other.end_error()
         return [*self._handles.values(), *list(other._handles.values())]
-
-    def _check_fits(self, block_bytes: int) -> None:
-        if not self._machine.fits(block_bytes):
-            raise UsageError(
-                f"a block of {block_bytes} bytes does not fit a slot, which holds one of up to "
-                f"{self._machine.largest_block_bytes} bytes; choose a smaller block_size (or shorter rows), "
-                "or raise protocol.slot_bytes"
-            )
 
     @entering
     def wait(self, handle: Started[Any], timeout_s: float | None = None) -> None:
@@ -298,7 +289,15 @@ class Engine(Interruptible):
         self._changed.notify_all()
         self._lookout.wake()  # closing a link does not wake a thread that polls it
         if end.cause is not None:
+            self._tell_other(end.cause)
             self._close_links()
+
+    def _tell_other(self, cause: Cause) -> None:
+        """Let whoever is in the other channel end it. Nobody has both locks at once."""
+        other = None if self.other is None else self.other()
+        if other is not None and not other.is_closed:
+            other._ended_there = cause
+            other._lookout.wake()
 
     def _fail_all(self) -> None:
         for handle in self._handles.values():
@@ -315,11 +314,12 @@ class Engine(Interruptible):
 
     @property
     def _wants_to_leave(self) -> bool:
-        return self._asked_to_leave or bool(self._cut_by)
+        return self._asked_to_leave or bool(self._cut_by) or self._ended_there is not None
 
-    def _leave(self, reason: str = "") -> None:
+    def _leave(self, reason: str | Cause = "") -> None:
         """End the job, unless it is over; without a `reason`, because this process wants so."""
         try:
+            reason = reason or self._ended_there or ""
             if self._cut_by:
                 reason = f"interrupted by {self._cut_by}"
             if self._asked_to_leave:

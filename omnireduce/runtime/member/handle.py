@@ -161,3 +161,12 @@ def check_free(new: Sequence[Started[Any]], under_way: Collection[Started[Any]],
             other.refuse(handle)
         if handle.name:
             names.claim(handle.name, handle.thread)
+
+
+def check_fits(block_bytes: int, largest: int) -> None:
+    """Raise UsageError for a block that does not fit a slot, which holds one of up to `largest` bytes."""
+    if block_bytes > largest:
+        raise UsageError(
+            f"a block of {block_bytes} bytes does not fit a slot, which holds one of up to {largest} bytes; choose a "
+            "smaller block_size (or shorter rows), or raise protocol.slot_bytes"
+        )

@@ -59,6 +59,7 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
         timeout_s=config.cluster.timeout_s,
         whole_bytes=whole_bytes(config),
         tcp_message_bytes=config.protocol.tcp_message_bytes,
+        urgent_bytes=config.protocol.urgent_bytes,
         launch=launch,
         memory="" if config.transport.host_exchange == "off" else memory_key(),
     )
