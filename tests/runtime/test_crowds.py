@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from cluster_checks import FAILURE_S
 from local_cluster import descriptors_below
+from msgspec.structs import replace
 
 from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.limits import Limits
@@ -25,10 +26,12 @@ from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.transport.tcp import listen_tcp
 from omnireduce.wire.control import (
     PROTOCOL_VERSION,
+    Aborted,
     ControlMessage,
     Hello,
     Pending,
     Refused,
+    Welcome,
     decode_control,
     encode_control,
 )
@@ -215,3 +218,43 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
             assert len(server._connections) == len(clients)
         server.stop()
         server.serve()
+
+
+def in_a_job(crowd: Crowd) -> socket.socket:
+    """The only rank of a job that has begun."""
+    peer = crowd.connect()
+    say(peer, replace(HELLO, world_size=1))
+    crowd.turn()
+    assert [type(each) for each in heard_without_memory(peer)] == [Welcome]
+    return peer
+
+
+def heard_without_memory(peer: socket.socket) -> list[ControlMessage]:
+    """As `heard`, of a connection that hands over memory with its messages."""
+    data, descriptors, _, _ = socket.recv_fds(peer, 1 << 16, 8)
+    for each in descriptors:
+        os.close(each)
+    return [decode_control(data[FRAME.size :])]
+
+
+def test_beside_a_busy_job_a_newcomer_that_says_nothing_has_its_time_only(crowd: Crowd) -> None:
+    peer, silent = in_a_job(crowd), crowd.connect()
+    for seconds in (4.0, 4.0, 4.0, LINGER_S):
+        assert len(crowd.server._connections) == 2
+        crowd.now += seconds
+        peer.send(bytes(1))  # a part of a frame: something comes in each turn
+        crowd.turn()
+    assert [type(each) for each in heard(silent)] == [Refused]
+    assert len(crowd.server._connections) == 1
+
+
+def test_who_does_not_hang_up_when_his_job_is_over_is_dropped_in_time(crowd: Crowd) -> None:
+    peer = in_a_job(crowd)
+    crowd.turn()
+    peer.sendall(FRAME.pack(CONTROL, 0, 3) + b"???")
+    crowd.turn()
+    assert [type(each) for each in heard(peer)] == [Aborted]
+    assert len(crowd.server._connections) == 1
+    crowd.now += LINGER_S
+    crowd.turn()
+    assert len(crowd.server._connections) == 0

@@ -260,6 +260,13 @@ MUTATIONS = (
         "return self.longest // block_bytes",
     ),
     Mutation(
+        "later messages of no block",
+        _LENGTHS,
+        "a block larger than a short message has no room in it, once some have been sent",
+        "return max(1, self.of(sent * end // at * block_bytes) // block_bytes)",
+        "return self.of(sent * end // at * block_bytes) // block_bytes",
+    ),
+    Mutation(
         "first messages of no block",
         _LENGTHS,
         "a block larger than a short message has no room in it",
@@ -317,8 +324,8 @@ MUTATIONS = (
         "a step takes all there is",
         _REDUCTION,
         "one step of a job keeps a shard from all others",
-        "form.capacity - first, max(1, most // form.block_work)",
-        "form.capacity - first, max(1000, most // form.block_work)",
+        "self._room - first, max(1, most // form.block_work)",
+        "self._room - first, max(1000, most // form.block_work)",
         within=1000,
     ),
     Mutation(
