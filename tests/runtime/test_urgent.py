@@ -256,6 +256,43 @@ def test_a_handler_that_interrupts_one_channel_closes_both(daemon: Daemon) -> No
         comm.allreduce(ones(SMALL))
 
 
+@pytest.mark.parametrize("first", [SMALL, LARGE])
+def test_who_shuts_down_reads_so_from_both(urgent: Config, first: int) -> None:
+    """Whichever channel closes first, and whoever waits."""
+    others_have_seen = threading.Event()
+
+    def work(comm: Communicator) -> bool:
+        if comm.rank == 1:
+            return others_have_seen.wait(WAIT_S)
+        sizes = [first, SMALL + LARGE - first]
+        handles = [comm.allreduce_async(ones(elements)) for elements in sizes]
+        waiting = Ranks(2, lambda at: handles[at].wait())
+        comm.shutdown()
+        found = waiting.outcomes(WAIT_S)
+        others_have_seen.set()
+        return all(type(each) is ClosedError for each in found)
+
+    found = start_job(urgent, 2, work).outcomes(WAIT_S)
+    assert found[0] is True
+
+
+def test_a_channel_that_is_closing_can_be_told_that_the_other_one_failed(daemon: Daemon) -> None:
+    with Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job()) as comm:
+        first, second = (each.engine for each in comm._channels)
+        second._lookout.close()  # as it does before it is closed
+        first.abort("failed")
+        with pytest.raises(AbortedError, match="failed"):
+            comm.allreduce(ones(LARGE))
+
+
+def test_where_one_job_is_allowed_a_rank_reads_that_it_wants_two() -> None:
+    with (
+        Daemon(1, "aggregator.max_jobs=1") as alone,
+        pytest.raises(RefusedError, match=r"second job, '.*\+urgent'.*aggregator\.max_jobs"),
+    ):
+        Communicator(configured(alone.addresses, *URGENT), rank=0, size=1, job=unique_job())
+
+
 def test_who_dies_while_the_second_channel_forms_is_named(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it there, and learn it from the first channel."""
 

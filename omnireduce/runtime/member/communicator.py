@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.errors import ClosedError, UsageError, left_because
+from omnireduce.errors import ClosedError, RefusedError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
@@ -246,6 +246,9 @@ class Communicator(Collectives):
             if self._gave_up:
                 raise
             raise first.engine.end_error() from None
+        except RefusedError as error:
+            why = f"no channel for urgent tensors (protocol.urgent_bytes; it is a second job, '{hello.job}'): {error}"
+            raise RefusedError(why, temporary=error.temporary) from None
         return Channel(config, hello.job, arrival, self._pools[1])
 
     def __repr__(self) -> str:

@@ -192,7 +192,7 @@ class Engine(Interruptible):
         self._fail_all()
         for link in self._links:
             link.abandon()
-        self._lookout.close()
+        self._lookout.abandon()
         if self._machine.host is not None:
             self._machine.host.close()
 
@@ -289,13 +289,14 @@ class Engine(Interruptible):
         self._changed.notify_all()
         self._lookout.wake()  # closing a link does not wake a thread that polls it
         if end.cause is not None:
-            self._tell_other(end.cause)
+            if not self._left and not end.cause.orderly:  # else the other channel ends by itself
+                self._tell_other(end.cause)
             self._close_links()
 
     def _tell_other(self, cause: Cause) -> None:
         """Let whoever is in the other channel end it. Nobody has both locks at once."""
         other = None if self.other is None else self.other()
-        if other is not None and not other.is_closed:
+        if other is not None:
             other._ended_there = cause
             other._lookout.wake()
 

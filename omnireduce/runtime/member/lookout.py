@@ -24,6 +24,7 @@ class Lookout:
 
     def __init__(self, links: Sequence[Link], host: HostExchange | None, bells: Sequence[int]) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.RLock()  # of many entries: a signal handler may close on top of a thread that wakes
         self._links, self._host, self._bells = links, host, list(bells)
         self._bell = -1 if host is None else self._bells[host.me]
         self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
@@ -37,8 +38,10 @@ class Lookout:
                 self._poll.register(descriptor, select.POLLIN)
 
     def wake(self) -> None:
-        """Let the thread that looks out return."""
-        os.eventfd_write(self._wake, 1)
+        """Let the thread that looks out return, if there still may be one."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def ring(self, rank: int) -> None:
         """Wake another rank of this host."""
@@ -136,14 +139,15 @@ class Lookout:
         finally:
             self._host.wake_up()
 
+    def abandon(self) -> None:
+        """Close, in a forked child: perhaps another thread of the parent held the lock."""
+        self._waking = threading.RLock()
+        self.close()
+
     def close(self) -> None:
         """Close what this side looks at, but no link."""
-        descriptors = [each for each in (self._wake, *self._bells) if each >= 0]
-        self._wake, self._bell, self._bells, self._host = (
-            -1,
-            -1,
-            [],
-            None,
-        )  # first: an interrupt may come after each line
+        with self._waking:  # first let go, then close: an interrupt may come after each line
+            descriptors = [each for each in (self._wake, *self._bells) if each >= 0]
+            self._wake, self._bell, self._bells, self._host = -1, -1, [], None
         for descriptor in descriptors:
             os.close(descriptor)
