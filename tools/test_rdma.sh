@@ -53,6 +53,8 @@ ONCE='test_every_dtype_op_and_shape or test_gather_scatter or test_ragged_allgat
 # Whom a rank waits for, and for how long, has nothing to do with the link.
 ONLY="$ONLY and not (test_stragglers or test_a_stopped_rank_is_the_one or test_a_late_rank_stays)"
 ONLY="$ONLY and not (($ONCE) and not (float32 or f4 or order-verbs))"
+# Nor has which call is urgent.
+ONLY="$ONLY and not (test_an_urgent_tensor and not verbs-small)"
 log=$(mktemp)
 two_guests() { # a second chance, said aloud, as in tests/rdma/one_node.sh
     local command=(part 'two guests' --nodes 2 -- bash -c 'tests/rdma/two_nodes.sh && tests/rdma/tutorial.sh') status=0
