@@ -30,10 +30,9 @@ class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
-    in errors; `me` names this worker, whose number is `rank`. Messages to shard i are as long as
-    `lengths[i]` says (nothing given: no longer than fit in a slot). A
-    collective that takes longer than `timeout_s` ends the job. `host`: with what the ranks of this host exchange
-    tensors. If they are all ranks of the job, shards get none. Else, as `neighbours` says, shards get tensors by host:
+    in errors; `me` names this worker, whose number is `rank`. Messages to shard i are as long as `lengths[i]` says
+    (nothing given: no longer than fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`:
+    with what the ranks of this host exchange tensors. If they are all ranks of the job, shards get none. Else, as `neighbours` says, shards get tensors by host:
     one of its ranks sends the sum of all.
     """
 

@@ -199,6 +199,21 @@ def test_who_waits_for_one_channel_does_not_hold_up_the_other(urgent: Config) ->
     assert run_job(urgent, 2, work) == [[2.0, 2.0]] * 2
 
 
+def test_without_a_second_channel_no_thread_comes_where_none_is_wanted(daemon: Daemon) -> None:
+    """Also after another thread has taken over, as with torch."""
+    with Communicator(configured(daemon.addresses), rank=0, size=1, job=unique_job()) as comm:
+        comm.drives_in_background = False
+
+        def other() -> None:
+            comm.take_over()
+            comm.allreduce_async(ones(SMALL)).wait()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(WAIT_S)
+        assert comm._engine._background is None
+
+
 def test_ranks_with_other_limits_are_refused(daemon: Daemon) -> None:
     def config(rank: int) -> Config:
         limit = f"protocol.urgent_bytes={(65536, 1024)[rank]}"

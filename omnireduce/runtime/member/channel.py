@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from omnireduce.config import Config
 from omnireduce.config.schema import URGENT
 from omnireduce.protocol.deeds import Joined
+from omnireduce.protocol.hello_checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
@@ -27,7 +28,6 @@ from omnireduce.wire.control import Hello
 T = TypeVar("T")
 MOST_CHARACTERS = 128  # of the name of a job, and of a launch
 GENERATION_CHARACTERS = 20  # of a number of 63 bits, and a dot before it
-SMALLEST_SLOT, PAGE = 1 << 16, 4096
 
 
 class Channel:
@@ -63,7 +63,7 @@ def for_urgent(config: Config) -> Config:
     """The configuration of the channel for urgent collectives."""
     protocol = config.protocol
     wanted = 2 * protocol.urgent_bytes + 8 * protocol.block_size + PAGE  # also indices of blocks of 8 bytes
-    slot_bytes = min(protocol.slot_bytes, max(SMALLEST_SLOT, -(-wanted // PAGE) * PAGE))
+    slot_bytes = min(protocol.slot_bytes, max(MIN_SLOT_BYTES, -(-wanted // PAGE) * PAGE))
     return replace(config, protocol=replace(protocol, slot_bytes=slot_bytes))
 
 

@@ -346,7 +346,7 @@ class Collectives:
         return Together(engine.submit(*batch.calls), batch.result)
 
     def _in_background(self, way: Way, start: Callable[[], Handle[T]]) -> Handle[T]:
-        if not self.drives_in_background and self._member.urgent is self._member.ordinary:
+        if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:
             return start()
         way.engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
         handle = start()
