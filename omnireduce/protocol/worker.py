@@ -32,8 +32,8 @@ class WorkerMachine:
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
     in errors; `me` names this worker, whose number is `rank`. Messages to shard i are as long as `lengths[i]` says
     (nothing given: no longer than fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`:
-    with what the ranks of this host exchange tensors. If they are all ranks of the job, shards get none. Else, as `neighbours` says, shards get tensors by host:
-    one of its ranks sends the sum of all.
+    with what the ranks of this host exchange tensors. If they are all ranks of the job, shards get none. Else, as
+    `neighbours` says, shards get tensors by host: one of its ranks sends the sum of all.
     """
 
     def __init__(
