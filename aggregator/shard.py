@@ -14,6 +14,7 @@ from aggregator.access import make_access
 from aggregator.processes import process_count
 from aggregator.reload import reload_on_hangup
 from aggregator.signals import ignore
+from aggregator.uplinks import Callers
 from aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Aggregator, Config
 from omnireduce.errors import TransportError
@@ -23,6 +24,7 @@ from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.listening import Door
+from omnireduce.runtime.shard.relaying import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.secret import Secret
@@ -129,7 +131,7 @@ def begin_shard(config: Config, name: str) -> None:
 
 def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
     """What serves the jobs of a shard, whose process this is."""
-    settings = config.aggregator
+    settings, callers = config.aggregator, Callers(config)
     server = ShardServer(
         listeners.name,
         _doors(listeners, config, lambda: server.access.tls),
@@ -137,10 +139,13 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         drain_s=settings.drain_s,
         hello_timeout_s=settings.hello_timeout_s,
         access=access,
+        upstream=Upstream(settings.upstream, callers.connect) if settings.upstream else None,
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
         straggler_s=settings.straggler_s,
         traces=ShardTraces(config.trace) if config.trace.folder else None,
     )
+    if settings.upstream:
+        server.call_when_readable(callers.fileno(), callers.hear)
     return server
 
 

@@ -21,7 +21,8 @@ class Traffic(msgspec.Struct, kw_only=True):
     """Totals of one job or of a shard.
 
     `blocks`: the blocks of all tensors. `rank_blocks`: the same times ranks. `own_blocks`: how many of these the ranks
-    sent. `union_blocks`: how many blocks the results had.
+    sent. `union_blocks`: how many blocks the results had. `up_received_bytes` and `up_sent_bytes`: from and to the
+    upstream of a relay; the others are from and to its members.
     """
 
     collectives: _Count = 0
@@ -31,6 +32,8 @@ class Traffic(msgspec.Struct, kw_only=True):
     rank_blocks: _Count = 0
     own_blocks: _Count = 0
     union_blocks: _Count = 0
+    up_received_bytes: _Count = 0
+    up_sent_bytes: _Count = 0
 
     @property
     def density(self) -> float | None:
@@ -75,7 +78,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     not here. The ranks have proved the secret of `team`.
 
     `slots_in_use`: receive slots with a message that is still needed. `results_in_use`: result slots that are being
-    filled, or that a rank has not read yet. `late` names the ranks that were waited for most, longest first.
+    filled, or that a rank has not read yet. `late` names the ranks that were waited for most, longest first. On a relay
+    `upstream` is the aggregator of which it is part, and only members that come through it count as joined.
     """
 
     name: str
@@ -94,6 +98,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     results_in_use: _Count = 0
     waiting: Stragglers | None = None
     late: list[Late] = []
+    upstream: str = ""
 
     @property
     def key(self) -> JobKey:

@@ -40,10 +40,20 @@ def reduce_in_rank_order(tensors: Sequence[Array], op: str, *, divisor: int | No
 def reduce_by_host(hosts: Sequence[Sequence[int]], tensors: Sequence[Array], op: str) -> Array:
     """Combine the tensors of each host's ranks in order, rounded to their type, then those of the hosts. A mean is
     divided once, in the end. The sum of a host could be infinite in float16: its tensors are combined rank by rank."""
-    if len(hosts) == 1 or tensors[0].dtype == np.float16:
+    return reduce_by_tree(tuple(tuple(ranks) for ranks in hosts) if len(hosts) > 1 else tuple(hosts[0]), tensors, op)
+
+
+def reduce_by_tree(tree: Any, tensors: Sequence[Array], op: str) -> Array:
+    """As `reduce_by_host`, for any tree: a rank, or a tuple of trees that are combined in order."""
+    if tensors[0].dtype == np.float16:
         return reduce_in_rank_order(tensors, op)
-    sums = [reduce_in_rank_order([tensors[rank] for rank in ranks], "sum" if op == "mean" else op) for ranks in hosts]
-    return reduce_in_rank_order(sums, op, divisor=len(tensors))
+
+    def combine(part: Any) -> Array:
+        if isinstance(part, int):
+            return tensors[part]
+        return reduce_in_rank_order([combine(each) for each in part], "sum" if op == "mean" else op)
+
+    return reduce_in_rank_order([combine(part) for part in tree], op, divisor=len(tensors))
 
 
 Rows = tuple[Array, Array]  # numbers, int64 (n,), ascending, and values, (n, length)

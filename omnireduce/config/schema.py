@@ -246,6 +246,14 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "127.0.0.1:7400"
     shards: Annotated[int, _meta("shards of this daemon, each its own process", "processes", ge=1, le=64)] = 1
+    upstream: Annotated[
+        tuple[_Address, ...],
+        Meta(max_length=4096),
+        _meta(
+            "aggregators above this one, which is then a relay: it sends them the sums of its workers, as one worker "
+            "would, and passes their results on. Shard i of a job goes on to address i; none: this is no relay"
+        ),
+    ] = ()
     max_jobs: Annotated[int, _meta("jobs served at once; more are refused", "jobs", ge=1, le=65536)] = 64
     max_world_size: Annotated[int, _meta("largest world size of a job", "ranks", ge=1, le=32_000)] = 1024
     max_job_bytes: Annotated[

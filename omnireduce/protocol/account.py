@@ -5,7 +5,7 @@ What its ranks exchanged in memory they report: this shard sees nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -34,15 +34,16 @@ class Wait(NamedTuple):
 
 
 class Account:
-    """The account that the aggregator's machine keeps of a job.
+    """The account that the aggregator's machine keeps of a job. `numbers`: the ranks, by their place.
 
     `traffic` counts no bytes. Of each collective only the last rank to begin is late: by the time from the first
     message of any rank to its own first message.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, numbers: Sequence[int]) -> None:
         self.traffic = Traffic()
-        self._late_s = [0.0] * ranks
+        self._numbers = numbers
+        self._late_s = [0.0] * len(numbers)
         self._begun_at = 0.0
         self._senders = self._to_join = 0
         self._reports: dict[int, tuple[Report, float]] = {}  # the last of each rank, and when it came
@@ -123,5 +124,5 @@ class Account:
         for report, _ in self._reports.values():
             for rank, seconds in zip(report.late, report.late_s, strict=True):
                 late_s[rank] += seconds
-        found = [Late(rank, seconds) for rank, seconds in enumerate(late_s) if seconds > 0]
+        found = [Late(rank, seconds) for rank, seconds in zip(self._numbers, late_s, strict=True) if seconds > 0]
         return sorted(found, key=lambda each: each.seconds, reverse=True)

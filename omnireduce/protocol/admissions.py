@@ -5,23 +5,34 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from omnireduce.wire.control import Cause, Hello, Pending, Refused
+from omnireduce.wire.control import Aborted, Cause, Hello, Newcomers, Pending, Refused, Waiting, Welcome
 
 
 class Answer(NamedTuple):
-    """Send `message` to connection `key`; after a Refused the connection ends."""
+    """Send `message` to connection `key`; after Refused or Aborted the connection ends."""
 
     key: Hashable
-    message: Refused | Pending
+    message: Refused | Pending | Waiting | Newcomers | Aborted
+
+
+class Relayed(NamedTuple):
+    """The job of a relay has begun on its upstream, the aggregator `address`. Of each member: what the upstream has
+    told it, and the key of its uplink."""
+
+    address: str
+    welcomes: list[Welcome]
+    uplinks: list[Hashable]
 
 
 class Admit(NamedTuple):
-    """All ranks of a job are here: start generation `generation` with these connections, in rank order."""
+    """All ranks of a job are here: start generation `generation` with these connections, in rank order. On a relay
+    these are its members, and `relayed` says what it is part of."""
 
     generation: int
     job: str
     keys: list[Hashable]
     hellos: list[Hello]
+    relayed: Relayed | None = None
 
 
 class Announce(NamedTuple):

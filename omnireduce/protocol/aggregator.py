@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,8 +11,10 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.account import Account, Wait
 from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
-from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
+from omnireduce.protocol.gathering import THROUGH
 from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.inbox import Inbox
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.quiet import BUSY, STOOD_STILL, Quiet
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
@@ -30,49 +30,33 @@ WHAT_CHARACTERS = 500  # of what a rank says about the collective under way
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
 
-@dataclass(slots=True)
-class _Rank:
-    """What the machine knows of one worker."""
-
-    name: str
-    inbox: deque[tuple[int, Header]] = field(default_factory=deque)
-    open_row: int = -1  # arena row of the message in use, -1 for none
-    joined: bool = False  # has sent its first message of the current collective
-
-
 class AggregatorMachine:
     """One generation of one job.
 
-    `members[r]` names rank r in errors. `arena`: uint8 (ranks × slots, slot bytes), rank r's receive slots in rows r ×
-    slots onwards. `results`: uint8 (slots, slot bytes), the send slots, shared by all ranks. Results are as long as
-    `lengths` says (None: no longer than fit in a slot). `dealing`: how tensors are dealt to shards, of which this one
-    is number `shard`. Where hosts send sums, rank `delegates[h]` sends those of host h to this shard. Ranks in `inline`
-    get results as bytes, not in slots that all ranks share: their results leave out what they have already.
+    `members[r]` names rank r in errors; on a relay `numbers[r]` is its rank in the job. `arena`: uint8 (ranks × slots,
+    slot bytes), rank r's receive slots in rows r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots
+    that all ranks share. Results are as long as `lengths` says (None: no longer than fit in a slot). `dealing`: how
+    tensors are dealt to shards, of which this one is number `shard`. A mean is a sum divided by `divisor` (None: by the
+    number of members). Where hosts or relays send sums, the ranks `delegates` send them. With relays, `readers` get
+    the results of what every rank sends for itself. To ranks in `inline` results go as bytes, not in slots that all
+    ranks share: they leave out what these ranks have already.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
     the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
 
-    `account` counts what the job does. `budget` bounds one call of `advance`; `quantum` can bound the next call
-    further. `more`: there is more to do at once. `spent`: the work of the last call. `reduction` makes the work space:
-    `Reduction`, or a class that observes one.
+    `account` counts what the job does. `budget` bounds one call of `advance`; `quantum` can bound the next one further.
+    `more`: there is more to do at once. `spent`: the work of the last call. `reduction` makes the work space.
     """
 
     def __init__(
-        self,
-        members: Sequence[str],
-        arena: Array,
-        results: Array,
-        *,
-        lengths: Lengths | None = None,
-        shard: int = 0,
-        dealing: Dealing = ONE_SHARD,
-        delegates: Sequence[int] = (),
-        inline: Iterable[int] = (),
-        warn_after_s: float = 1.0,
-        budget: Budget = BUDGET,
-        reduction: MakeReduction = Reduction,
-    ) -> None:
-        self._ranks = [_Rank(name) for name in members]
+        self, members: Sequence[str], arena: Array, results: Array,
+        *, lengths: Lengths | None = None, shard: int = 0, dealing: Dealing = ONE_SHARD, delegates: Sequence[int] = (),
+        readers: Sequence[int] | None = None, inline: Iterable[int] = (), warn_after_s: float = 1.0,
+        budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
+        divisor: int | None = None,
+    ) -> None:  # fmt: skip
+        self._ranks = [Inbox(name) for name in members]
+        self._numbers = numbers or range(len(members))
         self._gone: set[int] = set()  # ranks that have left
         self._arena, self._results, self._slot_count = arena, results, len(results)
         lengths = lengths or Lengths(results.shape[1], results.shape[1])
@@ -80,8 +64,10 @@ class AggregatorMachine:
         self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
         self._slots = ResultSlots(self._slot_count)
         self._filling = -1  # the result slot being filled, -1 for none
-        work_space = len(members), arena, results, lengths, budget
-        self._senders = Senders(len(members), delegates, dealing, shard, lambda many: reduction(many, *work_space))
+        work_space = divisor or len(members), arena, results, lengths, budget
+        self._senders = Senders(
+            len(members), delegates, dealing, shard, lambda many: reduction(many, *work_space), readers=readers
+        )
         first = dict.fromkeys([*delegates, *range(len(members))])  # those who can begin a collective
         self._in_turn = [(rank, self._ranks[rank]) for rank in first]
         self._current: Reduction | None = None  # while a collective is under way
@@ -91,13 +77,13 @@ class AggregatorMachine:
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
         self._quiet = Quiet(warn_after_s)
-        self.account = Account(len(members))
+        self.account = Account(self._numbers)
         self.ended: End | None = None
 
     @property
     def idle(self) -> bool:
         """No collective is under way on any rank."""
-        return self._current is None and not any(rank.inbox for rank in self._ranks)
+        return self._current is None and not any(rank.messages for rank in self._ranks)
 
     @property
     def deadline(self) -> float | None:
@@ -111,22 +97,26 @@ class AggregatorMachine:
         if self.ended is not None:
             return None
         if self._current is None and not self.idle:
-            late = [rank for rank in self._senders.delegates if not self._ranks[rank].inbox]
-            return self._wait("the next collective", late, now)
+            late = [rank for rank in self._senders.delegates if not self._ranks[rank].messages]
+            return self._wait(self._what, late, now)
         if self._current is None:
             wait = self.account.waiting(now)
             return wait and wait._replace(what=shown(wait.what[:WHAT_CHARACTERS]), who=self.named(wait.ranks))
         ranks = [] if self.more else self.account.last_of(self._waited_for(self._current))
-        return self._wait(f"collective {self._number} ({self._descriptor})", ranks, now)
+        return self._wait(self._what, ranks, now)
+
+    @property
+    def _what(self) -> str:
+        return f"collective {self._number} ({self._descriptor})" if self._current else "the next collective"
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
-        who = self.named(ranks) or BUSY
-        return Wait(what, ranks, len(ranks), who, now - self._quiet.since)
+        numbers = [self._numbers[rank] for rank in ranks]
+        return Wait(what, numbers, len(ranks), self.named(ranks) or BUSY, now - self._quiet.since)
 
     @property
     def slots_in_use(self) -> tuple[int, int]:
         """Receive slots with messages that are still needed; result slots being filled, or not yet read by all."""
-        held = sum(len(rank.inbox) + (rank.open_row >= 0) for rank in self._ranks)
+        held = sum(len(rank.messages) + (rank.open_row >= 0) for rank in self._ranks)
         return held, self._slot_count - len(self._slots.free)
 
     def named(self, ranks: Iterable[int]) -> str:
@@ -137,19 +127,15 @@ class AggregatorMachine:
         """The rank has said that it leaves."""
         return rank in self._gone
 
-    # events
-
     def received(self, rank: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A block message arrived in receive slot `slot` of `rank`."""
         row = rank * self._slot_count + slot
         if self._current is None and self._senders.delegates and self.idle:
             self._quiet.begin(now)  # no result was awaited before
         try:
-            header = read_header(self._arena[row], nbytes)
+            self._ranks[rank].messages.append((row, read_header(self._arena[row], nbytes)))
         except ProtocolError as error:
             yield from self._violation(rank, error)
-            return
-        self._ranks[rank].inbox.append((row, header))
 
     def credited(self, rank: int, slot: int, now: float) -> Iterator[Effect]:
         """`rank` has read result slot `slot`."""
@@ -195,24 +181,32 @@ class AggregatorMachine:
         wait = None if self.idle else self.waiting(now)
         if wait is not None and self._quiet.is_due(now):
             yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
-            yield Tell(ALL, Waiting(wait.what, wait.who, wait.seconds))
+            yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
+
+    def _tell_all(self, message: ControlMessage) -> Iterator[Effect]:
+        yield Tell(ALL, message)
 
     def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
         """End the job on every rank."""
         if self.ended is None:
-            self.ended = End(cause, kind, rank)
-            yield Tell(ALL, Aborted(cause))
+            self.ended = End(cause, kind, None if rank is None else self._numbers[rank])
+            yield from self._tell_all(Aborted(cause))
             yield self.ended
 
     # progress
 
+    @property
+    def _rests(self) -> bool:
+        """No result is awaited, as far as can be told before messages are taken."""
+        return self._current is None and not self._senders.delegates
+
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
-        if self._current is None and not self._senders.delegates:
+        if self._rests:
             self._quiet.begin(now)
         elif (still_s := self._quiet.turn(now)) and not self.idle and (wait := self.waiting(now)):
             yield Warn(f"this shard stood still for {still_s:.1f} s during {wait.what}: was it stopped?", still_s)
-            yield Tell(ALL, Waiting(wait.what, STOOD_STILL, still_s))
+            yield from self._tell_all(Waiting(wait.what, STOOD_STILL, still_s))
         self.spent, self.more, moved = 0, False, True
         while moved and self.ended is None:
             if self.spent >= self.quantum:
@@ -226,7 +220,7 @@ class AggregatorMachine:
                 return
             missed = self._missed if self._gone else []
             if missed:
-                yield from self.abort(self._ranks_gone_cause(missed), "left")
+                yield from self.abort(Cause(self.named(missed), f"had shut down when {self._what} began"), "left")
                 return
             if self._current is None:
                 return
@@ -235,7 +229,7 @@ class AggregatorMachine:
             # Messages that were taken are merged now, or wait for other ranks: they alone need no other round.
             moved = self._merge(self._current)
             moved |= yield from self._return_used(self._current)
-            if self._worth_sending(self._current, moved):
+            if self._current is not None and self._worth_sending(self._current, moved):
                 moved = True
                 self._quiet.begin(now)
                 yield self._emit(self._current)
@@ -246,7 +240,7 @@ class AggregatorMachine:
         for rank, state in self._in_turn:
             union = senders.reduction.union
             is_hungry = union.hungry and senders.places.get(rank) in union.hungry
-            if (state.inbox and state.open_row < 0) or is_hungry:
+            if (state.messages and state.open_row < 0) or is_hungry:
                 try:
                     if is_hungry:
                         self.spent += union.feed(senders.places[rank])
@@ -259,9 +253,9 @@ class AggregatorMachine:
                     break
         return moved
 
-    def _open_next(self, rank: int, state: _Rank, now: float) -> bool:
+    def _open_next(self, rank: int, state: Inbox, now: float) -> bool:
         """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
-        row, header = state.inbox[0]
+        row, header = state.messages[0]
         senders = self._senders
         if self._current is None:
             if senders.delegates and rank not in senders.delegates:
@@ -277,7 +271,7 @@ class AggregatorMachine:
             raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
-        state.inbox.popleft()
+        state.messages.popleft()
         self.spent += senders.reduction.union.open(senders.places[rank], row, header)
         state.open_row = row
         if not state.joined:
@@ -299,15 +293,16 @@ class AggregatorMachine:
         self._first = rank, extra
 
     def _compare(self, rank: int, row: int, header: Header) -> bool:
-        """All ranks must submit the same collective in the same place. Returns False for a later one of a rank that has
-        no part in this one. Raises ProtocolError."""
+        """All ranks submit the same in the same place. Returns False for what is later, of a rank that has no part in
+        this one. Raises ProtocolError."""
         if rank not in self._senders.places and header.collective > self._number:
             return False
         extra = message_extra(self._arena[row], header)
         first, expected = self._first
         if (header.collective, extra) != (self._number, expected):
             assert self._descriptor is not None
-            raise mismatch((first, self._number, self._descriptor), (rank, header.collective, extra))
+            one, other = self._numbers[first], self._numbers[rank]
+            raise mismatch((one, self._number, self._descriptor), (other, header.collective, extra))
         if rank not in self._senders.places:
             raise ProtocolError(f"a message of collective {self._number}, of which another rank has its host's sum")
         return True
@@ -345,17 +340,25 @@ class AggregatorMachine:
         complete = current.union.complete
         senders = self._senders.ranks
         memories = {self._senders.places[rank]: self._shorter[rank][slot] for rank in senders if rank in self._shorter}
-        nbytes, shorter = current.seal(slot, self._number, memories)
+        readers, extra = self._next_readers()
+        nbytes, shorter = current.seal(slot, self._number, memories, extra)
         self.spent += nbytes * (len(memories) or 1)
-        self._slots.send(slot, senders)
+        self._slots.send(slot, readers)
         if complete:
-            assert self._descriptor is not None
-            self.account.complete(self._descriptor, current)
-            self._current = self._descriptor = None
-            self._number += 1
-            for state in self._ranks:
-                state.joined = False
-        return Send(senders, slot, nbytes, shorter and {senders[at]: shorter[at] for at in shorter})
+            self._complete(current)
+        return Send(readers, slot, nbytes, shorter and {senders[at]: shorter[at] for at in shorter})
+
+    def _complete(self, current: Reduction) -> None:
+        assert self._descriptor is not None
+        self.account.complete(self._descriptor, current)
+        self._current = self._descriptor = None
+        self._number += 1
+        for state in self._ranks:
+            state.joined = False
+
+    def _next_readers(self) -> tuple[Sequence[int], bytes]:
+        """Who gets the next result, and what stands behind it."""
+        return self._senders.readers, b""
 
     def _waited_for(self, current: Reduction) -> list[int]:
         """The ranks that have not read their results, if no result slot is free; else those with the lowest
@@ -372,11 +375,13 @@ class AggregatorMachine:
             return
         self._gone.add(rank)
         if cause is not None:
-            own = cause.culprit == self._ranks[rank].name
-            kind: AbortKind = "worker" if own else "relayed"
-            kind = "timeout" if cause.timeout else "mismatch" if cause.mismatch else kind
-            yield from self.abort(cause, kind, rank if own else None)
+            own = cause.culprit == self._ranks[rank].name.partition(THROUGH)[0]
+            yield from self.abort(cause, kind_of(cause, own=own), rank if own else None)
             return
+        yield from self._let_go(rank)
+
+    def _let_go(self, rank: int) -> Iterator[Effect]:
+        """The rank leaves in order."""
         self._slots.release_all(rank)
         yield Tell(rank, Goodbye())
         if len(self._gone) == len(self._ranks) and self.ended is None:
@@ -389,12 +394,8 @@ class AggregatorMachine:
         needed = self._senders.delegates if self._current is None else self._senders.ranks
         return [] if self.idle else [rank for rank in needed if rank in self._gone]
 
-    def _ranks_gone_cause(self, missed: list[int]) -> Cause:
-        what = "the next collective" if self._current is None else f"collective {self._number} ({self._descriptor})"
-        return Cause(self.named(missed), f"had shut down when {what} began")
-
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, MismatchError):
-            low, high = sorted((self._first[0], rank))
+            low, high = sorted(self._numbers[each] for each in (self._first[0], rank))
             return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"), "mismatch")
         return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"), "violation", rank)

@@ -77,6 +77,13 @@ class Warn(NamedTuple):
 Effect = Send | Return | Tell | Wake | Finish | End | Warn
 
 
+def kind_of(cause: Cause, *, own: bool) -> AbortKind:
+    """How an aggregator sorts the cause with which a worker leaves. `own`: it blames itself."""
+    if cause.timeout:
+        return "timeout"
+    return "mismatch" if cause.mismatch else "worker" if own else "relayed"
+
+
 def error_of(cause: Cause) -> OmniReduceError:
     """The exception for the end of a job."""
     kind = CollectiveTimeoutError if cause.timeout else AbortedError

@@ -21,9 +21,13 @@ def worker_name(rank: int, host: str, pid: int) -> str:
     return f"rank {rank} (host {host}, pid {pid})"
 
 
+THROUGH = " through relay "
+
+
 def member_name(hello: Hello) -> str:
-    """How errors call the worker that sent this hello."""
-    return worker_name(hello.rank, hello.host, hello.pid)
+    """How errors call the worker that sent this hello, and the relay through which it came."""
+    through = f"{THROUGH}{shown(hello.relay)}" if hello.relay else ""
+    return worker_name(hello.rank, hello.host, hello.pid) + through
 
 
 class Meeting(NamedTuple):

@@ -30,6 +30,36 @@ class Neighbours(NamedTuple):
         return self.ranks[shard % len(self.ranks)]
 
 
+class Member(NamedTuple):
+    """A rank as a shard, or a relay, sees it: the relay below through which it comes, and its host, if it shares memory
+    with others."""
+
+    rank: int
+    relay: str
+    host: Neighbours | None
+
+
+def delegates_of(members: Sequence[Member], shard: int) -> list[int]:
+    """The places in `members` of those who send sums to this shard: of each relay the first rank, of each host its
+    delegate, and every rank that has neither. They are in the order of the first ranks. Empty where nobody sends sums:
+    then every rank sends its own blocks."""
+    several = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
+    found: dict[str | tuple[int, ...], int] = {}
+    for place, (rank, relay, host) in enumerate(members):
+        key = relay or (host.ranks if host is not None else (rank,))
+        first = found.setdefault(key, place)
+        if not relay and host is not None and rank == host.delegate(shard) and first != place:
+            found[key] = place
+    return list(found.values()) if several else []
+
+
+def readers_of(members: Sequence[Member]) -> list[int]:
+    """The places in `members` of those who get the results of what every rank sends for itself: of each relay the first
+    rank, and every rank without one."""
+    first = dict[str, int]()
+    return [at for at, member in enumerate(members) if not member.relay or first.setdefault(member.relay, at) == at]
+
+
 def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
     """The hosts of a job, in the order of their first ranks; `hellos[r]` is that of rank r. Empty where no two ranks
     share memory: then each rank sends its own blocks."""

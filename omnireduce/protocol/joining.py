@@ -300,6 +300,10 @@ class Joining:
         seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
         neighbours = Neighbours((rank,))
+        if max(welcome.place for welcome in welcomes) > rank:
+            error = TransportError(f"an aggregator gave slots that are not those of rank {rank}")
+            yield from self.failed(error, now)
+            return
         if first.neighbours:
             neighbours = Neighbours(first.neighbours, first.host, first.hosts)
             shares_none = len(neighbours.ranks) > 1 and not self._hello.memory

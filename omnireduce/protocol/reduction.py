@@ -75,23 +75,24 @@ class Reduction:
         own = self._numbers.nbytes + self._runs.nbytes + self._parts.nbytes
         return own + self.union.work_bytes + self._combiner.work_bytes
 
-    def begin(self, descriptor: Descriptor, stripes: Stripes) -> None:
-        """Start a collective whose blocks are all of `stripes`."""
+    def begin(self, descriptor: Descriptor, stripes: Stripes, *, marks: bool = True) -> None:
+        """Start a collective whose blocks are all of `stripes`. `marks`: results say which blocks one sender alone has
+        brought."""
         self._format = form = self._combiner.begin(descriptor)
         self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes))
         # 16-bit floats go through float32 and back, which may change the bits of a NaN
-        self._sole_is_result = descriptor.op == "sum" and not form.half
+        self._sole_is_result = marks and descriptor.op == "sum" and not form.half
         self.written = 0
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.sent_blocks = 0  # of this collective, without `written`
-        self._sealed = 0  # up to which block
+        self.sealed = 0  # up to which block results have gone
         self._room = form.capacity
         if self._lengths_vary:
             self._make_room()
 
     def _make_room(self) -> None:
         """Decide how many blocks the next result takes."""
-        wanted = self._lengths.blocks(self._format.block_bytes, self.sent_blocks, self._sealed, self.union.shape.blocks)
+        wanted = self._lengths.blocks(self._format.block_bytes, self.sent_blocks, self.sealed, self.union.shape.blocks)
         self._room = min(self._format.capacity, wanted)
 
     @property
@@ -101,7 +102,7 @@ class Reduction:
     @property
     def has_news(self) -> bool:
         """There is something that no result has said yet."""
-        return self.written > 0 or self.union.watermark > self._sealed
+        return self.written > 0 or self.union.watermark > self.sealed
 
     @property
     def half_full(self) -> bool:
@@ -144,8 +145,10 @@ class Reduction:
         self.written += added
         self.union.use()
 
-    def seal(self, slot: int, number: int, memories: Mapping[int, Array]) -> tuple[int, dict[int, Array]]:
-        """Complete the result message in `slot` and start an empty one.
+    def seal(
+        self, slot: int, number: int, memories: Mapping[int, Array], extra: bytes = b""
+    ) -> tuple[int, dict[int, Array]]:
+        """Complete the result message in `slot`, with this `extra`, and start an empty one.
 
         Returns its length in bytes, and shorter messages for those ranks in `memories` for which they are worth it. A
         shorter message leaves out the blocks that the rank has already. It lies in the memory given for the rank, uint8
@@ -155,12 +158,12 @@ class Reduction:
         cut_short = self.full and not self.union.used_up
         frontier = int(numbers[-1]) % MAX_BLOCKS + 1 if cut_short else self.union.watermark
         self.sent_blocks += self.written
-        self.written, self._sealed = 0, frontier
+        self.written, self.sealed = 0, frontier
         if self._lengths_vary:
             self._make_room()
         _, shards, stripe_blocks = self.union.shape.stripes
         runs = self._runs[: list_runs(numbers, shards, stripe_blocks, self._runs)]
-        nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, runs=runs)
+        nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, extra, runs=runs)
         shorter: dict[int, Array] = {}
         soles, worth = self.union.take_soles(), max(1, numbers.size // WORTH_LEAVING_OUT)
         for rank, memory in memories.items():

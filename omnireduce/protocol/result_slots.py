@@ -16,18 +16,19 @@ class ResultSlots:
         """A result has been sent to these ranks."""
         self._readers[slot] = set(ranks)
 
-    def release(self, rank: int, slot: int) -> None:
-        """`rank` has read a result."""
+    def release(self, rank: int, slot: int) -> bool:
+        """`rank` has read a result; return whether it was the last to read it."""
         readers = self._readers[slot]
-        if rank in readers:
-            readers.remove(rank)
-            if not readers:
-                self.free.append(slot)
+        if rank not in readers:
+            return False
+        readers.remove(rank)
+        if not readers:
+            self.free.append(slot)
+        return not readers
 
-    def release_all(self, rank: int) -> None:
-        """`rank` reads nothing any more."""
-        for slot in range(len(self._readers)):
-            self.release(rank, slot)
+    def release_all(self, rank: int) -> list[int]:
+        """`rank` reads nothing any more; return the slots of which it was the last reader."""
+        return [slot for slot in range(len(self._readers)) if self.release(rank, slot)]
 
     @property
     def unread(self) -> list[int]:

@@ -158,6 +158,12 @@ class Union:
                 self.hungry.add(rank)
             self._unused[rank] += self._ahead[rank]
 
+    def skip(self, rank: int) -> None:
+        """The rank's open message has been passed on as it is: nobody here needs its blocks."""
+        self._unused[rank] = 0
+        self._position[rank] = self._count[rank]
+        self._ahead.pop(rank, None)
+
     def exhausted(self, rank: int) -> bool:
         """All blocks of the rank's open message are used."""
         return self._unused[rank] == 0

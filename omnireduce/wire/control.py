@@ -12,9 +12,10 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
+RELAY_CHARACTERS = 255  # of the address of a relay
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -29,6 +30,7 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_
 _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
+_Relay = Annotated[str, msgspec.Meta(max_length=RELAY_CHARACTERS)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 TEXT_CHARACTERS = 4096
@@ -115,6 +117,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
     team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
     memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
+    relay: _Relay = ""  # the relay that passes this on, if one does: it sends the sums of all who come through it
+    relays: _U16 = 0  # how many relays have passed this on
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -141,7 +145,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
     the worker's place in an elastic job. `whole_bytes`: the least of those that the ranks sent. `meeting`: where the
     ranks of this worker's host meet, which are `neighbours`, ascending; its host is number `host` of `hosts`. Without
-    neighbours each rank of the job sends its own blocks.
+    neighbours each rank of the job sends its own blocks. `place`: in memory that local ranks share with an aggregator,
+    the slots of this one begin at slot `place` × slots. `relayed`: how many ranks of this generation have come through
+    the same relay as this one; 0 without a relay.
     """
 
     generation: _Positive
@@ -153,6 +159,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     host: _U32 = 0
     hosts: _U32 = 1
     whole_bytes: _I32 = 0
+    place: _U32 = 0
+    relayed: _U32 = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -8,9 +8,11 @@ from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK, AggregatorMach
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import BLOCK_WORK, Budget
+from omnireduce.protocol.relay import RelayMachine
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.relaying import Relaying
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
@@ -21,6 +23,9 @@ MOST_WORDS = 64  # control messages that may wait for a peer: some a second whil
 def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
     """What is wrong with the server's books, its jobs and their links."""
     membership = server._membership
+    if isinstance(membership, Relaying):
+        yield from _audit_relaying(server, membership, limits)
+        return
     replacing = sum(each.replaces in membership._running for each in membership._gathering.values())
     if len(membership._gathering) + len(membership._running) - replacing > limits.max_jobs:
         yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
@@ -35,6 +40,19 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in waiting)
     yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
+    for job in server._jobs.values():
+        yield from _audit_job(job, limits)
+
+
+def _audit_relaying(server: ShardServer, membership: Relaying, limits: Limits) -> Iterator[str]:
+    if len(membership._gathering) + len(membership._running) > limits.max_jobs + len(server._jobs):
+        yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
+    if server._jobs.keys() != membership._running.keys():
+        yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
+    gathered = {key for visitors in membership._gathering.values() for key in visitors}
+    yield from ["who waits is known wrongly"] * (gathered != membership._visitors.keys())
+    for connection in server._connections:
+        yield from _audit_connection(server, connection, connection in gathered)
     for job in server._jobs.values():
         yield from _audit_job(job, limits)
 
@@ -61,7 +79,8 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
     leaves = connection in leavers or connection in server._connections.staying
     if (stranger, connection.leaving) != (connection in strangers, leaves):
         yield f"the time limit of {peer}"
-    if job is not None and hello is not None and not hello.smallest and hello.world_size != len(job.links):
+    is_whole = job is not None and job._above is None
+    if job is not None and is_whole and hello and not hello.smallest and hello.world_size != len(job.links):
         yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"
     if job is not None:
         yield from _audit_end(job.machine.ended)
@@ -85,10 +104,12 @@ def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
         yield f"{job} is still served after its end"
         return
     yield from (f"{job}: {wrong}" for wrong in _audit_machine(job.machine))
-    for rank, link in enumerate(job.links):
-        held = {row - rank * job.machine._slot_count for row, _ in job.machine._ranks[rank].inbox}
+    for rank, link in enumerate(job.links[: job._members]):
+        held = {row - rank * job.machine._slot_count for row, _ in job.machine._ranks[rank].messages}
         if job.machine._ranks[rank].open_row >= 0:
             held.add(job.machine._ranks[rank].open_row - rank * job.machine._slot_count)
+        if isinstance(job.machine, RelayMachine):
+            held |= job.machine.passing[rank]
         if not link.over and held != link._held:
             yield f"{job}: of rank {rank} the machine holds slots {held}, the link {link._held}"
 
@@ -100,7 +121,17 @@ def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
         yield f"result slots: {free} free, {unread} unread, {filling} being filled, of {machine._slot_count}"
     if machine._senders.reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._ranks):
         yield f"{machine._senders.reduction.work_bytes} bytes of work space for {len(machine._ranks)} ranks"
-    if len(machine._gone) == len(machine._ranks):
+    if isinstance(machine, RelayMachine):
+        yield from _audit_relay(machine)
+    elif len(machine._gone) == len(machine._ranks):
+        yield "all ranks have left, and it goes on"
+
+
+def _audit_relay(machine: RelayMachine) -> Iterator[str]:
+    unread, free = machine._down.unread, machine._down.free
+    if sorted(free + unread) != list(range(machine._slot_count)):
+        yield f"slots of results: {free} free, {unread} unread"
+    if len(machine._confirmed) == len(machine._ranks):
         yield "all ranks have left, and it goes on"
 
 

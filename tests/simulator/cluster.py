@@ -14,6 +14,7 @@ from omnireduce.protocol.deeds import Meet
 from omnireduce.protocol.exchange import region_bytes
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.relaying import Connected, Upstream
 from omnireduce.secret import Secret
 from omnireduce.teams import Teams
 from omnireduce.transport.base import NO_SLOTS
@@ -58,12 +59,13 @@ class Cluster:
             join_timeout_s=plan.protocol.aggregator_join_timeout_s,
         )  # fmt: skip
         self.shards = [
-            Shard(self.world, i, self._latency(f"shard{i}"), self._ahead_s(f"shard{i}"), limits, access)
-            for i in range(plan.protocol.shards)
+            self._shard(name, relay, limits, access)
+            for relay in range(-1, len(plan.protocol.relays))
+            for name in plan.protocol.addresses(relay)
         ]
         self.strangers: list[Stranger | ForeignSurvivor] = []
         self.workers: list[Worker] = []
-        self.hosts: dict[tuple[str, str, int], dict[int, tuple[int, ...]]] = {}
+        self.places: dict[tuple[str, str, int], dict[int, tuple[tuple[int, ...], int]]] = {}
         self.history: list[Worker] = []  # those of the main part, kept when the epilogue begins
         self.ranks: list[list[Worker | None]] = [[None] * job.ranks for job in plan.jobs]
         self._attempts = [[job.attempts] * job.ranks for job in plan.jobs]
@@ -139,6 +141,24 @@ class Cluster:
         for link in self._links:
             link.attach(NO_SLOTS, NO_SLOTS)
 
+    def _shard(self, name: str, relay: int, limits: Limits, access: Access) -> Shard:
+        """A shard of the aggregator, or of a relay."""
+
+        def upstream(shard: Shard) -> Upstream | None:
+            if relay < 0:
+                return None
+            above = [f"{each}:7400" for each in self.protocol.addresses(self.protocol.relays[relay])]
+            return Upstream(above, partial(self._connect_up, shard))
+
+        return Shard(
+            self.world, name, self._latency(name), self._ahead_s(name),
+            limits=limits, access=access, upstream=upstream,
+        )  # fmt: skip
+
+    def _connect_up(self, relay: Shard, address: str, timeout_s: float, done: Connected) -> None:
+        link = self._connect(relay, address, shares_memory=False)
+        done("nobody listens" if link is None else link)
+
     # workers
 
     def _worker(self, job: JobPlan, rank: int) -> Worker:
@@ -183,17 +203,20 @@ class Cluster:
             self.workers.append(worker)
             worker.start()
 
-    def connect(self, client: Process, shard: int) -> SimLink | None:
+    def connect(self, client: Process, address: str) -> SimLink | None:
         """A connection to a shard, or None when nobody listens there."""
-        target = self.shards[shard]
+        shares_memory = self.world.random(f"memory/{client.name}").random() < self.plan.network.shared_memory
+        return self._connect(client, address, shares_memory=shares_memory)
+
+    def _connect(self, client: Process, address: str, *, shares_memory: bool) -> SimLink | None:
+        target = next(shard for shard in self.shards if shard.address == address)
         if not target.listening:
             return None
         name = f"{client.name}-{target.name}"
         delay_s = self._delay(name)
         ours, theirs = sim_pair(target.address, client.name, self.world, delay_s, self.plan.network.pipe_bytes)
-        same_host = self.world.random(f"memory/{client.name}").random() < self.plan.network.shared_memory
-        ours.kind = theirs.kind = "shm" if same_host else "tcp"  # type: ignore[misc]
-        theirs.inline = not same_host
+        ours.kind = theirs.kind = "shm" if shares_memory else "tcp"  # type: ignore[misc]
+        theirs.inline = not shares_memory
         ours.on_ready = client.wake
         ours.most_events = client.most_events
         self._links += [ours, theirs]

@@ -11,6 +11,7 @@ from .workload import draw_collective
 
 FIRST_OF_HOSTS = 10**12  # from this seed on, the ranks of most jobs share a host; older seeds stay as they are
 FIRST_OF_SEVERAL = 2 * 10**12  # from this seed on, most jobs have several hosts
+FIRST_OF_RELAYS = 3 * 10**12  # from this seed on, there are relays
 OFTEN = {"tampering": 6, "lying shard": 6}  # there are many ways to break a rule
 
 
@@ -26,7 +27,12 @@ def draw_plan(seed: int) -> Plan:
     if seed >= FIRST_OF_HOSTS:
         hosts = random.Random(f"{seed}/hosts")
         several = [2, 2, 2, 3] if seed >= FIRST_OF_SEVERAL else [1]
-        jobs = tuple(replace(job, hosts=hosts.choice(several) if hosts.random() < 0.8 else 0) for job in jobs)
+        share = 0.4 if seed >= FIRST_OF_RELAYS else 0.8
+        jobs = tuple(replace(job, hosts=hosts.choice(several) if hosts.random() < share else 0) for job in jobs)
+    if seed >= FIRST_OF_RELAYS:
+        relays = random.Random(f"{seed}/relays")
+        above = relays.choice([(-1,), (-1, -1), (-1, -1), (-1, 0), (-1, 0, 1), (-1, 0, 0)])
+        protocol = replace(protocol, relays=above, direct=relays.random() < 0.4)
     options: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     if rng.random() < 0.85:

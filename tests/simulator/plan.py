@@ -67,6 +67,21 @@ class ProtocolPlan:
     max_jobs: int = 9
     whole_bytes: int = 0
     secret: bool = False  # everybody has to prove one
+    relays: tuple[int, ...] = ()  # of each, which relay is above it; -1: the shards are
+    direct: bool = False  # some ranks come through no relay
+
+    def addresses(self, relay: int) -> list[str]:
+        """The names of the shards of a relay; -1: of the aggregator."""
+        return [f"shard{i}" if relay < 0 else f"relay{relay}shard{i}" for i in range(self.shards)]
+
+    def way(self, rank: int) -> tuple[int, ...]:
+        """The relays through which a rank comes, the one next to the shards first."""
+        choices = len(self.relays) + self.direct
+        relay, found = rank % choices - self.direct if choices else -1, list[int]()
+        while relay >= 0:
+            found.insert(0, relay)
+            relay = self.relays[relay]
+        return tuple(found)
 
 
 @dataclass(frozen=True)

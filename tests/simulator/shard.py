@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import BLOCK_WORK, Budget
 from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.relaying import Relaying, Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
@@ -57,20 +58,15 @@ class SimSelector(selectors.BaseSelector):
 
 
 class Shard(Process):
-    """Shard `index`. It can be killed, drained and started again."""
+    """A shard called `name`. It can be killed, drained and started again. `upstream` makes it one of a relay."""
 
     def __init__(
-        self,
-        world: World,
-        index: int,
-        latency_s: Callable[[], float],
-        ahead_s: float,
-        limits: Limits,
-        access: Access,
-    ) -> None:
-        super().__init__(world, f"shard{index}", latency_s, ahead_s)
-        self.address = f"shard{index}:7400"
-        self.limits, self._access = limits, access
+        self, world: World, name: str, latency_s: Callable[[], float], ahead_s: float,
+        *, limits: Limits, access: Access, upstream: Callable[[Shard], Upstream | None],
+    ) -> None:  # fmt: skip
+        super().__init__(world, name, latency_s, ahead_s)
+        self.address = f"{name}:7400"
+        self.limits, self._access, self._upstream = limits, access, upstream
         self.supervised = True  # the listening socket outlives the process
         self.found: list[str] = []  # what was wrong inside
         self._back_after_s = 0.0
@@ -87,7 +83,7 @@ class Shard(Process):
         self.selector = SimSelector(self._random.shuffle)
         self.server = ShardServer(
             self.address, [], self.limits, drain_s=5.0, budget=self._budget, access=self._access, clock=self.now,
-            selector=self.selector,
+            selector=self.selector, upstream=self._upstream(self),
         )  # fmt: skip
         self._merged: dict[int, int] = {}  # by generation, blocks of results after the last turn
         self.log("up")
@@ -191,7 +187,7 @@ class Shard(Process):
         """How much the server still knows of anybody; empty when all is given back."""
         server = self.server
         membership = server._membership
-        kept = {
+        kept: dict[str, Sized] = {
             "connections": server._connections,
             "strangers": server._connections.strangers,
             "leavers": server._connections.leavers,
@@ -201,7 +197,7 @@ class Shard(Process):
             "links of jobs": server._departures._members,
             "gathering": membership._gathering,
             "running": membership._running,
-            "names": membership._of_name,
+            "names": membership._welcome if isinstance(membership, Relaying) else membership._of_name,
             "held": membership._held,
             "selector": self.selector.links,
         }

@@ -45,7 +45,7 @@ class Stranger(_Visitor):
         protocol = cluster.protocol
         patience = {SILENT: Aggregator().hello_timeout_s, LONELY: protocol.aggregator_join_timeout_s}
         self.leave_by = self.world.now() + patience.get(manner, 0.0)
-        link = cluster.connect(self, shard)
+        link = cluster.connect(self, cluster.shards[shard].address)
         self.link = link
         if link is None:
             return
@@ -71,7 +71,7 @@ class ForeignSurvivor(_Visitor):
     def __init__(self, cluster: Cluster, job: JobPlan, number: int) -> None:
         super().__init__(cluster.world, "foreign survivor", lambda: 1e-4)
         self.leave_by = self.world.now() + 3 * job.settle_s + 1.0
-        self.link = cluster.connect(self, 0)
+        self.link = cluster.connect(self, cluster.shards[0].address)
         if self.link is None:
             return
         protocol = cluster.protocol

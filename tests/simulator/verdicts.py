@@ -17,7 +17,7 @@ from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons
 from .plan import RARE, SLOWER, Fault
-from .workload import Collective, Hosts, Work, expected, wrong_elements
+from .workload import Collective, Tree, Work, expected, wrong_elements
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -76,7 +76,7 @@ class Verdicts:
     def __init__(self, cluster: Cluster) -> None:
         self.found: list[str] = []
         self._cluster = cluster
-        self._results: dict[tuple[Collective, int, Hosts], bytes] = {}
+        self._results: dict[tuple[Collective, int, Tree], bytes] = {}
         self._must_end: list[tuple[Worker, int, float, Fault]] = []  # which of its generations, by when
         self._must_fail: list[tuple[Worker, Fault]] = []
         self._must_go_on: list[tuple[Worker, Fault]] = []
@@ -93,11 +93,11 @@ class Verdicts:
         if worker.job.name in self._cluster.garbled:
             return
         what, result = f"{worker.name} collective {number} ({work.what})", work.result()
-        oracle = expected(work.what, ranks, worker.hosts)
+        oracle = expected(work.what, ranks, worker.sums)
         wrong = wrong_elements(result, oracle)
         if wrong:
             self.add(f"wrong: {what}: {wrong} of {oracle.size} elements")
-        if self._results.setdefault((work.what, ranks, worker.hosts), result.tobytes()) != result.tobytes():
+        if self._results.setdefault((work.what, ranks, worker.sums), result.tobytes()) != result.tobytes():
             self.add(f"wrong: {what} differs in its bits")
         damage = work.damage()
         if damage:

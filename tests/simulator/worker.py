@@ -33,7 +33,7 @@ from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Leave, Seat, encode
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan
-from .workload import Collective, Hosts, Work
+from .workload import Collective, Tree, Work, tree_of
 from .world import Process, World
 
 
@@ -52,9 +52,9 @@ class Cluster(Protocol):
     secret: Secret | None
 
     workers: list[Worker]
-    hosts: dict[tuple[str, str, int], dict[int, tuple[int, ...]]]
+    places: dict[tuple[str, str, int], dict[int, tuple[tuple[int, ...], int]]]
 
-    def connect(self, client: Process, shard: int) -> SimLink | None:
+    def connect(self, client: Process, address: str) -> SimLink | None:
         """A connection to a shard, or None when nobody listens there."""
 
     def meet(self, worker: Worker, meet: Meet) -> None:
@@ -127,10 +127,16 @@ class Worker(Process):
         return name.partition(" (")[2] if self.job.smallest else name  # ranks change when a job is formed anew
 
     @property
-    def hosts(self) -> Hosts:
-        """The ranks of each host in this generation of its job; nothing where hosts send no sums."""
-        found = self.cluster.hosts.get(self._generation, {})
-        return tuple(found[host] for host in sorted(found))
+    def sums(self) -> Tree:
+        """Who is summed with whom in this generation of its job: those of a host, then those of a relay."""
+        return tree_of(self.cluster.places[self._generation])
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of its aggregators."""
+        way = self.protocol.way(self.rank)
+        names = self.protocol.addresses(way[-1] if way else -1)
+        return [f"{names[shard]}:7400" for shard in self.shard_order]
 
     @property
     def done(self) -> bool:
@@ -191,8 +197,7 @@ class Worker(Process):
         )  # fmt: skip
         if seat is not None:
             hello = replace(hello, survived=seat.formation, ticket=seat.ticket)
-        addresses = [f"shard{shard}:7400" for shard in self.shard_order]
-        self.joining = Joining(hello, addresses, self.secret, protocol.join_timeout_s)
+        self.joining = Joining(hello, self.addresses, self.secret, protocol.join_timeout_s)
         self._perform(self.joining.start(self.now()))
         self.wake()
 
@@ -239,7 +244,7 @@ class Worker(Process):
         return None
 
     def _connect(self, shard: int) -> Iterator[JoiningEffect]:
-        link = self.cluster.connect(self, self.shard_order[shard])
+        link = self.cluster.connect(self, self.addresses[shard])
         if link is None:
             return self.joining.unreachable(shard, "nobody listens", self.now())
         self.links.append(link)
@@ -274,8 +279,8 @@ class Worker(Process):
         self.place, self._seat, neighbours = (joined.rank, joined.size), joined.seat, joined.neighbours
         formation = joined.generation if joined.seat is None else joined.seat.formation  # no shard gives it twice
         self._generation = self.job.name, self.job.launch, formation
-        if neighbours.hosts > 1:
-            self.cluster.hosts.setdefault(self._generation, {})[neighbours.host] = neighbours.ranks
+        places = self.cluster.places.setdefault(self._generation, {})
+        places[joined.rank] = self.protocol.way(self.rank), neighbours.host if neighbours.hosts > 1 else -1
         self._dealing = Dealing.among(
             neighbours.hosts, protocol.shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import RowSet
 from omnireduce.runtime.member.pool import Pool
-from tests.oracle import is_number, reduce_by_host
+from tests.oracle import is_number, reduce_by_tree
 from tests.samples import sparse_tensor
 
-Hosts = tuple[tuple[int, ...], ...]
+Tree = Any  # a rank, or a tuple of trees that are summed in order
 KINDS = {
     "allreduce": 8,
     "allreduce_rows": 3,
@@ -101,10 +101,19 @@ def contribution(what: Collective, rank: int, ranks: int) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def expected(what: Collective, ranks: int, hosts: Hosts = ()) -> Array:
-    """The oracle: all contributions combined in rank order by NumPy. `hosts`: the ranks of each, if hosts send sums."""
+def expected(what: Collective, ranks: int, sums: Tree = ()) -> Array:
+    """The oracle: all contributions combined by NumPy, in rank order, or as `sums` says."""
     brought = [_contribution(what, rank, ranks) for rank in range(ranks)]
-    return reduce_by_host(hosts or [range(ranks)], brought, what.op)
+    return reduce_by_tree(sums or tuple(range(ranks)), brought, what.op)
+
+
+def tree_of(places: Mapping[int, tuple[tuple[int, ...], int]]) -> Tree:
+    """Who is summed with whom. Of each rank `places` has the relays through which it comes, and its host, or -1."""
+    groups: dict[tuple[str, int], dict[int, tuple[tuple[int, ...], int]]] = {}
+    for rank, (way, host) in sorted(places.items()):
+        key = ("relay", way[0]) if way else ("host", host) if host >= 0 else ("rank", rank)
+        groups.setdefault(key, {})[rank] = way[1:], -1 if not way else host
+    return tuple(tree_of(group) if kind != "rank" else rank for (kind, rank), group in groups.items())
 
 
 def wrong_elements(found: Array, oracle: Array) -> int:

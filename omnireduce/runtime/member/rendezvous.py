@@ -171,7 +171,7 @@ class _Visitor:
             for shard, welcome in enumerate(self._joined.welcomes):
                 link, offer = self._links[shard], self._offers[shard]
                 self._selector.unregister(link)
-                self._links[shard] = _attach(link, welcome, offer, self._config, self._joined.rank, self._log)
+                self._links[shard] = _attach(link, welcome, offer, self._config, self._log)
         except (TransportError, OSError, MemoryError) as error:
             wrong = str(error) if isinstance(error, TransportError) else shortage(error)
         else:
@@ -292,7 +292,7 @@ def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:
         return None
 
 
-def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, rank: int, log: BoundLog) -> Link:
+def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, log: BoundLog) -> Link:
     """The link with its slots, over RDMA if the aggregator took the offer. Raises TransportError."""
     slots, slot_bytes = config.protocol.slots, config.protocol.slot_bytes
     if offer is not None and welcome.verbs is not None:
@@ -305,7 +305,7 @@ def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, r
         _say_no_verbs(log, link, shown(welcome.note))
         offer.close()
     if isinstance(link, ShmLink):
-        link.attach_memory(rank * slots, slots, slot_bytes)
+        link.attach_memory(welcome.place * slots, slots, slot_bytes)
     else:
         link.attach(private_slots(slots, slot_bytes), private_slots(slots, slot_bytes))
     return link

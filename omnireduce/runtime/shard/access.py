@@ -8,7 +8,7 @@ import ssl
 from dataclasses import dataclass, field
 
 from omnireduce.protocol.handshake import Gate
-from omnireduce.secret import NONCE_BYTES
+from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.teams import Teams
 from omnireduce.transport.base import Link
 from omnireduce.transport.shm import ShmLink
@@ -24,6 +24,10 @@ class Access:
     any_local_user: bool = False
     tls: ssl.SSLContext | None = None
     ticket_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def secret_of(self, team: str) -> Secret | None:
+        """What this shard proves to its upstream for a worker of `team`; None where no secret is wanted."""
+        return None if self.teams is None else self.teams.of(team).secrets[0]
 
     def gate(self, link: Link) -> Gate:
         """The gate that a new connection must pass before it may say Hello."""

@@ -45,6 +45,13 @@ class Connections:
         self.strangers.add(connection, self._clock())
         self._selector.register(connection.link, selectors.EVENT_READ, connection)
 
+    def add_uplink(self, link: Link, member: Connection) -> Connection:
+        """The link of a relay to its upstream, for this member, is looked at from now on."""
+        uplink = Connection(link, member.gate, hello=member.hello, number=next(self._numbers))
+        self._all.add(uplink)
+        self._selector.register(link, selectors.EVENT_READ, uplink)
+        return uplink
+
     def go_on_by(self, connection: Connection, link: Link) -> None:
         """From now on the connection uses this link."""
         self.pause(connection)

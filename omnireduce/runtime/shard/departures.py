@@ -12,6 +12,7 @@ from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.questions import Questions
+from omnireduce.runtime.shard.relaying import Relaying
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
 
@@ -20,7 +21,9 @@ class Departures:
     """Lets connections go: with a moment to read our last words, or at once. When the last connection of a job goes,
     the job's memory goes, too."""
 
-    def __init__(self, connections: Connections, questions: Questions, membership: Membership, clock: Clock) -> None:
+    def __init__(
+        self, connections: Connections, questions: Questions, membership: Membership | Relaying, clock: Clock
+    ) -> None:
         self._connections, self._questions, self._membership, self._clock = connections, questions, membership, clock
         self._members: dict[int, list[Connection]] = {}  # by generation, of jobs whose memory is still there
         self._failures: dict[int, Cause] = {}  # of those: why a rank failed after its job had been told to end

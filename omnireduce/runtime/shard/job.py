@@ -6,7 +6,8 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -17,9 +18,11 @@ from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End, Warn
 from omnireduce.protocol.gathering import member_name
-from omnireduce.protocol.hosts import Dealing, hosts_of
+from omnireduce.protocol.hosts import Dealing, delegates_of, readers_of
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.reduction import Budget, Reduction
+from omnireduce.protocol.relay import RelayMachine
+from omnireduce.protocol.welcomes import members_of, placed, welcomes_of
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces
@@ -30,11 +33,12 @@ from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.wire.control import (
     TOKEN_BYTES,
+    Aborted,
     Cause,
     ControlMessage,
     Endpoint,
     Hello,
-    Seat,
+    Leave,
     Welcome,
     encode_control,
 )
@@ -70,12 +74,23 @@ def why_broken_off(error: Exception, job: Job | None) -> str:
 class JobFactory(Protocol):
     """How a server makes a job of what differs between its jobs. Raises OSError and MemoryError."""
 
-    def __call__(self, generation: int, name: str, links: Sequence[Link], hellos: Sequence[Hello], /) -> Job: ...
+    def __call__(
+        self, generation: int, name: str, links: Sequence[Link], hellos: Sequence[Hello], above: Above | None, /
+    ) -> Job: ...
+
+
+class Above(NamedTuple):
+    """Of the job of a relay: its upstream, what that has told each member, and the member's uplink."""
+
+    address: str
+    welcomes: Sequence[Welcome]
+    uplinks: Sequence[Link]
 
 
 class Job:
     """Made when all ranks are there; tells each rank so, once nothing can fail any more. `links[r]` and `hellos[r]`
-    belong to rank r. Raises OSError and MemoryError.
+    belong to rank r. On a relay they belong to its member r, and `above` is what it is part of: then the uplinks follow
+    in `links`. Raises OSError and MemoryError.
 
     After `straggler_s` without a result the log names the ranks that a collective waits for.
     """
@@ -86,6 +101,7 @@ class Job:
         name: str,
         links: Sequence[Link],
         hellos: Sequence[Hello],
+        above: Above | None = None,
         *,
         clock: Clock,
         on_end: Callable[[Job, End], None],
@@ -98,62 +114,74 @@ class Job:
             logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
         )
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
-        self.generation, self.name, self.links = generation, name, list(links)
-        self._since, self._spec = clock(), hellos[0]
-        self._whole_bytes = min(hello.whole_bytes for hello in hellos)
+        self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
+        self._since, self._spec, self._above = clock(), hellos[0], above
+        if above is None:
+            welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
+        else:
+            welcomes = placed([replace(each, verbs=None, note="") for each in above.welcomes], hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
-        self._hosts = hosts_of(hellos)
-        self._host_of = {rank: host for host in self._hosts for rank in host.ranks}
-        meet = self._hosts if self._spec.shard == 0 else []  # the first shard tells the ranks where
-        self._meetings = {host.host: secrets.token_bytes(TOKEN_BYTES) for host in meet}
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
             self._arena = undo.enter_context(closing(Region(ranks * slots, slot_bytes)))
             self._results = undo.enter_context(closing(Region(slots, slot_bytes)))
-            welcomes = [self._attach(rank, hello, verbs, undo) for rank, hello in enumerate(hellos)]
+            welcomes = [self._attach(rank, hello, verbs, welcomes[rank], undo) for rank, hello in enumerate(hellos)]
             attached = self.links
             if self._trace is not None:
                 self.links = self._trace.links(attached)
-            self.machine = self._make_machine(hellos)
+            self.machine = self._make_machine(hellos, welcomes, undo)
             self.driver = Driver(
                 self.machine, self.links, clock, on_end=lambda end: on_end(self, end), on_warn=self._warn
             )
             undo.pop_all()
         for link, welcome in zip(attached, welcomes, strict=True):
             self._welcome(link, welcome)
-        self.transport = "+".join(sorted({link.kind for link in self.links}))
+        self.transport = "+".join(sorted({link.kind for link in self.links[:ranks]}))
         started = tagged("job_started", world_size=ranks, transport=self.transport)
         self.log.info("%s: %d ranks joined by %s", self, ranks, self.transport, extra=started)
 
-    def _make_machine(self, hellos: Sequence[Hello]) -> AggregatorMachine:
+    def _make_machine(self, hellos: Sequence[Hello], welcomes: Sequence[Welcome], undo: ExitStack) -> AggregatorMachine:
         over_tcp = [
-            hello.tcp_message_bytes for link, hello in zip(self.links, hellos, strict=True) if link.kind == "tcp"
+            hello.tcp_message_bytes
+            for link, hello in zip(self.links, hellos, strict=True)
+            if link.kind == "tcp" or self._above is not None
         ]
-        spec, hosts = self._spec, len(self._hosts)
-        return AggregatorMachine(
-            [member_name(hello) for hello in hellos],
-            self._arena.slots,
-            self._results.slots,
+        spec, members = self._spec, members_of(welcomes, hellos)
+        hosts = max(1 if each.host is None else each.host.hosts for each in members)
+        has_relays = self._above is not None or any(hello.relay for hello in hellos)
+        make = partial(
+            AggregatorMachine if self._above is None else self._below(self._above, undo),
+            [member_name(hello) for hello in hellos], self._arena.slots, self._results.slots,
+        )  # fmt: skip
+        return make(
             lengths=Lengths.up_to(min(over_tcp)) if over_tcp else None,
             shard=spec.shard,
-            dealing=Dealing.among(hosts, spec.shards, spec.stripe_blocks, self._whole_bytes, spec.slot_bytes),
-            delegates=[host.delegate(spec.shard) for host in self._hosts] if hosts > 1 else (),
-            inline=[rank for rank, link in enumerate(self.links) if link.inline],
+            dealing=Dealing.among(hosts, spec.shards, spec.stripe_blocks, welcomes[0].whole_bytes, spec.slot_bytes),
+            delegates=delegates_of(members, spec.shard),
+            readers=readers_of(members) if has_relays else None,
+            inline=[] if has_relays else [rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
             budget=self._budget,
             reduction=Reduction if self._trace is None else self._trace.reduction,
+            numbers=[hello.rank for hello in hellos],
         )
 
-    def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, undo: ExitStack) -> Welcome:
+    def _below(self, above: Above, undo: ExitStack) -> Callable[..., AggregatorMachine]:
+        """Give the uplinks their slots; return what makes the machine of a relay."""
+        self._sums = undo.enter_context(closing(Region(*self._results.slots.shape)))
+        for place, link in enumerate(above.uplinks):
+            own = (self._rows_of(place), NO_SLOTS) if place else (self._sums.slots, self._results.slots)
+            link.attach(*own)
+            undo.callback(link.attach, NO_SLOTS, NO_SLOTS)
+        uplinks = above.uplinks if self._trace is None else self._trace.links(above.uplinks)
+        self.links = [*self.links, *uplinks]
+        return partial(RelayMachine, sums=self._sums.slots, upstream=above.address)
+
+    def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, welcome: Welcome, undo: ExitStack) -> Welcome:
         """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
-        link, welcome = self.links[rank], Welcome(self.generation, whole_bytes=self._whole_bytes)
-        if hello.shard == 0:
-            welcome = replace(welcome, seat=Seat(rank, hello.world_size, hello.formation, hello.ticket))
-        if rank in self._host_of:
-            ranks, host, hosts = self._host_of[rank]
-            welcome = replace(welcome, meeting=self._meetings.get(host), neighbours=ranks, host=host, hosts=hosts)
+        link = self.links[rank]
         send_slots = self._results.slots
-        receive_slots = self._arena.slots[rank * len(send_slots) : (rank + 1) * len(send_slots)]
+        receive_slots = self._rows_of(rank)
         if hello.verbs is not None and isinstance(link, TcpLink):
             try:
                 endpoint, over_verbs = _by_verbs(link, hello.verbs, verbs, send_slots, receive_slots)
@@ -168,6 +196,11 @@ class Job:
         link.attach(send_slots, receive_slots)
         undo.callback(link.attach, NO_SLOTS, NO_SLOTS)
         return welcome
+
+    def _rows_of(self, rank: int) -> Array:
+        """The receive slots of a rank."""
+        slots: Array = self._arena.slots[rank * self._spec.slots : (rank + 1) * self._spec.slots]
+        return slots
 
     def _welcome(self, link: Link, welcome: Welcome) -> None:
         """Tell the rank that all are here."""
@@ -201,9 +234,15 @@ class Job:
 
     def tell(self, message: ControlMessage) -> None:
         """Say something to all ranks, but to those that have long read nothing."""
-        for link in self.links:
+        for link in self.links[: self._members]:
             if not link.clogged:
                 link.send_control(encode_control(message))
+
+    def break_off(self, cause: Cause) -> None:
+        """Tell everybody that the job is over, without the machine."""
+        self.tell(Aborted(cause))
+        for link in self.links[self._members :]:
+            link.send_control(encode_control(Leave(cause)))
 
     @property
     def team(self) -> str:
@@ -212,9 +251,11 @@ class Job:
     @property
     def traffic(self) -> Traffic:
         """Totals since the job began."""
-        found = self.machine.account.total()
-        found.received_bytes += sum(link.counters.received_bytes for link in self.links)
-        found.sent_bytes += sum(link.counters.sent_bytes for link in self.links)
+        found, members = self.machine.account.total(), self._members
+        found.received_bytes += sum(link.counters.received_bytes for link in self.links[:members])
+        found.sent_bytes += sum(link.counters.sent_bytes for link in self.links[:members])
+        found.up_received_bytes += sum(link.counters.received_bytes for link in self.links[members:])
+        found.up_sent_bytes += sum(link.counters.sent_bytes for link in self.links[members:])
         return found
 
     @property
@@ -225,7 +266,7 @@ class Job:
     def status(self, now: float) -> JobStatus:
         """How the job is doing."""
         machine, spec = self.machine, self._spec
-        present = [rank for rank in range(spec.world_size) if not machine.has_left(rank)]
+        present = [rank for rank in range(self._members) if not machine.has_left(rank)]
         in_use, results_in_use = machine.slots_in_use
         wait = machine.waiting(now)
         return JobStatus(
@@ -238,12 +279,13 @@ class Job:
             age_s=now - self._since,
             transport=self.transport,
             traffic=self.traffic,
-            slots=spec.slots * spec.world_size,
+            slots=spec.slots * self._members,
             slots_in_use=in_use,
             results=spec.slots,
             results_in_use=results_in_use,
             waiting=wait and Stragglers(wait.what, wait.ranks[:LISTED], wait.total, wait.who, wait.seconds),
             late=machine.account.late[:LISTED],
+            upstream="" if self._above is None else self._above.address,
         )
 
     def __str__(self) -> str:
@@ -255,6 +297,8 @@ class Job:
             link.drop()
         self._arena.close()
         self._results.close()
+        if self._above is not None:
+            self._sums.close()
         if self._trace is not None:
             self._trace.close()
         # They refer to this job: without this the slots would wait for the cycle collector.

@@ -17,10 +17,11 @@ from omnireduce.runtime.shard.departures import Departures
 from omnireduce.runtime.shard.job import why_broken_off
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door, Listening
 from omnireduce.runtime.shard.questions import Questions
+from omnireduce.runtime.shard.relaying import Relaying
 from omnireduce.runtime.shard.status_pages import StatusPages
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire.control import Hello, Leave, Refused, decode_control
+from omnireduce.wire.control import Aborted, Hello, Leave, Refused, decode_control
 from omnireduce.wire.words import shown
 
 log = logging.getLogger("omnireduce.aggregator")
@@ -34,7 +35,7 @@ class Reception:
         self,
         *,
         access: Access,
-        membership: Membership,
+        membership: Membership | Relaying,
         connections: Connections,
         departures: Departures,
         questions: Questions,
@@ -122,6 +123,9 @@ class Reception:
             assert isinstance(connection, Connection)
             if isinstance(effect.message, Refused):
                 self.refuse(connection, effect.message.reason, temporary=effect.message.temporary)
+            elif isinstance(effect.message, Aborted):
+                self._connections.say(connection, effect.message)
+                self._departures.leave(connection)
             elif not connection.link.wants_write:  # no news for a peer that does not read
                 self._connections.say(connection, effect.message)
 

@@ -11,12 +11,12 @@ import math
 import secrets
 import selectors
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from omnireduce.config import Verbs
 from omnireduce.logs import tagged
-from omnireduce.protocol.admissions import Admit, Announce, Replace
+from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
 from omnireduce.protocol.aggregator import BUDGET
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.limits import Limits
@@ -28,15 +28,16 @@ from omnireduce.runtime.shard.aside import Aside
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.departures import Departures
-from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, JobFactory, why_broken_off, why_not_started
+from omnireduce.runtime.shard.job import WARN_AFTER_S, Above, Job, JobFactory, why_broken_off, why_not_started
 from omnireduce.runtime.shard.listening import Door, Listening
 from omnireduce.runtime.shard.questions import Questions
 from omnireduce.runtime.shard.reception import Reception
+from omnireduce.runtime.shard.relaying import Relaying, Upstream
 from omnireduce.runtime.shard.status_pages import StatusPages
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.shard.turns import POLL_WORK, Share, Turns
 from omnireduce.transport.base import EVERYTHING, Event, Link
-from omnireduce.wire.control import Aborted, Cause, Newcomers
+from omnireduce.wire.control import Cause, Leave, Newcomers, encode_control
 
 UNSETTLED = -math.inf  # something may be to be done for others than jobs
 
@@ -45,8 +46,9 @@ class ShardServer:
     """Serves jobs until `stop`.
 
     `name`: its address in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may join,
-    and may be replaced; `verbs` allows RDMA, `traces` records every job. The log says whom a collective waits for
-    after `straggler_s`. `budget`: of one job in a turn. A simulation brings `clock`, `selector` and links.
+    and may be replaced; `verbs` allows RDMA, `traces` records every job. With an `upstream` this shard is a relay. The
+    log says whom a collective waits for after `straggler_s`. `budget`: of one job in a turn. A simulation brings
+    `clock`, `selector` and links.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ShardServer:
         drain_s: float,
         hello_timeout_s: float = 10.0,
         access: Access = ANYBODY,
+        upstream: Upstream | None = None,
         verbs: Verbs | None = None,
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,
@@ -70,9 +73,16 @@ class ShardServer:
         self._make_job: JobFactory = partial(
             Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces, budget=budget
         )
-        self._membership = Membership(limits, secrets.randbits(62), access.ticket_key)
         self._pages = StatusPages(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
+        self._membership: Membership | Relaying
+        if upstream is None:
+            self._membership = Membership(limits, secrets.randbits(62), access.ticket_key)
+        else:
+            self._membership = Relaying(
+                name, limits, upstream, selector=self._selector, clock=clock,
+                answer=self._answer, secret_of=lambda team: self.access.secret_of(team),
+            )  # fmt: skip
         self._connections = Connections(self._selector, clock, hello_timeout_s)
         self._questions, self._turns = Questions(clock), Turns(clock, budget)
         self._aside = Aside(self._selector, self._connections, self._turns)
@@ -136,6 +146,10 @@ class ShardServer:
                 self.stop()
 
         self._selector.register(descriptor, selectors.EVENT_READ, stop)
+
+    def call_when_readable(self, descriptor: int, call: Callable[[], None]) -> None:
+        """Call `call` whenever `descriptor` is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, call)
 
     def turn(self, longest_s: float) -> None:
         """Wait for events, at most `longest_s`, and deal with them, as far as the budget of one turn goes."""
@@ -245,6 +259,11 @@ class ShardServer:
             except Exception as error:  # a bug of ours
                 self._contain(error, None, connection)
 
+    def _answer(self, effects: Iterable[MembershipEffect]) -> None:
+        """Deal with what an upstream has decided."""
+        self._settled_until = UNSETTLED
+        self._reception.answer(effects)
+
     # jobs
 
     def _change(self, effect: Admit | Replace | Announce) -> None:
@@ -258,18 +277,24 @@ class ShardServer:
 
     def _start(self, admit: Admit) -> None:
         connections = [key for key in admit.keys if isinstance(key, Connection)]
-        links = [connection.link for connection in connections]
+        links, relayed = [connection.link for connection in connections], admit.relayed
+        uplinks = [link for link in relayed.uplinks if isinstance(link, Link)] if relayed is not None else []
+        above = None if relayed is None else Above(relayed.address, relayed.welcomes, uplinks)
         try:
-            job = self._make_job(admit.generation, admit.job, links, admit.hellos)
+            job = self._make_job(admit.generation, admit.job, links, admit.hellos, above)
         except Exception as error:  # any: else the ranks would wait for ever, and the job would still count
             reason, temporary = why_not_started(error, admit.job)
             self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)
             for connection in connections:
                 self._reception.refuse(connection, reason, temporary=temporary)
+            for link in uplinks:
+                link.send_control(encode_control(Leave(Cause(f"aggregator {self.name}", reason))))
+                link.close()
             return
         self._pages.jobs_started += 1
         self._jobs[job.generation] = job
+        connections += [self._connections.add_uplink(link, connections[place]) for place, link in enumerate(uplinks)]
         self._departures.enter(job.generation, connections)
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
@@ -303,7 +328,7 @@ class ShardServer:
             self._departures.forget(connection)
         elif job is not None and job.generation in self._jobs:
             cause = Cause(f"aggregator {self.name}", reason)
-            job.tell(Aborted(cause))
+            job.break_off(cause)
             self._job_ended(job, End(cause, "internal"))
 
     def _update_interests(self, generation: int) -> None:

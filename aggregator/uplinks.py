@@ -1,0 +1,65 @@
+"""How a relay connects to its upstream: beside the shard's own thread, because a connection may take long."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+from msgspec.structs import replace
+
+from omnireduce.config import Config
+from omnireduce.errors import OmniReduceError
+from omnireduce.runtime.asking.connecting import connect_once
+from omnireduce.runtime.shard.relaying import Connected
+from omnireduce.transport.base import Link
+from omnireduce.transport.tls import worker_context
+
+AT_ONCE = 4  # connections that are made at the same time
+CONNECT_S = 3.0  # for one attempt
+
+
+class Callers:
+    """Threads that connect, by TCP. The shard calls `hear` in its own thread when `fileno` is readable."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = replace(config, transport=replace(config.transport, kind="tcp"))
+        self._executor: ThreadPoolExecutor | None = None
+        self._done: deque[tuple[Connected, Link | str]] = deque()
+        self._wake = -1
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when an attempt is over."""
+        if self._wake < 0:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self._wake
+
+    def connect(self, address: str, timeout_s: float, done: Connected) -> None:
+        """Try once to connect to an aggregator; `done` gets the link, or why there is none."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(AT_ONCE, "uplink")
+        self._executor.submit(self._run, address, min(timeout_s, CONNECT_S), done)
+
+    def _run(self, address: str, timeout_s: float, done: Connected) -> None:
+        found: Link | str
+        try:
+            deadline = time.monotonic() + timeout_s
+            found = connect_once(
+                address, self._config, lambda: worker_context(self._config.security), deadline, lambda reason: None
+            )
+        except OSError as error:
+            found = error.strerror or str(error)
+        except OmniReduceError as error:
+            found = str(error)
+        except Exception as error:  # a bug of ours: the worker must not wait for ever
+            found = f"internal error: {error!r}"
+        self._done.append((done, found))
+        os.eventfd_write(self.fileno(), 1)
+
+    def hear(self) -> None:
+        """Hand over what has been connected."""
+        os.eventfd_read(self.fileno())
+        while self._done:
+            done, found = self._done.popleft()
+            done(found)

@@ -1,0 +1,305 @@
+"""The machine of a relay: an aggregator that is itself a member of another one, its upstream.
+
+    up     the members' blocks are merged as on any shard; the sums go to the upstream, as one rank would send them
+    down   the results of the upstream go to the members as they are, out of the slots into which they have come
+
+Each member has a connection of its own to the upstream, its uplink, which carries its control messages both ways. The
+uplink of the first member carries the sums and the results, too. What must not be summed on the way each rank sends for
+itself, by its own uplink: the relay passes such messages on as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.account import Wait
+from omnireduce.protocol.aggregator import AggregatorMachine
+from omnireduce.protocol.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.inbox import Inbox
+from omnireduce.protocol.reduction import Reduction
+from omnireduce.protocol.result_slots import ResultSlots
+from omnireduce.protocol.union import NO_HEADER
+from omnireduce.status import LISTED
+from omnireduce.wire.blocks import Header, read_header
+from omnireduce.wire.control import (
+    Aborted,
+    Cause,
+    ControlMessage,
+    Goodbye,
+    Leave,
+    Newcomers,
+    Report,
+    Waiting,
+)
+
+NOTHING_YET = -1  # how far the results of a collective have come of which there is none
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A collective of which something has gone up, and not all results have come back."""
+
+    number: int
+    blocks: int
+    readers: Sequence[int]
+    sent: int = NOTHING_YET  # the frontier of what has gone up
+    returned: int = NOTHING_YET  # that of the results
+
+
+class RelayMachine(AggregatorMachine):
+    """One generation of one job on a relay.
+
+    Peers 0 to m - 1 are the members, in the order of their ranks, and m to 2m - 1 their uplinks, in the same order.
+    `results`: uint8 (slots, slot bytes), into which the results of aggregator `upstream` come. `sums`, of the same
+    shape, are the send slots of the first uplink; those of the others are the receive slots of their members. Further
+    arguments are those of the aggregator's machine.
+    """
+
+    def __init__(
+        self, members: Sequence[str], arena: Array, results: Array, sums: Array, *, upstream: str, **options: Any
+    ) -> None:
+        super().__init__(members, arena, sums, divisor=1, **options)  # the last aggregator on the way up divides
+        self._address, self._upstream, self._returned = upstream, f"aggregator {upstream}", results
+        self._sums, self._up = sums, len(members)
+        self._down = ResultSlots(len(results))  # slots with results that members still read
+        self._heads = [NO_HEADER] * len(members)  # of the message of each member that is open
+        self._passes = False  # the current collective is not summed here
+        self.passing: list[set[int]] = [set() for _ in members]  # receive slots of which the messages are on their way
+        self._awaited: deque[_Awaited] = deque()
+        self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
+        self._heard_at = 0.0  # when the upstream said anything
+        self._has_reported = False  # the upstream believes that members are late
+
+    @property
+    def idle(self) -> bool:
+        return not self._awaited and super().idle
+
+    @property
+    def _rests(self) -> bool:
+        return not self._awaited and super()._rests
+
+    def has_left(self, peer: int) -> bool:
+        return peer % self._up in self._confirmed
+
+    def named(self, ranks: Iterable[int]) -> str:
+        below = [rank for rank in ranks if rank < self._up]
+        return super().named(below) if below or not ranks else self._upstream
+
+    # events from below
+
+    def told(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+        if peer >= self._up:
+            yield from self._told_from_above(peer - self._up, message, now)
+        elif isinstance(message, Report):
+            yield Tell(self._up + peer, message)
+        else:
+            yield from super().told(peer, message, now)
+
+    def _let_go(self, rank: int) -> Iterator[Effect]:
+        yield Tell(self._up + rank, Leave())  # the Goodbye comes from above
+        yield from (Return(self._up, slot) for slot in self._down.release_all(rank))
+
+    def lost(self, peer: int, reason: str, now: float) -> Iterator[Effect]:
+        if peer >= self._up:
+            yield from self._upstream_lost(peer - self._up, reason, "lost")
+        elif peer in self._gone:
+            yield from self._confirm(peer)  # it does not wait for the Goodbye
+        else:
+            yield from super().lost(peer, reason, now)
+
+    def violated(self, peer: int, reason: str, now: float) -> Iterator[Effect]:
+        if peer >= self._up:
+            yield from self._upstream_lost(peer - self._up, f"protocol error: {reason}", "violation")
+        else:
+            yield from super().violated(peer, reason, now)
+
+    def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
+        """End the job on every rank. The upstream tells those that do not come through this relay."""
+        if self.ended is None:
+            concerned = range(self._up) if rank is None else (rank,)
+            yield from (Tell(self._up + each, Leave(cause)) for each in concerned if each not in self._gone)
+        yield from super().abort(cause, kind, rank)
+
+    def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
+        if cause is not None and rank not in self._gone:
+            yield Tell(self._up + rank, Leave(cause))
+        yield from super()._left(rank, cause)
+
+    # events from above
+
+    def received(self, peer: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
+        if peer < self._up:
+            yield from super().received(peer, slot, nbytes, now)
+            return
+        self._heard_at = now
+        try:
+            readers = self._admit_result(peer, read_header(self._returned[slot], nbytes))
+        except ProtocolError as error:
+            yield from self.violated(peer, str(error), now)
+            return
+        self._quiet.begin(now)
+        self._down.free.remove(slot)
+        self._down.send(slot, readers)
+        yield Send(readers, slot, nbytes)
+
+    def _admit_result(self, peer: int, header: Header) -> Sequence[int]:
+        """Who gets a result. Raises ProtocolError for one that cannot be."""
+        if peer != self._up:
+            raise ProtocolError("a result for a rank that gets none here")
+        awaited = self._awaited[0] if self._awaited else None
+        if awaited is None or header.collective != awaited.number or header.extra_bytes:
+            raise ProtocolError(f"a result out of order: {header}")
+        if header.left_out or not max(0, awaited.returned) <= header.frontier <= awaited.sent:
+            raise ProtocolError(f"a result that does not fit its collective: {header}")
+        awaited.returned = header.frontier
+        if header.frontier == awaited.blocks:
+            self._awaited.popleft()
+        return awaited.readers
+
+    def credited(self, peer: int, slot: int, now: float) -> Iterator[Effect]:
+        if peer > self._up:
+            self._heard_at = now
+            self.passing[peer - self._up].discard(slot)
+            yield Return(peer - self._up, slot)
+        elif peer == self._up:
+            self._heard_at = now
+            self._slots.release(peer, slot)
+        elif self._down.release(peer, slot):
+            yield Return(self._up, slot)
+
+    def _told_from_above(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+        self._heard_at = now
+        if isinstance(message, Goodbye):
+            yield Tell(rank, message)
+            yield from self._confirm(rank)
+        elif isinstance(message, Aborted):
+            if self.ended is None:
+                self.ended = End(message.cause, "relayed")
+                yield from self._tell_all(message)
+                yield self.ended
+        elif isinstance(message, Waiting):
+            yield Tell(rank, message.heard_from(self._address))
+        elif isinstance(message, Newcomers):
+            yield Tell(rank, message)
+        else:
+            yield from self.violated(self._up + rank, f"unexpected {type(message).__name__}", now)
+
+    def _confirm(self, rank: int) -> Iterator[Effect]:
+        """The upstream knows that this member has left."""
+        self._confirmed.add(rank)
+        if len(self._confirmed) == self._up and self.ended is None:
+            self.ended = End(None)
+            yield self.ended
+
+    def heard(self, peer: int, now: float) -> None:
+        if peer >= self._up:
+            self._heard_at = now
+
+    def _upstream_lost(self, rank: int, reason: str, kind: AbortKind) -> Iterator[Effect]:
+        if rank not in self._confirmed:
+            yield from self.abort(Cause(self._upstream, reason), kind)
+
+    # waiting
+
+    def waiting(self, now: float) -> Wait | None:
+        if self._current is None and self._awaited and self.ended is None:
+            return Wait(f"collective {self._awaited[0].number}", [], 0, self._upstream, now - self._quiet.since)
+        return super().waiting(now)
+
+    def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
+        if self._up in ranks:  # it has not read what was sent
+            return Wait(what, [], 0, self._upstream, now - self._quiet.since)
+        return super()._wait(what, ranks, now)
+
+    def _waited_for(self, current: Reduction) -> list[int]:
+        found = super()._waited_for(current)
+        return [self._up] if max(found, default=0) >= self._up else found
+
+    def timer(self, now: float) -> Iterator[Effect]:
+        """Time has passed. A wait for members is told to the upstream, too. Whom the upstream waits for it says itself;
+        where it says nothing for long, the members learn that."""
+        wait = None if self.idle else self.waiting(now)
+        if wait is None or not self._quiet.is_due(now):
+            return
+        yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
+        if wait.ranks and not self._senders.waits:  # else the ranks of a host report themselves
+            self._has_reported = True
+            behind = wait.ranks[:LISTED]
+            yield Tell(self._up, Report(what=wait.what, behind=behind, total=wait.total, waited_s=wait.seconds))
+        if wait.who != self._upstream or now - self._heard_at > wait.seconds / 2:
+            yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
+
+    def _tell_all(self, message: ControlMessage) -> Iterator[Effect]:
+        return (Tell(rank, message) for rank in range(self._up))
+
+    # progress
+
+    def advance(self, now: float) -> Iterator[Effect]:
+        for effect in super().advance(now):
+            if self._has_reported and isinstance(effect, Send):
+                self._has_reported = False
+                yield Tell(self._up, Report())
+            yield effect
+
+    def _begin(self, rank: int, row: int, header: Header) -> None:
+        super()._begin(rank, row, header)
+        assert self._descriptor is not None
+        blocks, self._passes = self._descriptor.layout.blocks, not self._descriptor.summed_by_host
+        sent = blocks if self._passes else NOTHING_YET
+        self._awaited.append(_Awaited(self._number, blocks, self._senders.readers, sent))
+
+    def _open_next(self, rank: int, state: Inbox, now: float) -> bool:
+        header = state.messages[0][1]
+        opened = super()._open_next(rank, state, now)
+        if opened:
+            self._heads[rank] = header
+        return opened
+
+    def _next_readers(self) -> tuple[Sequence[int], bytes]:
+        awaited = self._awaited[-1]
+        return (self._up,), self._first[1] if awaited.sent == NOTHING_YET else b""
+
+    def _emit(self, current: Reduction) -> Send:
+        send = super()._emit(current)
+        self._awaited[-1].sent = current.sealed
+        return send
+
+    def _merge(self, current: Reduction) -> bool:
+        return not self._passes and super()._merge(current)
+
+    def _worth_sending(self, current: Reduction, moved: bool) -> bool:
+        return not self._passes and super()._worth_sending(current, moved)
+
+    def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
+        if not self._passes:
+            return (yield from super()._return_used(current))
+        moved = False
+        for rank, state in enumerate(self._ranks):
+            if state.open_row >= 0 and (rank or self._slots.free):
+                yield from self._pass_on(rank, state.open_row)
+                current.union.skip(rank)
+                state.open_row, moved = -1, True
+        if current.union.complete and all(state.open_row < 0 for state in self._ranks):
+            self._complete(current)
+        return moved
+
+    def _pass_on(self, rank: int, row: int) -> Iterator[Effect]:
+        """Send a member's message up. It leaves from where it lies, and the member gets its credit back with ours. Only
+        the uplink of the first member has slots of its own."""
+        slot, head = row - rank * self._slot_count, self._heads[rank]
+        nbytes = head.list_stop + head.extra_bytes
+        self.spent += nbytes
+        if rank:
+            self.passing[rank].add(slot)
+            yield Send((self._up + rank,), slot, nbytes)
+            return
+        own = self._slots.free.pop()
+        self._sums[own, :nbytes] = self._arena[row, :nbytes]
+        self._slots.send(own, (self._up,))
+        yield Send((self._up,), own, nbytes)
+        yield Return(rank, slot)

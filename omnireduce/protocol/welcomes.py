@@ -1,0 +1,47 @@
+"""What a shard tells the ranks of a job when all of them are there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from omnireduce.protocol.hosts import Member, Neighbours, hosts_of
+from omnireduce.wire.control import Hello, Seat, Welcome
+
+
+def welcomes_of(generation: int, hellos: Sequence[Hello], draw: Callable[[], bytes]) -> list[Welcome]:
+    """For each rank its welcome, but for what concerns its link; `hellos[r]` is that of rank r. `draw` gives random
+    tokens, by which the ranks of a host meet."""
+    whole_bytes = min(hello.whole_bytes for hello in hellos)
+    welcomes = [Welcome(generation, whole_bytes=whole_bytes) for _ in hellos]
+    if hellos[0].shard == 0:
+        welcomes = [replace(welcome, seat=_seat(rank, hellos[rank])) for rank, welcome in enumerate(welcomes)]
+    for host in hosts_of(hellos):
+        meeting = draw() if hellos[0].shard == 0 else None  # the first shard tells the ranks where
+        for rank in host.ranks:
+            welcomes[rank] = replace(
+                welcomes[rank], meeting=meeting, neighbours=host.ranks, host=host.host, hosts=host.hosts
+            )
+    return placed(welcomes, hellos)
+
+
+def placed(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Welcome]:
+    """The welcomes of those who are connected here, in this order, with their places, and the number of ranks of each
+    relay."""
+    relayed = Counter(hello.relay for hello in hellos if hello.relay)
+    both = zip(welcomes, hellos, strict=True)
+    return [replace(each, place=place, relayed=relayed[hello.relay]) for place, (each, hello) in enumerate(both)]
+
+
+def members_of(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Member]:
+    """Who is connected here, in this order."""
+    return [
+        Member(hello.rank, hello.relay, Neighbours(each.neighbours, each.host, each.hosts) if each.neighbours else None)
+        for each, hello in zip(welcomes, hellos, strict=True)
+    ]
+
+
+def _seat(rank: int, hello: Hello) -> Seat:
+    return Seat(rank, hello.world_size, hello.formation, hello.ticket)

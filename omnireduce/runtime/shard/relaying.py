@@ -1,0 +1,331 @@
+"""Admission to the jobs of a relay: its upstream decides.
+
+A relay passes each Hello on, by an uplink of that worker's own, and passes the answers back. The upstream takes the
+ranks that come through one relay for one contributor. When it has welcomed all of them, the relay begins the job, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import selectors
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from omnireduce.config.security import Terms
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect, Relayed
+from omnireduce.protocol.allowance import beyond_allowance
+from omnireduce.protocol.gathering import Meeting, member_name
+from omnireduce.protocol.handshake import Candidate
+from omnireduce.protocol.hello_checks import malformed
+from omnireduce.protocol.limits import Limits
+from omnireduce.runtime.driver import Clock
+from omnireduce.secret import NONCE_BYTES, Secret
+from omnireduce.status import JobStatus
+from omnireduce.teams import FREE
+from omnireduce.transport.base import Control, Link, Lost
+from omnireduce.wire.control import (
+    Aborted,
+    Cause,
+    ControlMessage,
+    Hello,
+    Leave,
+    Newcomers,
+    Pending,
+    Refused,
+    Waiting,
+    Welcome,
+    decode_control,
+    encode_control,
+    other_version,
+)
+
+MOST_RELAYS = 8  # through which a worker may come: more are most likely a circle
+RETRY_S = 0.2  # between attempts to reach an upstream that is not up yet
+
+Connected = Callable[[Link | str], None]  # gets the link, or why there is none
+
+
+class Upstream(NamedTuple):
+    """Shard s of a job has aggregator `addresses[s]` above it. `connect(address, timeout_s, done)` connects to one, and
+    later calls `done` in the thread of the shard."""
+
+    addresses: Sequence[str]
+    connect: Callable[[str, float, Connected], None]
+
+
+@dataclass(eq=False)
+class _Visitor:
+    """A worker that wants to join; `link` is its uplink."""
+
+    key: Hashable
+    hello: Hello
+    address: str
+    since: float
+    link: Link | None = None
+    candidate: Candidate | None = None  # until the upstream has proved that it knows the secret
+    pending: Pending = field(default_factory=lambda: Pending([], 0))
+    welcome: Welcome | None = None
+    again_at: float | None = None  # when to connect once more
+    why: str = ""  # why the upstream could not be reached
+
+    @property
+    def meeting(self) -> Meeting:
+        return Meeting.of(self.hello)
+
+
+class Relaying:
+    """The membership of a relay called `name`. `answer` gets what the upstream has decided. `secret_of(team)` is what
+    the relay proves for a worker of that team."""
+
+    def __init__(
+        self, name: str, limits: Limits, upstream: Upstream,
+        *, selector: selectors.BaseSelector, clock: Clock, answer: Callable[[Iterable[MembershipEffect]], None],
+        secret_of: Callable[[str], Secret | None],
+    ) -> None:  # fmt: skip
+        self._name, self._limits, self._upstream = name, limits, upstream
+        self._selector, self._clock, self._answer, self._secret_of = selector, clock, answer, secret_of
+        self._visitors: dict[Hashable, _Visitor] = {}
+        self._gathering: dict[Meeting, dict[Hashable, _Visitor]] = {}  # the same, by job
+        self._welcome = Counter[tuple[Meeting, int]]()  # how many of a generation are
+        self._running: dict[int, Hello] = {}
+        self._held: dict[int, Hello] = {}  # by generation until its memory is released
+        self._next_generation = 1
+        self.draining = False
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called, if nothing happens before."""
+        return min((each.again_at for each in self._visitors.values() if each.again_at is not None), default=None)
+
+    def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
+        """A worker asks to join. `terms` are those of its team."""
+        wrong, temporary = self._objection(hello, terms)
+        if wrong:
+            yield Answer(key, Refused(wrong, temporary))
+            return
+        visitor = self._visitors[key] = _Visitor(key, hello, self._upstream.addresses[hello.shard], now)
+        self._gathering.setdefault(visitor.meeting, {})[key] = visitor
+        self._call(visitor)
+
+    def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
+        """Why `hello` is not passed on, and whether it may be later; empty when it is."""
+        if self.draining:
+            return "the aggregator is shutting down", True
+        wrong = other_version(hello.version) or malformed(hello) or self._limits.over(hello)
+        above = len(self._upstream.addresses)
+        if not wrong and hello.shards != above:
+            wrong = (
+                f"cluster.aggregators has {hello.shards} addresses, and aggregator.upstream of this relay has {above}: "
+                "expected as many, in the same order"
+            )
+        if not wrong and hello.relays >= MOST_RELAYS:
+            wrong = f"more than {MOST_RELAYS} relays one above the other: does aggregator.upstream lead in a circle?"
+        if wrong:
+            return wrong, False
+        if Meeting.of(hello) in self._gathering:
+            return "", False
+        gather = [next(iter(each.values())).hello for each in self._gathering.values()]
+        jobs, held = [*gather, *self._running.values()], [*gather, *self._held.values()]
+        return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
+
+    def rival(self, hello: Hello) -> Hashable | None:
+        """The connection that waits for the same place in the same job; None when there is none."""
+        waiting = self._gathering.get(Meeting.of(hello), {}).values()
+        return next((each.key for each in waiting if each.hello.rank == hello.rank), None)
+
+    def gone(self, key: Hashable, now: float) -> None:
+        """A connection that was not yet admitted is over."""
+        if key in self._visitors:
+            self._hang_up(self._take_out(key))
+
+    def _take_out(self, key: Hashable) -> _Visitor:
+        """This worker waits no more."""
+        visitor = self._visitors.pop(key)
+        del self._gathering[visitor.meeting][key]
+        if not self._gathering[visitor.meeting]:
+            del self._gathering[visitor.meeting]
+        if visitor.welcome is not None:
+            place = visitor.meeting, visitor.welcome.generation
+            self._welcome[place] -= 1
+            if not self._welcome[place]:
+                del self._welcome[place]
+        return visitor
+
+    def departed(self, generation: int, rank: int) -> None:
+        """A rank of a running generation has left."""
+
+    def finished(self, generation: int, now: float) -> None:
+        """A running generation is over; its ranks may still be leaving."""
+        self._running.pop(generation, None)
+
+    def released(self, generation: int) -> None:
+        """A generation that is over has given back its memory and its connections."""
+        self._held.pop(generation, None)
+
+    def expire(self, now: float) -> Iterator[MembershipEffect]:
+        """Time has passed: try once more to reach the upstream, or give up."""
+        for visitor in [each for each in self._visitors.values() if each.again_at is not None]:
+            assert visitor.again_at is not None
+            if now - visitor.since >= self._limits.join_timeout_s:
+                yield self._refuse(visitor, f"could not be reached: {visitor.why}", temporary=True)
+            elif now >= visitor.again_at:
+                self._call(visitor)
+
+    def gathering(self, now: float) -> list[JobStatus]:
+        """The jobs whose ranks are not all here."""
+        return [_status(list(visitors.values()), now) for visitors in self._gathering.values()]
+
+    def drain(self) -> Iterator[MembershipEffect]:
+        """Admit nobody any more."""
+        self.draining = True
+        for visitor in list(self._visitors.values()):
+            yield Answer(visitor.key, Refused("the aggregator is shutting down", temporary=True))
+            self.gone(visitor.key, self._clock())
+
+    # uplinks
+
+    def _call(self, visitor: _Visitor) -> None:
+        visitor.again_at = None
+        self._upstream.connect(visitor.address, self._limits.join_timeout_s, partial(self._connected, visitor))
+
+    def _connected(self, visitor: _Visitor, found: Link | str) -> None:
+        if self._visitors.get(visitor.key) is not visitor:  # it has gone meanwhile
+            if isinstance(found, Link):
+                found.close()
+            return
+        if isinstance(found, str):
+            visitor.why, visitor.again_at = found, self._clock() + RETRY_S
+            self._answer(())
+            return
+        visitor.link = found
+        self._selector.register(found, selectors.EVENT_READ, partial(self._hear, visitor))
+        secret = self._secret_of(visitor.hello.team)
+        if secret is None:
+            self._say_hello(visitor)
+        else:
+            visitor.candidate = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
+            found.send_control(encode_control(visitor.candidate.greeting))
+
+    def _say_hello(self, visitor: _Visitor) -> None:
+        assert visitor.link is not None
+        hello = visitor.hello
+        # a host sends one sum, so ranks that come through different relays must not count as one host
+        memory = hello.memory and hashlib.blake2b((hello.memory + self._name).encode(), digest_size=16).hexdigest()
+        own = replace(hello, verbs=None, team="", memory=memory, relay=self._name, relays=hello.relays + 1)
+        visitor.link.send_control(encode_control(own))
+
+    def _hear(self, visitor: _Visitor) -> None:
+        """Deal with what the upstream says to a worker that has not been admitted here."""
+        link = visitor.link
+        assert link is not None
+        for event in link.poll():
+            if self._visitors.get(visitor.key) is visitor:
+                self._answer(self._deal(visitor, event))
+        if self._visitors.get(visitor.key) is visitor and visitor.welcome is not None:
+            self._answer(self._begin(visitor, visitor.welcome))
+
+    def _deal(self, visitor: _Visitor, event: object) -> Iterator[MembershipEffect]:
+        if isinstance(event, Lost):
+            yield self._refuse(visitor, f"{event.reason} before it had admitted this worker", temporary=True)
+            return
+        try:
+            if not isinstance(event, Control):
+                raise ProtocolError("sent blocks before its welcome")
+            message = decode_control(event.body)
+            if visitor.candidate is None or isinstance(message, Refused):
+                yield from self._told(visitor, message)
+            else:
+                self._prove(visitor, visitor.candidate, message)
+        except ProtocolError as error:
+            yield self._refuse(visitor, str(error))
+
+    def _prove(self, visitor: _Visitor, candidate: Candidate, message: ControlMessage) -> None:
+        """Go on with the handshake. Raises ProtocolError."""
+        answer = candidate.told(message)
+        if answer is None:
+            visitor.candidate = None
+            self._say_hello(visitor)
+        else:
+            assert visitor.link is not None
+            visitor.link.send_control(encode_control(answer))
+
+    def _told(self, visitor: _Visitor, message: ControlMessage) -> Iterator[MembershipEffect]:
+        """Pass on what the upstream says. Raises ProtocolError."""
+        if isinstance(message, Pending):
+            visitor.pending = message
+            yield Answer(visitor.key, message)
+        elif isinstance(message, Waiting | Newcomers):
+            yield Answer(visitor.key, message)
+        elif isinstance(message, Refused | Aborted):
+            self.gone(visitor.key, self._clock())
+            yield Answer(visitor.key, message)
+        elif isinstance(message, Welcome) and visitor.welcome is None:
+            if not message.relayed:
+                raise ProtocolError("does not know that this is a relay")
+            visitor.welcome = message
+            self._welcome[visitor.meeting, message.generation] += 1
+        else:
+            raise ProtocolError(f"answered the hello with {type(message).__name__}")
+
+    def _begin(self, visitor: _Visitor, welcome: Welcome) -> Iterator[MembershipEffect]:
+        """Begin the job if all that come through this relay are welcome."""
+        if self._welcome[visitor.meeting, welcome.generation] < welcome.relayed:
+            return
+        members = [
+            (each, own, each.link)
+            for each in self._gathering[visitor.meeting].values()
+            if (own := each.welcome) is not None and each.link is not None and own.generation == welcome.generation
+        ]
+        if len({(own.relayed, own.whole_bytes, own.hosts) for _, own, _ in members}) > 1:
+            for each, *_ in members:
+                yield self._refuse(each, "told the ranks of one job different things")
+            return
+        members.sort(key=lambda each: _rank(each[0].hello, each[1]))
+        hellos = [_seated(each.hello, own) for each, own, _ in members]
+        generation, self._next_generation = self._next_generation, self._next_generation + 1
+        for each, _, link in members:
+            self._take_out(each.key)
+            self._selector.unregister(link)
+        self._running[generation] = self._held[generation] = hellos[0]
+        relayed = Relayed(visitor.address, [own for _, own, _ in members], [link for *_, link in members])
+        yield Admit(generation, visitor.hello.job, [each.key for each, *_ in members], hellos, relayed)
+
+    def _refuse(self, visitor: _Visitor, why: str, *, temporary: bool = False) -> Answer:
+        self.gone(visitor.key, self._clock())
+        reason = f"aggregator {visitor.address}, the upstream of relay {self._name}, {why}"
+        return Answer(visitor.key, Refused(reason, temporary))
+
+    def _hang_up(self, visitor: _Visitor) -> None:
+        link = visitor.link
+        if link is None:
+            return
+        if visitor.candidate is None:  # the upstream may have begun the job
+            link.send_control(encode_control(Leave(Cause(member_name(visitor.hello), "left before the job began"))))
+        self._selector.unregister(link)
+        link.close()
+
+
+def _rank(hello: Hello, welcome: Welcome) -> int:
+    """The rank that a worker has in its job. In an elastic one the upstream gives it."""
+    return hello.rank if welcome.seat is None else welcome.seat.rank
+
+
+def _seated(hello: Hello, welcome: Welcome) -> Hello:
+    size = hello.world_size if welcome.seat is None else welcome.seat.world_size
+    return replace(hello, rank=_rank(hello, welcome), world_size=size)
+
+
+def _status(visitors: Sequence[_Visitor], now: float) -> JobStatus:
+    first = visitors[0]
+    return JobStatus(
+        name=first.hello.job, team=first.hello.team, generation=0, launch=first.hello.launch,
+        world_size=first.hello.world_size, joined=len(visitors), missing=first.pending.missing,
+        age_s=now - first.since, upstream=first.address,
+    )  # fmt: skip
