@@ -99,8 +99,8 @@ class Membership:
         rival = None if gathering is None else gathering.attendees.get(hello.rank)
         return None if rival is None else rival.key
 
-    def gone(self, key: Hashable, now: float) -> None:
-        """A connection that was not yet admitted is over."""
+    def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
+        """A connection that was not yet admitted is over, because of `cause`: nobody needs to know it here."""
         hello = self._waiting.pop(key, None)
         if hello is not None:
             meeting = Meeting.of(hello)

@@ -74,6 +74,7 @@ class RelayMachine(AggregatorMachine):
         self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
         self._heard_at = 0.0  # when the upstream said anything
         self._has_reported = False  # the upstream believes that members are late
+        self._late_below: dict[int, list[int]] = {}  # whom a relay below waits for, by its first member
 
     @property
     def idle(self) -> bool:
@@ -95,6 +96,8 @@ class RelayMachine(AggregatorMachine):
     def told(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         if peer >= self._up:
             yield from self._told_from_above(peer - self._up, message, now)
+        elif isinstance(message, Report) and not self._senders.has_hosts:
+            self._late_below[peer] = [each for each in range(self._up) if self._numbers[each] in message.behind]
         elif isinstance(message, Report):
             yield Tell(self._up + peer, message)
         else:
@@ -218,7 +221,9 @@ class RelayMachine(AggregatorMachine):
 
     def _waited_for(self, current: Reduction) -> list[int]:
         found = super()._waited_for(current)
-        return [self._up] if max(found, default=0) >= self._up else found
+        if max(found, default=0) >= self._up:
+            return [self._up]
+        return sorted({late for rank in found for late in self._late_below.get(rank) or [rank]})
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed. A wait for members is told to the upstream, too. Whom the upstream waits for it says itself;
@@ -227,7 +232,7 @@ class RelayMachine(AggregatorMachine):
         if wait is None or not self._quiet.is_due(now):
             return
         yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
-        if wait.ranks and not self._senders.waits:  # else the ranks of a host report themselves
+        if wait.ranks and not self._senders.has_hosts:  # else their ranks report themselves
             self._has_reported = True
             behind = wait.ranks[:LISTED]
             yield Tell(self._up, Report(what=wait.what, behind=behind, total=wait.total, waited_s=wait.seconds))

@@ -30,6 +30,7 @@ class Senders:
         self._everybody, self.delegates = tuple(range(ranks)), tuple(delegates)
         self._readers, self._marks = tuple(readers or self._everybody), readers is None
         self._dealing, self._shard = dealing, shard
+        self.has_hosts = dealing.slot_bytes > 0
         self._of_ranks = make(ranks)
         self._of_hosts = make(len(delegates)) if delegates else self._of_ranks
         self.ranks, self.readers, self.reduction = self._everybody, self._readers, self._of_ranks
@@ -39,7 +40,7 @@ class Senders:
     def begin(self, descriptor: Descriptor) -> Reduction:
         """Begin a collective."""
         by_host = self.delegates != () and descriptor.summed_by_host
-        self.waits = by_host and not descriptor.has_rows and self._dealing.slot_bytes > 0
+        self.waits = by_host and not descriptor.has_rows and self.has_hosts
         self.ranks = self.delegates if by_host else self._everybody
         self.readers = self.delegates if by_host else self._readers
         self.places = {rank: place for place, rank in enumerate(self.ranks)}

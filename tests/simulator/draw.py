@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from .plan import KINDS, OF_JOINING, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .plan import KINDS, OF_A_SHARD, OF_JOINING, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
 from .tamper import LIES, RULES
 from .workload import draw_collective
 
@@ -46,7 +46,15 @@ def draw_plan(seed: int) -> Plan:
         if joining.random() < 0.2:
             options += (joining.choice(OF_JOINING),)
             faults += (_draw_fault(joining, options[-1], jobs, protocol),)
+    if seed >= FIRST_OF_RELAYS:
+        faults = tuple(_anywhere(relays, fault, protocol) for fault in faults)
     return Plan(seed, network, protocol, jobs, faults, options)
+
+
+def _anywhere(rng: random.Random, fault: Fault, protocol: ProtocolPlan) -> Fault:
+    """What happens to a shard may happen to one of a relay, too."""
+    shard = rng.randrange(protocol.shards * (1 + len(protocol.relays)))
+    return replace(fault, shard=shard) if fault.kind in OF_A_SHARD else fault
 
 
 def _draw_elastic(rng: random.Random, job: JobPlan) -> JobPlan:

@@ -10,7 +10,7 @@ from omnireduce.secret import Secret
 from omnireduce.transport.base import Received
 from omnireduce.wire.control import PROTOCOL_VERSION
 
-from .plan import Fault
+from .plan import OF_A_SHARD, Fault
 from .stranger import FOREIGN, ForeignSurvivor, Stranger
 from .tamper import LIES, RULES, TWICE, UNHEARD, UNSEEN, break_rule
 
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 FROM_THE_START = (  # not events
     "late", "duplicate", "world size", "misconfigured", "mismatch", "slow reader", "other secret", "second launch",
 )  # fmt: skip
-OF_A_SHARD = (
-    "shard crash",
-    "shard stall",
-    "shard freeze",
-    "drain",
-    "slow shard",
-    "shard clock jump",
-    "stranger",
-    "foreign survivor",
-)
 OF_RUNNING = ("tampering", "lying shard", "freeze", "early leave")  # of a rank that has joined
 OF_ONE = ("crash", "host death", "link loss")  # an elastic job goes on without this rank
 SOONER_OR_LATER = 30.0  # seconds until a rule is broken that few messages can break, and that is heard of
@@ -85,7 +75,7 @@ def _strike_shard(cluster: Cluster, fault: Fault) -> None:
 
 def _end_shard(cluster: Cluster, fault: Fault) -> None:
     shard = cluster.shards[fault.shard]
-    running = [worker for worker in cluster.workers if worker.running]
+    running = [worker for worker in cluster.workers if worker.running and _passes(cluster, worker, fault.shard)]
     if fault.kind == "shard freeze":
         for worker in running:
             cluster.expect_end([worker], worker.patience_s, fault)
@@ -95,6 +85,12 @@ def _end_shard(cluster: Cluster, fault: Fault) -> None:
     else:
         cluster.expect_end(running, 0.0, fault)
         shard.kill(fault.number, supervised=fault.at_event % 2 == 0)
+
+
+def _passes(cluster: Cluster, worker: Worker, shard: int) -> bool:
+    """Whether the worker's job uses this shard. Of a relay those shards do that a rank comes through."""
+    relay = shard // cluster.protocol.shards - 1
+    return relay < 0 or any(relay in cluster.protocol.way(each.rank) for each in worker.peers)
 
 
 def _strike_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
@@ -186,6 +182,8 @@ def _lie(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     if lie in cluster.lies:  # links may share the memory of a result, and two that change it back tell the truth
         return
     cluster.lies.add(lie)
+    for shard in cluster.shards[cluster.protocol.shards :]:  # a relay passes on what its members then find
+        cluster.blame(worker.job.name, shard.address)
     cluster.blame(worker.job.name, link.other.peer)
     if not callable(rule):
         cluster.blame(worker.job.name, worker.culprit)  # it hangs up, and the liar alone can tell the others
@@ -238,7 +236,7 @@ def _misconfigure(worker: Worker, number: int) -> None:
         changes = DISAGREEMENT[number - len(NONSENSE)]
         found = {name: getattr(worker.protocol, name) + more for name, more in changes.items()}
         worker.protocol = replace(worker.protocol, **found)
-    else:
+    elif not worker.protocol.relays:  # each shard of a relay passes on what is for any shard above
         worker.shard_order.reverse()
 
 

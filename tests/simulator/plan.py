@@ -37,6 +37,16 @@ KINDS = {  # of fault
     "foreign survivor": "somebody claims to have been in a job in which he never was",
     "second launch": "the same job is launched once more, under the same name, at the same time",
 }
+OF_A_SHARD = (
+    "shard crash",
+    "shard stall",
+    "shard freeze",
+    "drain",
+    "slow shard",
+    "shard clock jump",
+    "stranger",
+    "foreign survivor",
+)
 OF_JOINING = ("other secret", "foreign survivor", "second launch")  # drawn apart, so that older seeds stay as they are
 
 

@@ -72,6 +72,9 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "have no place": (ANY,),
     "has no place for more": (ANY, "foreign survivor"),
     "was still waiting for": _ABSENT,
+    # of a relay
+    "before it had admitted this worker": ("shard crash", "drain", "link loss", "garbage", TIME),
+    "could not be reached": (DOWN, "shard freeze", "slow shard", "link loss", TIME),
 }
 UNREACHABLE: Mapping[str, tuple[str, ...]] = {
     NOT_ADMITTED: ("shard crash", "drain", "link loss", "garbage", TIME),

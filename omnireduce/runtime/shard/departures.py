@@ -90,10 +90,10 @@ class Departures:
         if connection in self._connections.staying:
             self._connections.let_leave(connection)
 
-    def forget(self, connection: Connection) -> None:
-        """Drop a connection that may wait for its job to begin."""
+    def forget(self, connection: Connection, cause: Cause | None = None) -> None:
+        """Drop a connection that may wait for its job to begin; `cause`: why it leaves, if it says so."""
         self.drop(connection)
-        self._membership.gone(connection, self._clock())
+        self._membership.gone(connection, self._clock(), cause)
 
     def drop(self, connection: Connection) -> None:
         """Close the connection."""

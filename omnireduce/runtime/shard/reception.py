@@ -90,7 +90,7 @@ class Reception:
                 self._connections.say(connection, answer)
                 return True
             if connection.hello is not None and isinstance(message, Leave):
-                self._departures.forget(connection)
+                self._departures.forget(connection, message.cause)
                 return False
             if connection.hello is None and isinstance(message, StatusRequest):
                 self._questions.ask(connection, message)

@@ -140,10 +140,11 @@ class Relaying:
         waiting = self._gathering.get(Meeting.of(hello), {}).values()
         return next((each.key for each in waiting if each.hello.rank == hello.rank), None)
 
-    def gone(self, key: Hashable, now: float) -> None:
-        """A connection that was not yet admitted is over."""
+    def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
+        """A connection that was not yet admitted is over, because of `cause`."""
         if key in self._visitors:
-            self._hang_up(self._take_out(key))
+            visitor = self._take_out(key)
+            self._hang_up(visitor, cause or Cause(member_name(visitor.hello), "connection closed"))
 
     def _take_out(self, key: Hashable) -> _Visitor:
         """This worker waits no more."""
@@ -201,7 +202,7 @@ class Relaying:
                 found.close()
             return
         if isinstance(found, str):
-            visitor.why, visitor.again_at = found, self._clock() + RETRY_S
+            self._try_again(visitor, found)
             self._answer(())
             return
         visitor.link = found
@@ -212,6 +213,14 @@ class Relaying:
         else:
             visitor.candidate = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
             found.send_control(encode_control(visitor.candidate.greeting))
+
+    def _try_again(self, visitor: _Visitor, why: str) -> None:
+        """The upstream has not heard of this worker yet: connect once more, after a pause."""
+        if visitor.link is not None:
+            self._selector.unregister(visitor.link)
+            visitor.link.close()
+        visitor.link = visitor.candidate = None
+        visitor.why, visitor.again_at = why, self._clock() + RETRY_S
 
     def _say_hello(self, visitor: _Visitor) -> None:
         assert visitor.link is not None
@@ -232,6 +241,9 @@ class Relaying:
             self._answer(self._begin(visitor, visitor.welcome))
 
     def _deal(self, visitor: _Visitor, event: object) -> Iterator[MembershipEffect]:
+        if isinstance(event, Lost) and visitor.candidate is not None:
+            self._try_again(visitor, f"{event.reason} before the hello")
+            return
         if isinstance(event, Lost):
             yield self._refuse(visitor, f"{event.reason} before it had admitted this worker", temporary=True)
             return
@@ -302,12 +314,12 @@ class Relaying:
         reason = f"aggregator {visitor.address}, the upstream of relay {self._name}, {why}"
         return Answer(visitor.key, Refused(reason, temporary))
 
-    def _hang_up(self, visitor: _Visitor) -> None:
+    def _hang_up(self, visitor: _Visitor, cause: Cause) -> None:
         link = visitor.link
         if link is None:
             return
         if visitor.candidate is None:  # the upstream may have begun the job
-            link.send_control(encode_control(Leave(Cause(member_name(visitor.hello), "left before the job began"))))
+            link.send_control(encode_control(Leave(cause)))
         self._selector.unregister(link)
         link.close()
 
