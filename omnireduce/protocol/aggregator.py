@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -76,6 +76,8 @@ class AggregatorMachine:
         self._descriptor: Descriptor | None = None
         self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
+        self._extra = b""  # what stands behind the next result
+        self._awaited: Collection[object] = ()  # results that come from elsewhere
         self._quiet = Quiet(warn_after_s)
         self.account = Account(self._numbers)
         self.ended: End | None = None
@@ -195,14 +197,9 @@ class AggregatorMachine:
 
     # progress
 
-    @property
-    def _rests(self) -> bool:
-        """No result is awaited, as far as can be told before messages are taken."""
-        return self._current is None and not self._senders.delegates
-
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
-        if self._rests:
+        if self._current is None and not (self._senders.delegates or self._awaited):
             self._quiet.begin(now)
         elif (still_s := self._quiet.turn(now)) and not self.idle and (wait := self.waiting(now)):
             yield Warn(f"this shard stood still for {still_s:.1f} s during {wait.what}: was it stopped?", still_s)
@@ -340,8 +337,8 @@ class AggregatorMachine:
         complete = current.union.complete
         senders = self._senders.ranks
         memories = {self._senders.places[rank]: self._shorter[rank][slot] for rank in senders if rank in self._shorter}
-        readers, extra = self._next_readers()
-        nbytes, shorter = current.seal(slot, self._number, memories, extra)
+        readers = self._senders.readers
+        nbytes, shorter = current.seal(slot, self._number, memories, self._extra)
         self.spent += nbytes * (len(memories) or 1)
         self._slots.send(slot, readers)
         if complete:
@@ -355,10 +352,6 @@ class AggregatorMachine:
         self._number += 1
         for state in self._ranks:
             state.joined = False
-
-    def _next_readers(self) -> tuple[Sequence[int], bytes]:
-        """Who gets the next result, and what stands behind it."""
-        return self._senders.readers, b""
 
     def _waited_for(self, current: Reduction) -> list[int]:
         """The ranks that have not read their results, if no result slot is free; else those with the lowest

@@ -80,10 +80,6 @@ class RelayMachine(AggregatorMachine):
     def idle(self) -> bool:
         return not self._awaited and super().idle
 
-    @property
-    def _rests(self) -> bool:
-        return not self._awaited and super()._rests
-
     def has_left(self, peer: int) -> bool:
         return peer % self._up in self._confirmed
 
@@ -210,8 +206,13 @@ class RelayMachine(AggregatorMachine):
     # waiting
 
     def waiting(self, now: float) -> Wait | None:
-        if self._current is None and self._awaited and self.ended is None:
-            return Wait(f"collective {self._awaited[0].number}", [], 0, self._upstream, now - self._quiet.since)
+        if not self._awaited or self.ended is not None:
+            return super().waiting(now)
+        what = f"collective {self._awaited[0].number}"
+        if not self._down.free:  # members have not read what came last
+            return self._wait(what, self._down.readers, now)
+        if self._current is None:
+            return Wait(what, [], 0, self._upstream, now - self._quiet.since)
         return super().waiting(now)
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
@@ -257,6 +258,7 @@ class RelayMachine(AggregatorMachine):
         blocks, self._passes = self._descriptor.layout.blocks, not self._descriptor.summed_by_host
         sent = blocks if self._passes else NOTHING_YET
         self._awaited.append(_Awaited(self._number, blocks, self._senders.readers, sent))
+        self._senders.readers, self._extra = (self._up,), self._first[1]
 
     def _open_next(self, rank: int, state: Inbox, now: float) -> bool:
         header = state.messages[0][1]
@@ -265,13 +267,9 @@ class RelayMachine(AggregatorMachine):
             self._heads[rank] = header
         return opened
 
-    def _next_readers(self) -> tuple[Sequence[int], bytes]:
-        awaited = self._awaited[-1]
-        return (self._up,), self._first[1] if awaited.sent == NOTHING_YET else b""
-
     def _emit(self, current: Reduction) -> Send:
         send = super()._emit(current)
-        self._awaited[-1].sent = current.sealed
+        self._awaited[-1].sent, self._extra = current.sealed, b""
         return send
 
     def _merge(self, current: Reduction) -> bool:

@@ -112,11 +112,13 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 14
+        hello.version == 15
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255
         and hello.host.isprintable()
+        and len(hello.relay) <= 255
+        and hello.relay.isprintable()
         and 1 <= hello.world_size <= MAX_RANKS
         and hello.rank >= 0
         and (hello.rank < hello.world_size or hello.smallest > 0)

@@ -34,7 +34,7 @@ from omnireduce.transport.stream import StreamLink
 from omnireduce.wire.blocks import capacity
 
 SLOTS, SLOT_BYTES, BLOCK = 3, 1 << 19, 256
-RANK_CALLS, SHARD_CALLS = 202, 289  # of an exchange of one message per rank and one result
+RANK_CALLS, SHARD_CALLS = 202, 290  # of an exchange of one message per rank and one result
 MESSAGE_CALLS = 448  # of one more message per rank, and its result, on both ranks and the shard together
 
 

@@ -94,8 +94,8 @@ MUTATIONS = (
         "a job's file is kept open",
         _JOB,
         "a descriptor and its memory are lost with each job",
-        "        self._results.close()\n        if self._trace",
-        "        if self._trace",
+        "        self._results.close()\n        if self._above",
+        "        if self._above",
     ),
     Mutation(
         "full pipes stay full",
@@ -125,7 +125,7 @@ MUTATIONS = (
         "a newcomer that goes is kept",
         _DEPARTURES,
         "a job begins with a rank that is gone",
-        "        self.drop(connection)\n        self._membership.gone(connection, self._clock())\n",
+        "        self.drop(connection)\n        self._membership.gone(connection, self._clock(), cause)\n",
         "        self.drop(connection)\n",
     ),
     Mutation(
