@@ -15,6 +15,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.account import Wait
@@ -73,8 +75,8 @@ class RelayMachine(AggregatorMachine):
         self._awaited: deque[_Awaited] = deque()
         self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
         self._heard_at = 0.0  # when the upstream said anything
-        self._has_reported = False  # the upstream believes that members are late
-        self._late_below: dict[int, list[int]] = {}  # whom a relay below waits for, by its first member
+        self._told_wait: Wait | None = None  # the upstream believes that members are late
+        self._reports: dict[int, tuple[Report, float]] = {}  # the last of each member, and when it came
 
     @property
     def idle(self) -> bool:
@@ -92,10 +94,10 @@ class RelayMachine(AggregatorMachine):
     def told(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         if peer >= self._up:
             yield from self._told_from_above(peer - self._up, message, now)
-        elif isinstance(message, Report) and not self._senders.has_hosts:
-            self._late_below[peer] = [each for each in range(self._up) if self._numbers[each] in message.behind]
         elif isinstance(message, Report):
-            yield Tell(self._up + peer, message)
+            self._reports[peer] = message, now
+            if self._senders.has_hosts:  # else it comes from a relay below, and is about nothing but a wait
+                yield Tell(self._up + peer, message if peer else self._report())
         else:
             yield from super().told(peer, message, now)
 
@@ -114,6 +116,8 @@ class RelayMachine(AggregatorMachine):
     def violated(self, peer: int, reason: str, now: float) -> Iterator[Effect]:
         if peer >= self._up:
             yield from self._upstream_lost(peer - self._up, f"protocol error: {reason}", "violation")
+        elif peer in self._gone:
+            yield from self._confirm(peer)
         else:
             yield from super().violated(peer, reason, now)
 
@@ -224,7 +228,23 @@ class RelayMachine(AggregatorMachine):
         found = super()._waited_for(current)
         if max(found, default=0) >= self._up:
             return [self._up]
-        return sorted({late for rank in found for late in self._late_below.get(rank) or [rank]})
+        return sorted({late for rank in found for late in self._behind(rank) or [rank]})
+
+    def _behind(self, rank: int) -> list[int]:
+        """Whom this member waits for, as it says: a relay below, or a rank that shares memory with others. Who has
+        reported later is not late."""
+        report, came_at = self._reports.get(rank, (Report(), 0.0))
+        latest = {each: at for each, (_, at) in self._reports.items() if at > came_at}
+        return [each for each in range(self._up) if self._numbers[each] in report.behind and each not in latest]
+
+    def _report(self) -> Report:
+        """What the first member has reported, with what this relay waits for, if it has said so."""
+        totals = self._reports[0][0] if self._senders.has_hosts and 0 in self._reports else Report()
+        wait = self._told_wait
+        if wait is None:
+            return totals
+        behind = wait.ranks[:LISTED]
+        return replace(totals, what=wait.what, behind=behind, total=wait.total, waited_s=wait.seconds)
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed. A wait for members is told to the upstream, too. Whom the upstream waits for it says itself;
@@ -233,10 +253,9 @@ class RelayMachine(AggregatorMachine):
         if wait is None or not self._quiet.is_due(now):
             return
         yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
-        if wait.ranks and not self._senders.has_hosts:  # else their ranks report themselves
-            self._has_reported = True
-            behind = wait.ranks[:LISTED]
-            yield Tell(self._up, Report(what=wait.what, behind=behind, total=wait.total, waited_s=wait.seconds))
+        if wait.ranks:
+            self._told_wait = wait
+            yield Tell(self._up, self._report())
         if wait.who != self._upstream or now - self._heard_at > wait.seconds / 2:
             yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
 
@@ -247,9 +266,9 @@ class RelayMachine(AggregatorMachine):
 
     def advance(self, now: float) -> Iterator[Effect]:
         for effect in super().advance(now):
-            if self._has_reported and isinstance(effect, Send):
-                self._has_reported = False
-                yield Tell(self._up, Report())
+            if self._told_wait is not None and isinstance(effect, Send):
+                self._told_wait = None
+                yield Tell(self._up, self._report())
             yield effect
 
     def _begin(self, rank: int, row: int, header: Header) -> None:

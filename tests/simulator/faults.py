@@ -106,6 +106,9 @@ def _strike_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
         return
     cluster.blame(name, worker.culprit)
     if kind == "freeze":
+        for mate in worker.peers if worker.protocol.relays and worker.job.hosts > 1 else ():
+            if mate.rank % worker.job.hosts == worker.rank % worker.job.hosts:
+                cluster.blame(name, mate.culprit)  # who is behind relays may see no further than the right host
         _expect_end_of_job(cluster, fault, worker, worker.patience_s)
         worker.stall(fault.number)
     elif kind == "early leave":
