@@ -22,6 +22,7 @@ from typing import TypeVar
 import click
 from rich.console import Console
 
+from benchmarks import relays as relays_between
 from benchmarks.all_reduce import measure_all_reduce
 from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
 from benchmarks.compare import STARTS, checkout, compare_shaped
@@ -119,6 +120,25 @@ def shaped(
         _measure(found, left, run_settings(chosen, sets))
     except TestbedError as error:
         _not_measured(error, optional)
+
+
+@main.command()
+@click.option("--rate", default=relays_between.RATE, show_default=True, help="Of the link that a rack shares.")
+@click.option("--optional", is_flag=True, help="Where there can be no such hosts say so, and succeed.")
+@ROUNDS
+@RESUME
+@RESULTS
+def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results: Path) -> None:
+    """Measure two racks of two hosts with relays and without (network namespaces; needs root), and write relays.json
+    and summary.json."""
+    expected = {case: {relays_between.FLAT, relays_between.RELAYS} for case in relays_between.cases(rate, rounds)}
+    found, left = _opened(results, "relays.json", expected, resume, rounds=rounds)
+    try:
+        _measure(found, left, relays_between.run_relays(rate, left))
+    except TestbedError as error:
+        _not_measured(error, optional)
+    except PeerError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @main.command()

@@ -181,11 +181,13 @@ def service_group(
     addresses: Sequence[str],
     *sets: str,
     prefixes: Prefixes = (),
+    per_rank: Prefixes = (),
     echoes: Sequence[str] = (),
     program: Sequence[str] = ("benchmarks.rank", "service"),
     tree: Tree = HERE,
 ) -> Group:
-    """Ranks of the service of `tree`, for the daemons at `addresses`; `sets` are `section.key=value`.
+    """Ranks of the service of `tree`, for the daemons at `addresses`; `sets` are `section.key=value`, and `per_rank[r]`
+    those of rank r alone.
 
     `echoes` are the addresses of echo servers, for the bound over loopback. `program`: the module that each rank runs,
     and what it gets before the socket's path and the options.
@@ -193,7 +195,8 @@ def service_group(
     commands = []
     overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
     for rank in range(size):
-        options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": overrides, "echoes": list(echoes)}
+        own = [*overrides, *(per_rank[rank] if per_rank else ())]
+        options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": own, "echoes": list(echoes)}
         command = [str(tree.python), "-m", *program, socket_path(folder, "service"), json.dumps(options)]
         commands.append([*(prefixes[rank] if prefixes else ()), *command])
     return Group("service", size, commands, folder, tree=tree)

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -55,9 +55,23 @@ class Host(NamedTuple):
     prefix: tuple[str, ...]
 
 
+class Racks(NamedTuple):
+    """Hosts that share one link to all others: how many each rack has, and what that link carries each way, as tc
+    writes it."""
+
+    sizes: tuple[int, ...]
+    rate: str
+
+
+def testbed(hosts: int, rate: str) -> AbstractContextManager[list[Host]]:
+    """As `racked_testbed`, without racks."""
+    return racked_testbed(hosts, rate, Racks((), ""))
+
+
 @contextmanager
-def testbed(hosts: int, rate: str) -> Iterator[list[Host]]:
-    """Make 2 to 250 hosts whose links carry `rate` each way, in the words of tc ("1gbit"); yield them.
+def racked_testbed(hosts: int, rate: str, racks: Racks) -> Iterator[list[Host]]:
+    """Make 2 to 250 hosts whose links carry `rate` each way, in the words of tc ("1gbit"); yield them. The first ones
+    are in `racks`.
 
     At the end, also after an exception, processes that still run on a host are killed and everything is removed. A
     testbed whose process died without that is removed by the next one. A process has one testbed at a time.
@@ -74,8 +88,11 @@ def testbed(hosts: int, rate: str) -> Iterator[list[Host]]:
     made = [_host(index) for index in range(hosts)]
     try:
         _add_switch(switch)
+        bridges = [f"rack{number}" for number, size in enumerate(racks.sizes) for _ in range(size)]
+        for bridge in dict.fromkeys(bridges):
+            _add_rack(switch, bridge, racks.rate)
         for index, host in enumerate(made):
-            _add_host(host, switch, f"p{index}", rate)
+            _add_host(host, switch, f"p{index}", rate, bridges[index] if index < len(bridges) else "br0")
         yield made
     finally:
         _remove([*(host.name for host in made), switch])
@@ -134,17 +151,33 @@ def _add_switch(switch: str) -> None:
     _run("ip", "-n", switch, "link", "set", "br0", "up")
 
 
-def _add_host(host: Host, switch: str, port: str, rate: str) -> None:
+def _add_rack(switch: str, bridge: str, rate: str) -> None:
+    """A bridge of its own, with one link to the others."""
+    _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", bridge, "up")
+    up, down = f"{bridge}up", f"{bridge}down"
+    _run("ip", "-n", switch, "link", "add", up, "type", "veth", "peer", "name", down)
+    for end, of in ((up, bridge), (down, "br0")):
+        _shape(switch, end, rate)
+        _run("ip", "-n", switch, "link", "set", end, "master", of, "up")
+
+
+def _shape(namespace: str, interface: str, rate: str) -> None:
+    """What leaves by this interface has this rate."""
+    advice = "a rate is written like 1gbit, and the kernel needs tbf (modprobe sch_tbf)"
+    shape = ("qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, *SHAPING)
+    _run("tc", "-n", namespace, *shape, advice=advice)
+
+
+def _add_host(host: Host, switch: str, port: str, rate: str, bridge: str) -> None:
     _run("ip", "netns", "add", host.name)
     _run(*host.prefix, "sh", "-c", CONGESTION)
     _run("ip", "-n", host.name, "link", "set", "lo", "up")
     _run("ip", "-n", host.name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
     _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
     for namespace, interface in ((host.name, "eth0"), (switch, port)):
-        advice = "a rate is written like 1gbit, and the kernel needs tbf (modprobe sch_tbf)"
-        shape = ("qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, *SHAPING)
-        _run("tc", "-n", namespace, *shape, advice=advice)
-    _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+        _shape(namespace, interface, rate)
+    _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
     _run("ip", "-n", host.name, "link", "set", "eth0", "up")
 
 

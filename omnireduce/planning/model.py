@@ -29,7 +29,8 @@ MOST = 512  # windows
 class Hosts(NamedTuple):
     """So many (`number`) hosts with `cores` processors each. Each has a link of `bytes_per_s` each way, over which a
     byte takes `latency_s`; after a pause `burst_bytes` pass at once. `one_machine`: the hosts are parts of one machine,
-    as in a testbed, and have `cores` all together."""
+    as in a testbed, and have `cores` all together. They are divided into `racks`, if there are any. A rack has one link
+    to all others, of `rack_bytes_per_s` each way. Hosts of shards alone are in no rack."""
 
     number: int
     cores: float
@@ -37,17 +38,25 @@ class Hosts(NamedTuple):
     latency_s: float
     burst_bytes: int = 0
     one_machine: bool = False
+    racks: int = 0
+    rack_bytes_per_s: float = 0.0
+
+    def rack_of(self, host: Array) -> Array:
+        """The rack of each host; what is in none gets the number of racks."""
+        found: Array = np.minimum(host * self.racks // self.number, self.racks)
+        return found
 
 
 class Plan(NamedTuple):
     """How ranks and shards are placed. Each host has `ranks`. If `by_host`, they add up what they have in memory, and
     send it as one sender. Shards are on hosts of their own if they are `dedicated`, else on those of the ranks, in
-    turn."""
+    turn. With `relays`, each rack has a host more, with a relay of so many shards."""
 
     ranks: int
     by_host: bool
     shards: int
     dedicated: bool
+    relays: bool = False
 
     @property
     def senders(self) -> int:
@@ -112,7 +121,8 @@ def predict(
 
 class _Work(NamedTuple):
     """Bytes that senders put on their links and take from there, (senders, windows), and the same for shards, (shards,
-    windows). Seconds of processor, likewise."""
+    windows). Seconds of processor, likewise. Bytes that leave racks on the way up, and enter them, and the same on the
+    way down: (racks and 1, windows)."""
 
     sent: Array
     got: Array
@@ -121,6 +131,10 @@ class _Work(NamedTuple):
     pack_s: Array
     place_s: Array
     reduce_s: Array
+    lifted: Array
+    lowered: Array
+    lifted_results: Array
+    lowered_results: Array
 
 
 class _Exchange:
@@ -135,6 +149,7 @@ class _Exchange:
         shards = np.arange(plan.shards)
         self._node = hosts.number + shards if plan.dedicated else shards % hosts.number  # of each shard
         self._nodes = hosts.number + (plan.shards if plan.dedicated else 0)
+        self._rack_of_home, self._rack_of_node = hosts.rack_of(self._home), hosts.rack_of(self._node)
 
     def run(self, costs: Costs) -> Prediction:
         work = self._work(costs)
@@ -171,7 +186,12 @@ class _Exchange:
         pack_s = pack_s + (costs.pack + costs.host_sum * summed) * up.sum(1)
         place_s = costs.place * max(1, summed) * union.sum() * block_bytes
         reduce_s = (costs.reduce * up + costs.network * (sent + got) + costs.message * (messages + results)).sum(0)
+        crosses = self._rack_of_home[:, None] != self._rack_of_node
         return _Work(
+            lifted=self._by_rack(self._rack_of_home, (sent * crosses).sum(1)),
+            lowered=self._by_rack(self._rack_of_node, (sent * crosses).sum(0)),
+            lifted_results=self._by_rack(self._rack_of_node, (got * crosses).sum(0)),
+            lowered_results=self._by_rack(self._rack_of_home, (got * crosses).sum(1)),
             sent=sent.sum(1),
             got=got.sum(1),
             taken=sent.sum(0),
@@ -181,6 +201,12 @@ class _Exchange:
             reduce_s=reduce_s,
         )
 
+    def _by_rack(self, racks: Array, nbytes: Array) -> Array:
+        """The bytes of each rack; those of what is in none are on no rack's link."""
+        found = np.bincount(racks, nbytes, self._hosts.racks + 1)
+        found[-1] = 0
+        return found
+
     def _by_node(self, of_senders: Array, of_shards: Array) -> Array:
         found = np.bincount(self._home, of_senders, self._nodes)
         return found + np.bincount(self._node, of_shards, self._nodes)
@@ -188,8 +214,11 @@ class _Exchange:
     def _seconds(self, work: _Work) -> float:
         """When the last sender has placed the last window."""
         home, node, latency = self._home, self._node, self._hosts.latency_s
-        out, into = _Links(self._hosts, self._nodes), _Links(self._hosts, self._nodes)
-        cores = _Processors(self._hosts, self._nodes)
+        hosts, racks = self._hosts, np.arange(self._hosts.racks + 1)
+        out, into = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._nodes) for _ in range(2))
+        lift, lower = (Links(hosts.rack_bytes_per_s or math.inf, hosts.burst_bytes, len(racks)) for _ in range(2))
+        cores = Processors(hosts, self._nodes)
+        lifted, lowered, lifted_results, lowered_results = (np.zeros(len(racks)) for _ in range(4))
         packed, sent, got, placed = (np.zeros(len(home)) for _ in range(4))
         taken, reduced, given = (np.zeros(len(node)) for _ in range(3))
         freed: list[float] = []  # when the messages of each window had been used
@@ -198,11 +227,17 @@ class _Exchange:
             free = freed[window - ahead] if window >= ahead else 0.0
             packed = cores.work(home, np.maximum(packed, free), work.pack_s[:, window])
             sent = out.carry(home, sent, packed, work.sent[:, window])
-            taken = into.carry(node, taken, sent.max() + latency, work.taken[:, window])
+            lifted = lift.carry(racks, lifted, np.full(len(racks), sent.max()), work.lifted[:, window])
+            lowered = lower.carry(racks, lowered, np.full(len(racks), lifted.max()), work.lowered[:, window])
+            taken = into.carry(node, taken, lowered.max() + latency, work.taken[:, window])
             reduced = cores.work(node, np.maximum(reduced, taken), work.reduce_s[:, window])
             freed.append(float(reduced.max()) + latency)
             given = out.carry(node, given, reduced, work.given[:, window])
-            got = into.carry(home, got, given.max() + latency, work.got[:, window])
+            ready = np.full(len(racks), given.max())
+            lifted_results = lift.carry(racks, lifted_results, ready, work.lifted_results[:, window])
+            ready = np.full(len(racks), lifted_results.max())
+            lowered_results = lower.carry(racks, lowered_results, ready, work.lowered_results[:, window])
+            got = into.carry(home, got, lowered_results.max() + latency, work.got[:, window])
             placed = cores.work(home, np.maximum(placed, got), work.place_s[:, window])
         return float(placed.max())
 
@@ -212,11 +247,11 @@ class _Exchange:
         return max(1, int(self._messages.slots // count))
 
 
-class _Links:
-    """One direction of the links of all nodes."""
+class Links:
+    """One direction of the links of all nodes, or racks. After a pause `burst_bytes` pass at once."""
 
-    def __init__(self, hosts: Hosts, nodes: int) -> None:
-        self._hosts, self._carried = hosts, np.zeros(nodes)
+    def __init__(self, bytes_per_s: float, burst_bytes: int, nodes: int) -> None:
+        self._rate, self._burst, self._carried = bytes_per_s, burst_bytes, np.zeros(nodes)
 
     def carry(self, at: Array, before: Array, ready: Array, nbytes: Array) -> Array:
         """Bytes that are `ready` at a time pass the links of the nodes `at`; return when they have passed. Those that
@@ -224,13 +259,13 @@ class _Links:
 
         Other bytes on the same links go in between.
         """
-        rate, more = self._hosts.bytes_per_s, np.bincount(at, nbytes, len(self._carried))
+        rate, more = self._rate, np.bincount(at, nbytes, len(self._carried))
         self._carried += more
-        busy_until = np.maximum(0.0, self._carried - self._hosts.burst_bytes) / rate
+        busy_until = np.maximum(0.0, self._carried - self._burst) / rate
         return np.maximum(np.maximum(ready, busy_until[at]), before + more[at] / rate)
 
 
-class _Processors:
+class Processors:
     """Those of all nodes."""
 
     def __init__(self, hosts: Hosts, nodes: int) -> None:

@@ -24,21 +24,21 @@ class Quiet:
     """
 
     def __init__(self, after_s: float) -> None:
-        self._after_s = after_s
+        self.after_s = after_s
         self._warn_again_at = 0.0
         self.begin(0.0)
 
     def begin(self, now: float) -> None:
         """A result has left now, or is awaited from now on."""
         self.since = self._turn_at = now
-        self.deadline = self._say_at = now + self._after_s  # when the next turn is due; when to speak
+        self.deadline = self._say_at = now + self.after_s  # when the next turn is due; when to speak
 
     def turn(self, now: float) -> float:
         """The shard has a turn while a result is awaited. Returns how long it stood still before; 0 if it did not."""
-        late_s = now - self._turn_at - self._after_s
-        self._turn_at, next_at = now, now + self._after_s
+        late_s = now - self._turn_at - self.after_s
+        self._turn_at, next_at = now, now + self.after_s
         self.deadline = next_at if next_at < self._say_at else self._say_at
-        if late_s < self._after_s:
+        if late_s < self.after_s:
             return 0.0
         self.since += late_s
         self.deadline = self._say_at = now
@@ -49,12 +49,12 @@ class Quiet:
         if now < self._say_at:
             return False
         self._say_at = self.since + 2 * (now - self.since)
-        self.deadline = min(self._turn_at + self._after_s, self._say_at)
+        self.deadline = min(self._turn_at + self.after_s, self._say_at)
         return True
 
     def may_warn(self, wait_s: float, now: float) -> bool:
         """Whether to warn of a wait of `wait_s` that a rank reports: one warning is enough for all ranks that wait."""
         if now < self._warn_again_at:
             return False
-        self._warn_again_at = now + max(self._after_s, min(wait_s, LONGEST_PAUSE_S))
+        self._warn_again_at = now + max(self.after_s, min(wait_s, LONGEST_PAUSE_S))
         return True

@@ -39,6 +39,7 @@ from omnireduce.wire.control import (
     Waiting,
 )
 
+SILENT = 0.75  # of a wait: an upstream that waits says so each time that its wait has doubled
 NOTHING_YET = -1  # how far the results of a collective have come of which there is none
 
 
@@ -256,7 +257,8 @@ class RelayMachine(AggregatorMachine):
         if wait.ranks:
             self._told_wait = wait
             yield Tell(self._up, self._report())
-        if wait.who != self._upstream or now - self._heard_at > wait.seconds / 2:
+        is_silent = now - self._heard_at > SILENT * wait.seconds and wait.seconds >= 2 * self._quiet.after_s
+        if wait.who != self._upstream or is_silent:
             yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
 
     def _tell_all(self, message: ControlMessage) -> Iterator[Effect]:

@@ -1,0 +1,117 @@
+"""The time of an all-reduce through relays, one in each rack. As in the model without them, window by window."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.planning.load import Load
+from omnireduce.planning.model import Costs, Hosts, Links, Messages, Plan, Prediction, Processors
+from omnireduce.wire.blocks import HEADER_BYTES
+
+
+def predict_tree(
+    load: Load, of_racks: Load, block_bytes: int, hosts: Hosts, plan: Plan, *, messages: Messages, costs: Costs
+) -> Prediction:
+    """The all-reduce of a tensor with blocks of `block_bytes`. `load`: what each sender has; `of_racks`, cut into the
+    same windows: what each rack has together."""
+    return _Tree(load, of_racks, block_bytes, hosts, plan, messages, costs).run()
+
+
+class _Tree:
+    """Nodes are the hosts of ranks, then those of the relays, then those of the shards. All of a relay's shards are on
+    one host, and count as one."""
+
+    def __init__(
+        self, load: Load, of_racks: Load, block_bytes: int, hosts: Hosts, plan: Plan, messages: Messages, costs: Costs
+    ) -> None:  # fmt: skip
+        self._hosts, self._plan, self._messages, self._costs = hosts, plan, messages, costs
+        senders = hosts.number * plan.senders
+        self._home = np.arange(senders) // plan.senders
+        self._rack = hosts.rack_of(self._home)
+        self._relay = hosts.number + np.arange(hosts.racks)
+        self._node = hosts.number + hosts.racks + np.arange(plan.shards)
+        self._nodes = hosts.number + hosts.racks + plan.shards
+        self._members = np.bincount(self._rack, minlength=hosts.racks)
+        header = HEADER_BYTES * plan.shards
+        self._tensor = load.all.sum(1) * block_bytes  # (windows,)
+        self._up = load.own.sum(2) * block_bytes + header  # (senders, windows)
+        self._lifted = of_racks.own.sum(2) * block_bytes + header  # (racks, windows)
+        self._to_shard = of_racks.own.sum(0).T * block_bytes + HEADER_BYTES * hosts.racks  # (shards, windows)
+        self._result = load.union.T * block_bytes + HEADER_BYTES  # (shards, windows)
+        self._down = self._result.sum(0)  # (windows,)
+        lengths = messages.lengths
+        self._lengths = [lengths.of(int(each)) for each in (self._up.sum(1).mean(), self._lifted.sum(1).mean())]
+
+    def run(self) -> Prediction:
+        seconds, racks = self._seconds(), self._hosts.racks
+        out_of_relay = self._lifted.sum(1) + self._members * self._down.sum()
+        busiest = max(self._up.sum(1).max(), self._down.sum(), out_of_relay.max(), (self._result.sum(1) * racks).max())
+        slots = self._messages.slots * self._messages.lengths.longest
+        return Prediction(seconds, int(busiest), self._worked_s, (int(self._members.max()) + 2) * slots)
+
+    def _messages_of(self, nbytes: Array, level: int) -> Array:
+        """How many messages so many bytes are, to or from all shards."""
+        found: Array = np.maximum(self._plan.shards, -(-nbytes // self._lengths[level]))
+        return found
+
+    def _seconds(self) -> float:
+        """When the last sender has placed the last window. Work is in seconds of processor."""
+        hosts, plan, costs, racks = self._hosts, self._plan, self._costs, np.arange(self._hosts.racks)
+        latency = hosts.latency_s
+        out, into = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._nodes) for _ in range(2))
+        lift, lower = (Links(hosts.rack_bytes_per_s, hosts.burst_bytes, len(racks)) for _ in range(2))
+        cores = Processors(hosts, self._nodes)
+        packed, sent, got, placed = (np.zeros(len(self._home)) for _ in range(4))
+        joined, merged, relayed, lifted, lowered, back, passed, shown = (np.zeros(len(racks)) for _ in range(8))
+        taken, reduced, given = (np.zeros(plan.shards) for _ in range(3))
+        freed: list[float] = []
+        summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
+        moved = costs.network + costs.reduce
+        ahead = max(1, int(self._messages.slots // (1 + self._up.mean() // (self._lengths[0] * plan.shards))))
+        self._worked_s = 0.0
+
+        def work(at: Array, start: Array, seconds: Array) -> Array:
+            self._worked_s += float(seconds.sum())
+            return cores.work(at, start, seconds)
+
+        for window in range(len(self._tensor)):
+            up, lifting, down = self._up[:, window], self._lifted[:, window], self._down[window]
+            free = freed[window - ahead] if window >= ahead else 0.0
+            pack_s = costs.scan * self._tensor[window] * max(1, summed) + (costs.pack + costs.network) * up
+            pack_s = pack_s + costs.host_sum * summed * up + costs.message * self._messages_of(up, 0)
+            packed = work(self._home, np.maximum(packed, free), pack_s)
+            sent = out.carry(self._home, sent, packed, up)
+            from_members = np.bincount(self._rack, up)
+            ready = self._last_of_racks(sent) + latency
+            joined = into.carry(self._relay, joined, ready, from_members)
+            merge_s = moved * from_members + costs.network * lifting
+            merge_s = merge_s + costs.message * (self._members * self._messages_of(up.mean(), 0))
+            merge_s = merge_s + costs.message * self._messages_of(lifting, 1)
+            merged = work(self._relay, np.maximum(merged, joined), merge_s)
+            freed.append(float(merged.max()) + latency)
+            relayed = out.carry(self._relay, relayed, merged, lifting)
+            lifted = lift.carry(racks, lifted, relayed, lifting)
+            taken = into.carry(
+                self._node, taken, np.full(plan.shards, lifted.max() + latency), self._to_shard[:, window]
+            )
+            results = len(racks) * self._result[:, window]
+            reduce_s = moved * self._to_shard[:, window] + costs.network * results
+            reduce_s = reduce_s + costs.message * len(racks) * 2 * self._messages_of(down, 1) / plan.shards
+            reduced = work(self._node, np.maximum(reduced, taken), reduce_s)
+            given = out.carry(self._node, given, reduced, results)
+            lowered = lower.carry(racks, lowered, np.full(len(racks), given.max()), np.full(len(racks), down))
+            back = into.carry(self._relay, back, lowered + latency, np.full(len(racks), down))
+            pass_s = costs.network * down * (1 + self._members) + costs.message * self._messages_of(down, 1)
+            passed = work(self._relay, np.maximum(passed, back), pass_s)
+            shown = out.carry(self._relay, shown, passed, down * self._members)
+            got = into.carry(self._home, got, shown[self._rack] + latency, np.full(len(got), down))
+            place_s = (costs.place * max(1, summed) + costs.network) * down + costs.message * self._messages_of(down, 1)
+            placed = work(self._home, np.maximum(placed, got), np.broadcast_to(place_s, got.shape))
+        return float(placed.max())
+
+    def _last_of_racks(self, times: Array) -> Array:
+        """The last time of each rack's senders."""
+        found = np.zeros(self._hosts.racks)
+        np.maximum.at(found, self._rack, times)
+        return found
