@@ -14,16 +14,19 @@ from rich.table import Table
 from benchmarks.cases import BLOCK
 from benchmarks.contest import OURS
 from benchmarks.outcomes import show_verdicts
+from benchmarks.relays import FLAT, RACKS, RELAYS
 from benchmarks.shaped import SHARED_HOSTS
 from benchmarks.targets import Verdict, below
 from benchmarks.testbed import BURST_BYTES
-from omnireduce.planning.candidates import load_for
-from omnireduce.planning.model import Hosts, Messages, Plan, Prediction, predict
+from omnireduce.planning.candidates import predict_plan
+from omnireduce.planning.model import Hosts, Plan, Prediction
 from omnireduce.planning.patterns import DrawnPatterns
 
 ITEM_BYTES = 4  # float32
 LATENCY_S = 1e-4  # of a small message through the testbed
 MOST_PERCENT = 10.0
+OWN = (OURS, FLAT, RELAYS)
+HOST_BYTES_PER_S = 4e9 / 8  # of the links that are not shared by a rack
 
 
 class Compared(NamedTuple):
@@ -34,7 +37,8 @@ class Compared(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.row['layout']}, {self.row['ranks']} ranks, density {self.row['density']:g}"
+        how = "" if self.row["entrant"] == OURS else f" {self.row['entrant']}"
+        return f"{self.row['layout']}{how}, {self.row['ranks']} ranks, density {self.row['density']:g}"
 
     @property
     def predicted_ms(self) -> float:
@@ -47,19 +51,25 @@ class Compared(NamedTuple):
 
 
 def compare_plans(folder: Path) -> list[Compared]:
-    """Predict what `testbed.json` in this folder has. Raises OSError, ValueError where it cannot be read."""
-    rows = json.loads((folder / "testbed.json").read_text())
-    return [Compared(row, _predicted(row)) for row in rows if row["entrant"] == OURS and row["kind"] == "dense"]
+    """Predict what `testbed.json` and `relays.json` in this folder have. Raises OSError, ValueError where they cannot
+    be read."""
+    found = [folder / name for name in ("testbed.json", "relays.json")]
+    rows = [row for path in found if path.exists() for row in json.loads(path.read_text())]
+    return [Compared(row, _predicted(row)) for row in rows if row["entrant"] in OWN and row["kind"] == "dense"]
 
 
 def _predicted(row: dict[str, Any]) -> Prediction:
     layout, ranks = row["layout"], row["ranks"]
     number = SHARED_HOSTS if layout == "shared" else ranks
-    plan = Plan(ranks // number, layout == "shared", number, layout == "dedicated")
     hosts = Hosts(number, os.cpu_count() or 1, row["link_bytes_per_s"], LATENCY_S, BURST_BYTES, one_machine=True)
+    plan = Plan(ranks // number, layout == "shared", number, layout == "dedicated")
+    if layout == "racks":
+        rate = HOST_BYTES_PER_S
+        hosts = hosts._replace(bytes_per_s=rate, racks=RACKS, rack_bytes_per_s=row["link_bytes_per_s"])
+        plan = Plan(1, False, 1, dedicated=True, relays=row["entrant"] == RELAYS)
     block_bytes = BLOCK * ITEM_BYTES
     patterns = DrawnPatterns(row["bytes"] // block_bytes, row["density"], row["overlap"], ranks)
-    return predict(load_for(patterns, block_bytes, number, plan, Messages()), block_bytes, hosts, plan)
+    return predict_plan(patterns, block_bytes, hosts, plan)
 
 
 def show_plans(console: Console, found: Sequence[Compared]) -> None:

@@ -37,21 +37,28 @@ class Asked(NamedTuple):
     latency_us: float
     cores: float
     shards: str
+    racks: int
+    rack_gbps: float
 
 
 def report_plan(asked: Asked, json_path: str | None) -> None:
     """Print the predictions and the best plan. Raises UsageError, FileError."""
     if json_path:
         check_writable(json_path)
-    for name in ("density", "link_gbps", "latency_us", "cores"):
+    for name in ("density", "link_gbps", "latency_us", "cores", "rack_gbps"):
         if not math.isfinite(getattr(asked, name)):
             raise UsageError(f"--{name.replace('_', '-')} {getattr(asked, name):g}: expected a finite number")
     if asked.block_size % 8:
         raise UsageError(f"--block-size {asked.block_size}: expected a multiple of 8")
     if asked.ranks % asked.hosts:
         raise UsageError(f"{asked.ranks} ranks on {asked.hosts} hosts: expected as many ranks on each host")
+    if asked.racks and asked.hosts % asked.racks:
+        raise UsageError(f"{asked.hosts} hosts in {asked.racks} racks: expected as many hosts in each rack")
     patterns, block_bytes = _patterns(asked)
-    hosts = Hosts(asked.hosts, asked.cores, asked.link_gbps * 1e9 / 8, asked.latency_us * 1e-6)
+    hosts = Hosts(
+        asked.hosts, asked.cores, asked.link_gbps * 1e9 / 8, asked.latency_us * 1e-6,
+        racks=asked.racks, rack_bytes_per_s=(asked.rack_gbps or asked.link_gbps) * 1e9 / 8,
+    )  # fmt: skip
     shards = _parse_shards(asked.shards) or shard_counts(asked.hosts, asked.ranks // asked.hosts)
     found = study(patterns, block_bytes, hosts, asked.ranks // asked.hosts, shards)
     _print(make_console(), asked, found, patterns.blocks * block_bytes)
@@ -94,9 +101,10 @@ def _print(console: Console, asked: Asked, found: Study, nbytes: int) -> None:
 
 def _cells(each: Candidate) -> list[str]:
     plan, prediction = each
+    where = "hosts of their own" if plan.dedicated else "beside ranks"
     return [
         str(plan.shards),
-        "hosts of their own" if plan.dedicated else "beside ranks",
+        f"{where}, relays" if plan.relays else where,
         "by host" if plan.by_host else "one by one",
         short_time(prediction.seconds * 1e3),
         short_count(prediction.link_bytes),

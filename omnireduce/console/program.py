@@ -155,10 +155,12 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
 @click.option("--latency-us", type=click.FloatRange(0, 1e6), default=50.0, show_default=True, help="Of a link.")
 @click.option("--cores", type=click.FloatRange(0, min_open=True), default=8.0, show_default=True, help="Of each host.")
 @click.option("--shards", default="", help="Numbers to try, such as 1,4.  [default: 1, 2, 4, … to hosts]")
+@click.option("--racks", type=click.IntRange(0), default=0, help="Into which the hosts are divided.  [default: none]")
+@click.option("--rack-gbps", type=click.FloatRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")
 @json_option
 def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
     """Predict how long an all-reduce takes, and what it costs: for shards beside the ranks, and on hosts of their own,
-    few or many of them. The best plan comes with its configuration.
+    few or many of them; and with a relay in each rack. The best plan comes with its configuration.
 
     FILES are saved gradients, one of each rank. Without any a tensor is drawn. No host needs to exist. docs/planning.md
     says what the prediction rests on, and how near it came.

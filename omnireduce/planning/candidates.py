@@ -10,6 +10,7 @@ from omnireduce.layout import Layout
 from omnireduce.planning.load import Load, load_of
 from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
 from omnireduce.planning.patterns import Patterns, SummedPatterns
+from omnireduce.planning.tree import predict_tree
 
 AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
 MOST_LINKS = 1 << 22  # of a plan: there is memory for what each of them carries
@@ -44,10 +45,12 @@ def shard_counts(hosts: int, ranks: int) -> list[int]:
     return [*counts, most] if most > 1 else counts
 
 
-def plans(hosts: int, ranks: int, shards: Iterable[int]) -> list[Plan]:
-    """Ranks by host, or one by one where hosts have several; shards beside ranks, or on hosts of their own."""
+def plans(ranks: int, shards: Iterable[int], *, racks: int = 0) -> list[Plan]:
+    """Ranks by host, or one by one where hosts have several; shards beside ranks, or on hosts of their own, and then
+    with relays, too, where there are racks."""
     ways = [True, False] if ranks > 1 else [False]
-    return [Plan(ranks, way, count, own) for way in ways for own in (False, True) for count in shards]
+    places = [(False, False), (True, False), *([(True, True)] if racks else [])]
+    return [Plan(ranks, way, count, *place) for way in ways for place in places for count in shards]
 
 
 def study(
@@ -70,34 +73,53 @@ def study(
         links = f"{hosts.number * ranks} ranks with {max(shards)} shards"
         raise UsageError(f"{links} are {hosts.number * ranks * max(shards)} links; expected at most {MOST_LINKS}")
     messages = messages or Messages()
-    loads: dict[tuple[bool, int], Load] = {}
+    loads: dict[Plan, Load] = {}
     found = []
-    for plan in plans(hosts.number, ranks, shards):
-        key = plan.by_host, plan.shards
-        if key not in loads:
-            loads[key] = load_for(patterns, block_bytes, hosts.number, plan, messages)
-        prediction = predict(loads[key], block_bytes, hosts, plan, messages=messages, costs=costs)
+    for plan in plans(ranks, shards, racks=hosts.racks):
+        prediction = predict_plan(patterns, block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads)
         found.append(Candidate(plan, prediction))
     first = next(iter(loads.values()))
     everything = 2 * (hosts.number - 1) / hosts.number * patterns.blocks * block_bytes
-    return Study(found, best(found), everything / hosts.bytes_per_s, first.density, first.union_density)
+    slowest = min(hosts.bytes_per_s, hosts.rack_bytes_per_s if hosts.racks else hosts.bytes_per_s)
+    return Study(found, best(found), everything / slowest, first.density, first.union_density)
 
 
-def load_for(patterns: Patterns, block_bytes: int, hosts: int, plan: Plan, messages: Messages) -> Load:
-    """What this plan carries of a tensor whose blocks on each rank are `patterns`."""
+def predict_plan(
+    patterns: Patterns,
+    block_bytes: int,
+    hosts: Hosts,
+    plan: Plan,
+    *,
+    messages: Messages | None = None,
+    costs: Costs | None = None,
+    loads: dict[Plan, Load] | None = None,
+) -> Prediction:
+    """What this plan gives for a tensor whose blocks on each rank are `patterns`. `loads` are kept between calls."""
+    messages, loads = messages or Messages(), {} if loads is None else loads
     if plan.by_host:
         patterns = SummedPatterns(patterns, plan.ranks)
     density = float(patterns.of(0).mean()) if patterns.blocks else 0.0
     windows = windows_for(patterns.blocks, density, block_bytes, plan.shards, messages)
-    layout = Layout(patterns.blocks, 1, plan.shards)
-    return load_of(patterns, hosts * plan.senders, layout, windows)
+    layout, senders = Layout(patterns.blocks, 1, plan.shards), hosts.number * plan.senders
+
+    def load(key: Plan, patterns: Patterns, senders: int) -> Load:
+        if key not in loads:
+            loads[key] = load_of(patterns, senders, layout, windows)
+        return loads[key]
+
+    of_senders = load(plan._replace(dedicated=False, relays=False), patterns, senders)
+    if not plan.relays:
+        return predict(of_senders, block_bytes, hosts, plan, messages=messages, costs=costs)
+    of_racks = load(plan, SummedPatterns(patterns, senders // hosts.racks), hosts.racks)
+    return predict_tree(of_senders, of_racks, block_bytes, hosts, plan, messages=messages, costs=costs or Costs())
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Of those that are nearly as fast as the fastest: without hosts of their own, with few shards, by host."""
+    """Of those that are nearly as fast as the fastest: without hosts of their own, or relays, with few shards, by
+    host."""
     limit = AS_GOOD * min(each.prediction.seconds for each in candidates)
     good = [each for each in candidates if each.prediction.seconds <= limit]
-    return min(good, key=lambda each: (each.plan.dedicated, each.plan.shards, not each.plan.by_host))
+    return min(good, key=lambda each: (each.plan.dedicated, each.plan.relays, each.plan.shards, not each.plan.by_host))
 
 
 def as_toml(plan: Plan, hosts: int, block_size: int) -> str:
@@ -106,10 +128,18 @@ def as_toml(plan: Plan, hosts: int, block_size: int) -> str:
     names = [f'"{kind}{at % count + 1}:{7400 + at // count}"' for at in range(plan.shards)]
     rows = [", ".join(names[at : at + IN_A_ROW]) for at in range(0, len(names), IN_A_ROW)]
     listed = rows[0] if len(rows) == 1 else "".join(f"\n  {row}," for row in rows) + "\n"
-    lines = [
-        f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {-(-plan.shards // count)}",
-        *("[cluster]", f"aggregators = [{listed}]", "", "[protocol]", f"block_size = {block_size}"),
-    ]
+    shards = -(-plan.shards // count)
+    lines = [f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {shards}"]
+    if plan.relays:
+        own = ", ".join(f'"relay:{7400 + at}"' for at in range(plan.shards))
+        lines = [
+            f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {shards}",
+            *(f"#   {each}" for each in rows),
+            f"# on a host of each rack: omnireduce aggregator --listen 0.0.0.0:7400 --shards {plan.shards}",
+            "#   with aggregator.upstream = the list above; its ranks name it as follows",
+        ]
+        listed = own
+    lines += ["[cluster]", f"aggregators = [{listed}]", "", "[protocol]", f"block_size = {block_size}"]
     if plan.ranks > 1:
         lines += ["", "[transport]", f'host_exchange = "{"auto" if plan.by_host else "off"}"']
     return "\n".join(lines) + "\n"

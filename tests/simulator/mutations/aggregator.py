@@ -78,7 +78,7 @@ MUTATIONS = (
         "shard takes its own pause for a wait",
         "omnireduce.protocol.quiet",
         "a rank is blamed because the shard stood still before it read its message",
-        "        if late_s < self._after_s:\n",
+        "        if late_s < self.after_s:\n",
         "        if late_s < 1e9:\n",
         test="tests/protocol/test_failure_modes.py::test_a_shard_that_stood_still_is_named_though_it_moves_on",
     ),
