@@ -60,6 +60,7 @@ bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw
 	@status=0; \
 	$(BIN)/python -m benchmarks run $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
+	$(BIN)/python -m benchmarks relays --optional $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks training --optional $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks plot || status=1; \
 	exit $$status
@@ -68,6 +69,7 @@ bench-quick: $(READY) ## measure what has a target: on this host and, as root, o
 	@status=0; \
 	$(BIN)/python -m benchmarks run --quick $(ARGS) || status=1; \
 	$(BIN)/python -m benchmarks shaped --optional $(ARGS) || status=1; \
+	$(BIN)/python -m benchmarks relays --optional $(ARGS) || status=1; \
 	exit $$status
 
 rdma: $(READY) ## install pyverbs into .venv and say which RDMA devices there are

@@ -21,6 +21,8 @@ _TRAFFIC: tuple[tuple[str, str, Callable[[Traffic], int]], ...] = (
     ("rank_blocks", "Blocks of reduced tensors, times ranks", lambda each: each.rank_blocks),
     ("own_blocks", "Non-zero blocks from workers", lambda each: each.own_blocks),
     ("union_blocks", "Non-zero blocks of results", lambda each: each.union_blocks),
+    ("up_received_bytes", "Bytes from the upstream of a relay", lambda each: each.up_received_bytes),
+    ("up_sent_bytes", "Bytes to the upstream of a relay", lambda each: each.up_sent_bytes),
 )
 
 
@@ -93,6 +95,7 @@ def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     yield gauge("result_slots", "Result slots", lambda job: job.results)
     yield gauge("result_slots_in_use", "Result slots being filled or read", lambda job: job.results_in_use)
     yield from _waits(running)
+    yield from _levels(running)
     missing = GaugeMetricFamily("omnireduce_job_missing_ranks", "Ranks still to join", labels=_JOB)
     samples = ((_of_job(shard, job), job.world_size - job.joined) for shard, job in jobs if not job.generation)
     yield _filled(missing, samples)
@@ -114,6 +117,23 @@ def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
             late.add_metric([*_of_job(shard, job), str(each.rank)], each.seconds)
     yield waiting
     yield late
+
+
+def _levels(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
+    """What is above a shard in a job, and next below it."""
+    above = GaugeMetricFamily(
+        "omnireduce_job_upstream", "1 for the aggregator above a relay", labels=[*_JOB, "upstream"]
+    )
+    below = GaugeMetricFamily(
+        "omnireduce_job_relay_ranks", "Ranks that come through this relay, next below", labels=[*_JOB, "relay"]
+    )
+    for shard, job in jobs:
+        if job.upstream:
+            above.add_metric([*_of_job(shard, job), job.upstream], 1.0)
+        for each in job.relays:
+            below.add_metric([*_of_job(shard, job), each.address], each.ranks)
+    yield above
+    yield below
 
 
 def _filled(

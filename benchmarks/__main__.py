@@ -27,7 +27,7 @@ from benchmarks.all_reduce import measure_all_reduce
 from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
 from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
-from benchmarks.contest import PEERS, labels
+from benchmarks.contest import OURS, PEERS, labels
 from benchmarks.dispatch import measure_dispatch
 from benchmarks.environments import Tree
 from benchmarks.group import PeerError
@@ -131,10 +131,10 @@ def shaped(
 def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results: Path) -> None:
     """Measure two racks of two hosts with relays and without (network namespaces; needs root), and write relays.json
     and summary.json."""
-    expected = {case: {relays_between.FLAT, relays_between.RELAYS} for case in relays_between.cases(rate, rounds)}
+    expected = {case: set(relays_between.ENTRANTS) for case in relays_between.cases(rate, rounds)}
     found, left = _opened(results, "relays.json", expected, resume, rounds=rounds)
     try:
-        _measure(found, left, relays_between.run_relays(rate, left))
+        _measure(found, left, relays_between.run_relays(rate, left), relays_between.ENTRANTS)
     except TestbedError as error:
         _not_measured(error, optional)
     except PeerError as error:
@@ -253,15 +253,17 @@ def _opened(
     return found, left
 
 
-def _measure(found: Results, cases: Sequence[AnyCase], outcomes: Iterable[Outcome]) -> None:
-    """Take the outcomes of the cases as they come; end the program if one is missing or wrong."""
+def _measure(
+    found: Results, cases: Sequence[AnyCase], outcomes: Iterable[Outcome], entrants: Sequence[str] = (OURS,)
+) -> None:
+    """Take the outcomes of the cases as they come; end the program if one of these entrants is missing, or wrong."""
     console, started = Console(width=140, markup=False), time.monotonic()
     for each in outcomes:
         found.add(each)
         show_case(console, each)
     show_verdicts(console, found.verdicts)
     console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {found.folder}")
-    missing = [case.name for case in cases if not found.has(case)]
+    missing = [case.name for case in cases if not found.has(case, entrants)]
     if missing:
         raise click.ClickException(f"not measured: {'; '.join(missing)}. Try again with --resume")
     if found.wrong:

@@ -69,6 +69,13 @@ class Late(msgspec.Struct, frozen=True):
     seconds: _Seconds
 
 
+class Below(msgspec.Struct, frozen=True):
+    """A relay through which `ranks` ranks of a job come."""
+
+    address: str
+    ranks: _Count
+
+
 JobKey = tuple[str, int, str]  # name, generation and launch: jobs of several launches may gather under one name
 FIRST_KEY: JobKey = ("", 0, "")
 
@@ -79,7 +86,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `slots_in_use`: receive slots with a message that is still needed. `results_in_use`: result slots that are being
     filled, or that a rank has not read yet. `late` names the ranks that were waited for most, longest first. On a relay
-    `upstream` is the aggregator of which it is part, and only members that come through it count as joined.
+    `upstream` is the aggregator of which it is part, and only members that come through it count as joined. `relays`:
+    those next below this shard, at most LISTED.
     """
 
     name: str
@@ -99,6 +107,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: Stragglers | None = None
     late: list[Late] = []
     upstream: str = ""
+    relays: list[Below] = []
 
     @property
     def key(self) -> JobKey:

@@ -86,6 +86,7 @@ def waits_for(wait: Stragglers | None) -> str:
     if wait is None:
         return ""
     who = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
+    who = who if wait.total else "an aggregator"
     return f"{who} {duration(wait.seconds)}"
 
 
@@ -96,10 +97,21 @@ def _notes(job: JobSummary) -> list[Text]:
         missing = ", ".join(map(str, job.missing))
         missing += " …" if job.world_size - job.joined > len(job.missing) else ""
         return [Text(f"{name}: rank {missing} must still join", style="yellow")]
+    levels = [Text(f"{name}: {levels_of(job)}")] if job.upstream or job.relays else []
     if wait is None:
-        return []
+        return levels
     text = f"{name}: {shown(wait.what)} waits for {shown(wait.who)} since {duration(wait.seconds)}"
-    return [Text(text, style="bold yellow")]
+    return [*levels, Text(text, style="bold yellow")]
+
+
+def levels_of(job: JobSummary) -> str:
+    """What is above and below this aggregator in a job with relays."""
+    up, down = (short_count(each) for each in (job.traffic.up_sent_bytes, job.traffic.up_received_bytes))
+    parts = [f"relay of aggregator {shown(job.upstream)}, {up} up and {down} down"] if job.upstream else []
+    below = [f"{shown(each.address)} ({each.ranks} {'rank' if each.ranks == 1 else 'ranks'})" for each in job.relays]
+    if below:
+        parts.append(f"relays below: {', '.join(below)}")
+    return "; ".join(parts)
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from omnireduce.status import JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic
 
 SHORTEST_WAIT_S = 0.1  # each look meets some collective under way: a shorter wait is normal
 
@@ -17,7 +17,8 @@ class JobSummary(NamedTuple):
     """A job on all shards that have answered.
 
     `gathers`: it still waits for ranks, of which `missing` names some; then nothing is said of what it does. `late`:
-    the rank that was waited for most, all in all. `wait`: whom a collective waits for now, and long.
+    the rank that was waited for most, all in all. `wait`: whom a collective waits for now, and long. `upstream`: of the
+    first shard of a relay; `relays`: those below the first shard.
     """
 
     name: str
@@ -33,6 +34,8 @@ class JobSummary(NamedTuple):
     slots: int
     late: Late | None
     wait: Stragglers | None
+    upstream: str
+    relays: Sequence[Below]
 
     @property
     def key(self) -> tuple[str, str, bool]:
@@ -72,4 +75,6 @@ def _summed(shards: Sequence[JobStatus]) -> JobSummary:
         slots=sum(each.slots for each in shards),
         late=max(late, key=lambda each: each.seconds, default=None),
         wait=max(waits, key=lambda each: each.seconds, default=None),
+        upstream=first.upstream,
+        relays=first.relays,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -26,7 +27,7 @@ from omnireduce.protocol.welcomes import members_of, placed, welcomes_of
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces
-from omnireduce.status import LISTED, JobKey, JobStatus, Stragglers, Traffic
+from omnireduce.status import LISTED, Below, JobKey, JobStatus, Stragglers, Traffic
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
@@ -116,6 +117,8 @@ class Job:
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._above = clock(), hellos[0], above
+        relays = Counter(hello.relay for hello in hellos if hello.relay)
+        self._relays = [Below(*each) for each in list(relays.items())[:LISTED]]
         if above is None:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
         else:
@@ -286,6 +289,7 @@ class Job:
             waiting=wait and Stragglers(wait.what, wait.ranks[:LISTED], wait.total, wait.who, wait.seconds),
             late=machine.account.late[:LISTED],
             upstream="" if self._above is None else self._above.address,
+            relays=self._relays,
         )
 
     def __str__(self) -> str:
