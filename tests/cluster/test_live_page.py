@@ -17,7 +17,7 @@ from aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
 from omnireduce import Communicator
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
 from omnireduce.errors import TransportError
-from omnireduce.status import JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
 
@@ -198,3 +198,16 @@ def test_the_page_allows_nothing_but_its_own_parts(watched: Daemon) -> None:
         assert "unsafe" not in policy
         assert not re.search(r"https?://", text), path  # nothing from elsewhere
         assert "style=" not in text
+
+
+def test_levels_are_a_tree() -> None:
+    traffic = Traffic(up_sent_bytes=5_000_000, up_received_bytes=7_000_000)
+    relay = JobStatus(
+        name="train", generation=1, world_size=8, joined=4, age_s=9.0, traffic=traffic,
+        upstream="top:1", relays=[Below("low:1", 1), Below("low:2", 2)],
+    )  # fmt: skip
+    page = shown({"a:1": answer(relay)})
+    words = " ".join(page.text.split())
+    assert "train: levels aggregator top:1, 5M up, 7M down this aggregator, 4 ranks relay low:1, ranks: 1" in words
+    assert len(page.of("ul")) == 3
+    assert not shown({"a:1": answer(job())}).of("ul")

@@ -19,10 +19,11 @@ from local_cluster import WAIT_S, Daemon, Worker, configured, eventually, run_jo
 from oracle import reduce_by_tree
 from transports import WAYS, over
 
+from aggregator.metrics import ShardCollector
 from omnireduce import AbortedError, Communicator, OmniReduceError, RefusedError
 from omnireduce.config import Config
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.status import JobStatus
+from omnireduce.status import Below, JobStatus, Status, Traffic
 
 SOLO = over("tcp")
 
@@ -159,6 +160,23 @@ def test_a_relay_sends_the_union_once() -> None:
     assert x.nbytes <= relay.traffic.up_sent_bytes < 1.05 * x.nbytes
     assert x.nbytes <= relay.traffic.up_received_bytes < 1.05 * x.nbytes
     assert 2 * x.nbytes <= top.traffic.received_bytes < 2.1 * x.nbytes
+    assert [(each.address, each.ranks) for each in top.relays] == [(left.addresses[0], 2), (right.addresses[0], 2)]
+
+
+def test_metrics_show_the_levels() -> None:
+    job = JobStatus(
+        name="a", generation=1, world_size=8, joined=4, age_s=1.0,
+        traffic=Traffic(up_sent_bytes=3, up_received_bytes=4), upstream="top:1", relays=[Below("low:1", 2)],
+    )  # fmt: skip
+    status = Status(
+        shard="s", pid=1, version="1", uptime_s=1.0, connections=1, running=1, gathering=0, traffic=job.traffic,
+        jobs_started=1, jobs_ended=0, aborts={}, refused=0, jobs=[job],
+    )  # fmt: skip
+    samples = [sample for metric in ShardCollector(lambda: {"s": status}).collect() for sample in metric.samples]
+    found = {(each.name, each.labels.get("upstream", each.labels.get("relay"))): each.value for each in samples}
+    assert found["omnireduce_job_upstream", "top:1"] == 1
+    assert found["omnireduce_job_relay_ranks", "low:1"] == 2
+    assert found["omnireduce_job_up_sent_bytes_total", None] == found["omnireduce_up_sent_bytes_total", None] == 3
 
 
 @contextlib.contextmanager

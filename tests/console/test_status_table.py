@@ -10,7 +10,7 @@ from rich.console import Console
 from omnireduce.console.status_table import View, duration
 from omnireduce.errors import TransportError
 from omnireduce.protocol.effects import ABORT_KINDS
-from omnireduce.status import JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic
 
 
 def answer(*jobs: JobStatus, **changes: Any) -> Status:
@@ -155,3 +155,20 @@ def test_a_name_longer_than_the_terminal_goes_on_below(width: int) -> None:
 )
 def test_durations(seconds: float, expected: str) -> None:
     assert duration(seconds) == expected
+
+
+def test_the_levels_of_a_job_with_relays_stand_below() -> None:
+    traffic = Traffic(up_sent_bytes=5_000_000, up_received_bytes=7_000_000)
+    relay = job(traffic=traffic, upstream="top:1", relays=[Below("low:1", 1), Below("low:2", 2)])
+    lines = [" ".join(line) for line in text(View(), {"a:1": answer(relay)})]
+    assert (
+        lines[-1]
+        == "train: relay of aggregator top:1, 5M up and 7M down; relays below: low:1 (1 rank), low:2 (2 ranks)"
+    )
+
+
+def test_a_relay_that_waits_for_its_upstream_waits_for_no_rank() -> None:
+    wait = Stragglers("collective 3", [], 0, "aggregator top:1", 5.0)
+    lines = [" ".join(line) for line in text(View(), {"a:1": answer(job(waiting=wait, upstream="top:1"))})]
+    assert lines[3].endswith("an aggregator 5.0 s")
+    assert lines[-1] == "train: collective 3 waits for aggregator top:1 since 5.0 s"

@@ -36,9 +36,8 @@ def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str,
     help="Which to run; may be given again.",
 )
 @click.option("--hosts", default=0, metavar="COUNT", help="Also run so many in which ranks share a host.")
-@click.option(
-    "--new", default=0, metavar="COUNT", help="Also run so many seeds that nobody ran, half of them of hosts."
-)
+@click.option("--relays", default=0, metavar="COUNT", help="Also run so many in which there are relays.")
+@click.option("--new", default=0, metavar="COUNT", help="Also run so many seeds that nobody ran, of all sorts.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default="cores", metavar="COUNT", help="Processes.")
 @click.option("--replay", type=int, metavar="SEED", help="Run one seed and show its plan and its last events.")
 @click.option("--fault", default="", metavar="KIND", help="No faults but this one, at every event of each seed's run.")
@@ -48,8 +47,8 @@ def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str,
 @click.option("--mutation", default="", metavar="NAME", help="Put this bug into the product first.")
 @click.option("--mutations", is_flag=True, help="Show that the simulator catches every deliberate bug.")
 def main(
-    seeds: list[range], hosts: int, new: int, jobs: int, replay: int | None, fault: str, event: int, failures: int,
-    verbose: bool, mutation: str, mutations: bool,
+    seeds: list[range], hosts: int, relays: int, new: int, jobs: int, replay: int | None, fault: str, event: int,
+    failures: int, verbose: bool, mutation: str, mutations: bool,
 ) -> None:  # fmt: skip
     """Run simulated clusters in virtual time; exit status 1 when one goes wrong."""
     if mutations:
@@ -57,7 +56,7 @@ def main(
     if mutation:
         mutate.install(_known(mutation))
     from . import campaign
-    from .draw import FIRST_OF_HOSTS, FIRST_OF_SEVERAL
+    from .draw import FIRST_OF_HOSTS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL
     from .faults import FROM_THE_START
     from .plan import KINDS
 
@@ -68,8 +67,10 @@ def main(
         sys.exit(0 if campaign.replay(campaign.Task(replay, fault, event), click.echo) else 1)
     firsts = FIRST_OF_HOSTS, FIRST_OF_SEVERAL
     of_hosts = [first + number for number in range(hosts // 2) for first in firsts]
-    fresh = [_new_seeds(count, first) for count, first in ((new - new // 2, 0), *((new // 4, each) for each in firsts))]
-    numbers = [*itertools.chain(*seeds, of_hosts, *fresh)]
+    of_relays = range(FIRST_OF_RELAYS, FIRST_OF_RELAYS + relays)
+    quarters = ((new // 4, each) for each in (*firsts, FIRST_OF_RELAYS))
+    fresh = [_new_seeds(count, first) for count, first in ((new - 3 * (new // 4), 0), *quarters)]
+    numbers = [*itertools.chain(*seeds, of_hosts, of_relays, *fresh)]
     total, more = campaign.Campaign(), f" --mutation {shlex.quote(mutation)}" if mutation else ""
     stopped = _stopped_by_ctrl_c()
     for outcome in campaign.run_all((campaign.Task(seed, fault, event) for seed in numbers), jobs):

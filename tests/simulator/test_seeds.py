@@ -14,7 +14,7 @@ import pytest
 
 from .campaign import Task, report, run_all
 from .cluster import Cluster
-from .draw import FIRST_OF_HOSTS, FIRST_OF_SEVERAL, draw_plan, fault_at
+from .draw import FIRST_OF_HOSTS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL, draw_plan, fault_at
 from .faults import FROM_THE_START
 from .plan import KINDS
 
@@ -82,6 +82,11 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_SEVERAL + 618428: "a shard that had started again gave the number of an earlier generation",
     FIRST_OF_SEVERAL + 943980: "a rank slept while another one said that all moves on, and was told so when it woke",
     FIRST_OF_SEVERAL + 543337573: "a rank had left an ended job, and another one's report made it stay",
+    FIRST_OF_RELAYS + 14: "a relay below a relay told too late whom it waits for",
+    FIRST_OF_RELAYS + 140: "a relay's report took back what its first member had reported",
+    FIRST_OF_RELAYS + 1383: "a rank that read no results behind a relay was not named",
+    FIRST_OF_RELAYS + 10372: "a relay turned and turned for a rank that had left, and then broke a rule",
+    FIRST_OF_RELAYS + 21057: "a relay named its upstream, which spoke a moment later",
 }
 SAME = 12  # seeds that are run in two processes
 DIGESTS = f"""
@@ -108,6 +113,11 @@ def test_never_wrong_and_never_stuck(chunk: int) -> None:
 @pytest.mark.parametrize("first", [FIRST_OF_HOSTS, FIRST_OF_SEVERAL])
 def test_ranks_that_share_hosts(first: int, chunk: int) -> None:
     assert_good(range(first + chunk, first + SEEDS // 2, CHUNKS))
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_ranks_behind_relays(chunk: int) -> None:
+    assert_good(range(FIRST_OF_RELAYS + chunk, FIRST_OF_RELAYS + SEEDS, CHUNKS))
 
 
 def test_seeds_that_failed_once() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import aggregator, hosts, joining, kernels, membership, runtime, worker
+from . import aggregator, hosts, joining, kernels, membership, relays, runtime, worker
 from .base import Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Mutation"]
@@ -14,5 +14,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *membership.MUTATIONS,
     *runtime.MUTATIONS,
     *joining.MUTATIONS,
+    *relays.MUTATIONS,
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

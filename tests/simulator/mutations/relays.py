@@ -1,0 +1,144 @@
+"""Bugs of relays, and of the aggregators above them."""
+
+from __future__ import annotations
+
+from .base import Mutation
+
+_OF_RELAYS = 3 * 10**12  # seeds, as `draw` draws them
+_RELAY = "omnireduce.protocol.relay"
+_ADMISSION = "omnireduce.runtime.shard.relaying"
+_HOSTS = "omnireduce.protocol.hosts"
+_SENDERS = "omnireduce.protocol.senders"
+_JOB = "omnireduce.runtime.shard.job"
+_TESTS = "tests/cluster/test_relays.py::"
+
+MUTATIONS = (
+    Mutation(
+        "a relay divides a mean",
+        _RELAY,
+        "a mean is divided on each level",
+        "divisor=1, **options)",
+        "**options)",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "results above relays are marked",
+        _SENDERS,
+        "ranks take a block of theirs for the sum of their relay",
+        "readers is None",
+        "True",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a relay gives credit at the first reader",
+        _RELAY,
+        "a result is overwritten that other members still read",
+        "        elif self._down.release(peer, slot):\n",
+        "        elif self._down.release(peer, slot) or slot in self._down.unread:\n",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a relay announces each of its messages",
+        _RELAY,
+        "the upstream takes a second message for another collective",
+        'self._awaited[-1].sent, self._extra = current.sealed, b""',
+        "self._awaited[-1].sent = current.sealed",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a relay sums everything",
+        _RELAY,
+        "a sum of float16 is rounded on each level, and may be infinite",
+        "not self._descriptor.summed_by_host",
+        "False",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a passed message is given back at once",
+        _RELAY,
+        "a member overwrites what is still on its way up",
+        "            yield Send((self._up + rank,), slot, nbytes)\n",
+        "            yield from (Send((self._up + rank,), slot, nbytes), Return(rank, slot))\n",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a relay keeps a death to itself",
+        _RELAY,
+        "ranks behind other relays hear late, or wrongly, who is gone",
+        "(Tell(self._up + each, Leave(cause)) for each in concerned if each not in self._gone)",
+        "()",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a relay waits for the first reader only",
+        _RELAY,
+        "who does not read its results is not named",
+        "        if not self._down.free:  # members have not read what came last\n",
+        "        if False:\n",
+        first=_OF_RELAYS + 1383,
+    ),
+    Mutation(
+        "a relay does not hear relays below",
+        _RELAY,
+        "the first rank of a relay below is blamed for a rank behind it",
+        "self._behind(rank) or [rank]",
+        "[rank]",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "who has left and breaks a rule is waited for",
+        _RELAY,
+        "a shard turns and turns for a connection that is over",
+        "            yield from self._confirm(peer)\n        else:\n            yield from super().violated",
+        "            pass\n        else:\n            yield from super().violated",
+        first=_OF_RELAYS + 10372,
+    ),
+    Mutation(
+        "a relay begins with whoever is there",
+        _ADMISSION,
+        "a relay sends a sum that lacks a rank",
+        "        if self._welcome[visitor.meeting, welcome.generation] < welcome.relayed:\n            return\n",
+        "",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a host may be behind two relays",
+        _ADMISSION,
+        "a relay waits for the delegate of a host that comes through another one",
+        "(hello.memory + self._name)",
+        "hello.memory",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a welcome is counted for ever",
+        _ADMISSION,
+        "a job begins without a rank that has gone",
+        "            self._welcome[place] -= 1\n",
+        "            pass\n",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a worker that goes keeps its uplink",
+        _ADMISSION,
+        "the upstream counts on a worker that is gone",
+        "            self._hang_up(visitor, cause or",
+        "            (visitor, cause or",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "a relay is told twice",
+        _HOSTS,
+        "every rank of a relay gets results that go to all of its members",
+        "if not member.relay or first.setdefault(member.relay, at) == at]",
+        "]",
+        first=_OF_RELAYS,
+    ),
+    Mutation(
+        "relays may be a circle",
+        _ADMISSION,
+        "a hello goes round until there is no descriptor left",
+        "hello.relays >= MOST_RELAYS",
+        "False",
+        test=_TESTS + "test_wrong_settings_are_explained",
+    ),
+)
