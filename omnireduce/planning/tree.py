@@ -15,7 +15,7 @@ def predict_tree(
 ) -> Prediction:
     """The all-reduce of a tensor with blocks of `block_bytes`. `load`: what each sender has; `of_racks`, cut into the
     same windows: what each rack has together."""
-    return _Tree(load, of_racks, block_bytes, hosts, plan, messages, costs).run()
+    return _Tree(load, of_racks, block_bytes, hosts, plan, messages=messages, costs=costs).run()
 
 
 class _Tree:
@@ -23,7 +23,8 @@ class _Tree:
     one host, and count as one."""
 
     def __init__(
-        self, load: Load, of_racks: Load, block_bytes: int, hosts: Hosts, plan: Plan, messages: Messages, costs: Costs
+        self, load: Load, of_racks: Load, block_bytes: int, hosts: Hosts, plan: Plan,
+        *, messages: Messages, costs: Costs,
     ) -> None:  # fmt: skip
         self._hosts, self._plan, self._messages, self._costs = hosts, plan, messages, costs
         senders = hosts.number * plan.senders

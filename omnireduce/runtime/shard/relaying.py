@@ -273,7 +273,9 @@ class Relaying:
         if isinstance(message, Pending):
             visitor.pending = message
             yield Answer(visitor.key, message)
-        elif isinstance(message, Waiting | Newcomers):
+        elif isinstance(message, Waiting):
+            yield Answer(visitor.key, message.heard_from(visitor.address))
+        elif isinstance(message, Newcomers):
             yield Answer(visitor.key, message)
         elif isinstance(message, Refused | Aborted):
             self.gone(visitor.key, self._clock())

@@ -1,0 +1,288 @@
+"""Admission on a relay, between made-up workers and a made-up upstream: no job begins without all, nothing is kept."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect
+from omnireduce.protocol.limits import Limits
+from omnireduce.runtime.shard.relaying import MOST_RELAYS, RETRY_S, Connected, Relaying, Upstream
+from omnireduce.secret import NONCE_BYTES, Secret
+from omnireduce.transport.base import Event, Lost
+from omnireduce.transport.inproc import InprocLink, pair
+from omnireduce.wire.control import (
+    PROTOCOL_VERSION,
+    Aborted,
+    Cause,
+    Challenge,
+    ControlMessage,
+    Greeting,
+    Hello,
+    Leave,
+    Pending,
+    Proof,
+    Refused,
+    Waiting,
+    Welcome,
+    decode_control,
+    encode_control,
+)
+
+UP, NAME = "top:7400", "relay:7400"
+LIMITS = Limits(max_jobs=2, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
+
+
+def hello(rank: int, **changes: Any) -> Hello:
+    found = Hello(
+        PROTOCOL_VERSION, "job", rank, 4, shard=0, shards=1, slots=2, slot_bytes=65536, host="h", pid=rank + 100,
+        stripe_blocks=64,
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+class Bench:
+    """A relay whose connections are made when the test says so. `answers`: what its workers were told."""
+
+    def __init__(self, secret: Secret | None = None, limits: Limits = LIMITS) -> None:
+        self.now, self.calls, self.effects = 0.0, list[Connected](), list[MembershipEffect]()
+        self.watched: dict[Any, Any] = {}
+        self.relaying = Relaying(
+            NAME, limits, Upstream([UP], lambda address, timeout_s, done: self.calls.append(done)),
+            selector=self, clock=lambda: self.now, answer=self._take, secret_of=lambda team: secret,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def register(self, link: Any, events: int, call: Any) -> None:
+        assert (events, link in self.watched) == (selectors.EVENT_READ, False)
+        self.watched[link] = call
+
+    def unregister(self, link: Any) -> None:
+        del self.watched[link]
+
+    def _take(self, effects: Iterable[MembershipEffect]) -> None:
+        self.effects += effects
+
+    def come(self, rank: int, **changes: Any) -> None:
+        self._take(self.relaying.hello(f"worker {rank}", hello(rank, **changes), self.now))
+
+    def connect(self) -> InprocLink:
+        """Make the connection that was asked for first; return the upstream's end."""
+        ours, theirs = pair(UP, NAME)
+        self.calls.pop(0)(ours)
+        return theirs
+
+    def say(self, link: InprocLink, *messages: ControlMessage) -> None:
+        """Let the upstream say this, all at once, and the relay hear it."""
+        for message in messages:
+            link.send_control(encode_control(message))
+        self.hear(link)
+
+    def hear(self, link: InprocLink) -> None:
+        link.flush()
+        next((call for each, call in self.watched.items() if each.peer == UP and each.other is link), lambda: None)()
+
+    def told(self, rank: int) -> list[ControlMessage]:
+        return [each.message for each in self.effects if isinstance(each, Answer) and each.key == f"worker {rank}"]
+
+    @property
+    def admitted(self) -> list[Admit]:
+        return [each for each in self.effects if isinstance(each, Admit)]
+
+    def is_empty(self) -> bool:
+        relaying = self.relaying
+        return not (self.watched or relaying._visitors or relaying._gathering or relaying._welcome)
+
+
+def heard(link: InprocLink) -> list[ControlMessage | Event]:
+    """What the upstream's end of an uplink has got."""
+    return [event if isinstance(event, Lost) else decode_control(event.body) for event in link.poll()]  # type: ignore[union-attr]
+
+
+def welcome(rank: int, relayed: int = 2, **changes: Any) -> Welcome:
+    return replace(Welcome(7, relayed=relayed), **changes)
+
+
+def two() -> tuple[Bench, InprocLink, InprocLink]:
+    bench = Bench()
+    bench.come(3)
+    bench.come(1)
+    return bench, bench.connect(), bench.connect()
+
+
+def test_a_hello_goes_up_with_the_name_of_the_relay() -> None:
+    bench = Bench()
+    bench.come(2, memory="0" * 32, team="t", relays=1, relay="below:1")
+    (said,) = heard(bench.connect())
+    assert isinstance(said, Hello)
+    assert (said.relay, said.relays, said.rank, said.team, said.verbs) == (NAME, 2, 2, "", None)
+    assert said.memory not in ("", "0" * 32)  # ranks behind another relay say something else
+
+
+def test_a_job_begins_when_all_behind_the_relay_are_welcome() -> None:
+    bench, third, first = two()
+    bench.say(third, Pending([0], 1), welcome(3))
+    assert bench.admitted == []
+    assert bench.told(3) == [Pending([0], 1)]
+    bench.say(first, welcome(1))
+    (admit,) = bench.admitted
+    assert [each.rank for each in admit.hellos] == [1, 3]
+    assert admit.keys == ["worker 1", "worker 3"]
+    assert admit.relayed is not None
+    assert [each.generation for each in admit.relayed.welcomes] == [7, 7]
+    assert bench.is_empty()
+
+
+def test_welcomes_of_two_generations_begin_nothing() -> None:
+    bench, third, first = two()
+    bench.say(third, welcome(3))
+    bench.say(first, welcome(1, generation=8))
+    assert bench.admitted == []
+
+
+def test_who_goes_does_not_count_any_more() -> None:
+    """Its uplink says why it goes, and closes."""
+    bench, third, first = two()
+    bench.say(third, welcome(3))
+    heard(third)
+    bench.relaying.gone("worker 3", 0.0, Cause("rank 3", "has had enough"))
+    bench.say(first, welcome(1))
+    assert bench.admitted == []
+    leave, lost = heard(third)
+    assert leave == Leave(Cause("rank 3", "has had enough"))
+    assert isinstance(lost, Lost)
+    bench.relaying.gone("worker 1", 0.0)
+    assert bench.is_empty()
+
+
+def test_what_comes_behind_the_welcome_counts() -> None:
+    bench, third, first = two()
+    bench.say(first, welcome(1))
+    cause = Cause("rank 0", "is gone")
+    bench.say(third, welcome(3), Waiting("a sum", "the aggregator", 1.0), Aborted(cause))
+    assert bench.admitted == []
+    assert bench.told(3) == [Waiting("a sum", f"aggregator {UP}", 1.0), Aborted(cause)]
+
+
+def test_an_upstream_that_is_not_up_yet_is_tried_again() -> None:
+    bench = Bench()
+    bench.come(0)
+    for number in range(3):
+        bench.calls.pop(0)("Connection refused")
+        assert bench.relaying.deadline == bench.now + RETRY_S
+        assert list(bench.relaying.expire(bench.now)) == []
+        bench.now += RETRY_S
+        assert list(bench.relaying.expire(bench.now)) == []
+        assert len(bench.calls) == 1, number
+    bench.calls.pop(0)("Connection refused")
+    bench.now = LIMITS.join_timeout_s
+    (answer,) = bench.relaying.expire(bench.now)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.message, Refused)
+    assert answer.message.temporary
+    assert "could not be reached: Connection refused" in answer.message.reason
+    assert bench.is_empty()
+
+
+def test_a_connection_for_a_worker_that_has_gone_is_closed() -> None:
+    bench = Bench()
+    bench.come(0)
+    bench.relaying.gone("worker 0", 0.0)
+    (lost,) = heard(bench.connect())
+    assert isinstance(lost, Lost)
+    assert bench.is_empty()
+
+
+def test_secrets_are_proved_before_the_hello() -> None:
+    secret = Secret(b"a secret of sixteen bytes")
+    bench = Bench(secret)
+    bench.come(0)
+    link = bench.connect()
+    (greeting,) = heard(link)
+    assert isinstance(greeting, Greeting)
+    bench.say(link, Challenge(b"n" * NONCE_BYTES))
+    (proof,) = heard(link)
+    assert isinstance(proof, Proof)
+    bench.say(link, Proof(secret.proof("aggregator", greeting.nonce, b"n" * NONCE_BYTES)))
+    (said,) = heard(link)
+    assert isinstance(said, Hello)
+
+
+def test_a_connection_that_is_lost_before_the_hello_is_made_again() -> None:
+    bench = Bench(Secret(b"a secret of sixteen bytes"))
+    bench.come(0)
+    link = bench.connect()
+    link.close()
+    bench.hear(link)
+    assert bench.told(0) == []
+    bench.now = RETRY_S
+    assert list(bench.relaying.expire(bench.now)) == []
+    assert len(bench.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([Welcome(7)], "does not know that this is a relay"),
+        ([Welcome(7, relayed=2), Welcome(7, relayed=2)], "answered the hello with Welcome"),
+        ([Leave()], "answered the hello with Leave"),
+    ],
+)
+def test_an_upstream_that_makes_no_sense_is_named(messages: list[ControlMessage], expected: str) -> None:
+    bench = Bench()
+    bench.come(0)
+    bench.say(bench.connect(), *messages)
+    (refused,) = bench.told(0)
+    assert isinstance(refused, Refused)
+    assert f"aggregator {UP}, the upstream of relay {NAME}," in refused.reason
+    assert expected in refused.reason
+    assert bench.is_empty()
+
+
+def test_ranks_that_are_told_different_things_are_refused() -> None:
+    bench, third, first = two()
+    bench.say(third, welcome(3, whole_bytes=8))
+    bench.say(first, welcome(1))
+    assert all("told the ranks of one job different things" in bench.told(rank)[-1].reason for rank in (1, 3))  # type: ignore[union-attr]
+    assert bench.is_empty()
+
+
+def test_a_circle_of_relays_has_an_end() -> None:
+    bench = Bench()
+    bench.come(0, relays=MOST_RELAYS, relay="other:1")
+    (refused,) = bench.told(0)
+    assert isinstance(refused, Refused)
+    assert "circle" in refused.reason
+    assert bench.calls == []
+
+
+def test_limits_count_jobs_that_gather_and_that_run() -> None:
+    bench = Bench()
+    bench.come(0, job="one", world_size=1)
+    bench.say(bench.connect(), welcome(0, relayed=1))
+    bench.come(1, job="two")
+    bench.come(2, job="two")
+    bench.come(3, job="three")
+    (refused,) = bench.told(3)
+    assert isinstance(refused, Refused)
+    assert "aggregator.max_jobs" in refused.reason
+    bench.relaying.finished(bench.admitted[0].generation, 0.0)
+    bench.relaying.released(bench.admitted[0].generation)
+    bench.come(4, job="three", world_size=5)
+    assert bench.told(4) == []
+
+
+def test_a_relay_that_drains_admits_nobody() -> None:
+    bench, third, first = two()
+    bench.effects += bench.relaying.drain()
+    bench.come(5, world_size=9)
+    for rank in (1, 3, 5):
+        (refused,) = bench.told(rank)
+        assert isinstance(refused, Refused)
+        assert "shutting down" in refused.reason
+    assert isinstance(heard(third)[-1], Lost)
+    assert isinstance(heard(first)[-1], Lost)
+    assert bench.is_empty()
