@@ -25,8 +25,8 @@ THROUGH = " through relay "
 
 
 def member_name(hello: Hello) -> str:
-    """How errors call the worker that sent this hello, and the relay through which it came."""
-    through = f"{THROUGH}{shown(hello.relay)}" if hello.relay else ""
+    """How errors call the worker that sent this hello, and the relays through which it came."""
+    through = THROUGH + shown(", ".join(hello.relays)) if hello.relays else ""
     return worker_name(hello.rank, hello.host, hello.pid) + through
 
 

@@ -16,6 +16,7 @@ PROTOCOL_VERSION = 15
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 RELAY_CHARACTERS = 255  # of the address of a relay
+MOST_RELAYS = 8  # through which a worker may come: more are most likely a circle
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -31,6 +32,7 @@ _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_
 _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
 _Relay = Annotated[str, msgspec.Meta(max_length=RELAY_CHARACTERS)]
+_Relays = Annotated[tuple[_Relay, ...], msgspec.Meta(max_length=MOST_RELAYS)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 TEXT_CHARACTERS = 4096
@@ -117,8 +119,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
     team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
     memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
-    relay: _Relay = ""  # the relay that passes this on, if one does: it sends the sums of all who come through it
-    relays: _U16 = 0  # how many relays have passed this on
+    relays: _Relays = ()  # the addresses of those that have passed this on, the last one first
+
+    @property
+    def relay(self) -> str:
+        """The relay that sends one sum for all who come through it; empty where there is none."""
+        return self.relays[0] if self.relays else ""
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):

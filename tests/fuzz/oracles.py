@@ -117,8 +117,8 @@ def hello_is_proper(hello: Hello) -> bool:
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255
         and hello.host.isprintable()
-        and len(hello.relay) <= 255
-        and hello.relay.isprintable()
+        and len(hello.relays) <= 8
+        and all(0 < len(relay) <= 255 and relay.isprintable() for relay in hello.relays)
         and 1 <= hello.world_size <= MAX_RANKS
         and hello.rank >= 0
         and (hello.rank < hello.world_size or hello.smallest > 0)

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime.shard.relaying import MOST_RELAYS, RETRY_S, Connected, Relaying, Upstream
+from omnireduce.runtime.shard.relaying import RETRY_S, Connected, Relaying, Upstream
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Event, Lost
 from omnireduce.transport.inproc import InprocLink, pair
 from omnireduce.wire.control import (
+    MOST_RELAYS,
     PROTOCOL_VERSION,
     Aborted,
     Cause,
@@ -115,10 +116,10 @@ def two() -> tuple[Bench, InprocLink, InprocLink]:
 
 def test_a_hello_goes_up_with_the_name_of_the_relay() -> None:
     bench = Bench()
-    bench.come(2, memory="0" * 32, team="t", relays=1, relay="below:1")
+    bench.come(2, memory="0" * 32, team="t", relays=("below:1",))
     (said,) = heard(bench.connect())
     assert isinstance(said, Hello)
-    assert (said.relay, said.relays, said.rank, said.team, said.verbs) == (NAME, 2, 2, "", None)
+    assert (said.relays, said.rank, said.team, said.verbs) == ((NAME, "below:1"), 2, "", None)
     assert said.memory not in ("", "0" * 32)  # ranks behind another relay say something else
 
 
@@ -252,7 +253,7 @@ def test_ranks_that_are_told_different_things_are_refused() -> None:
 
 def test_a_circle_of_relays_has_an_end() -> None:
     bench = Bench()
-    bench.come(0, relays=MOST_RELAYS, relay="other:1")
+    bench.come(0, relays=("other:1",) * MOST_RELAYS)
     (refused,) = bench.told(0)
     assert isinstance(refused, Refused)
     assert "circle" in refused.reason

@@ -31,6 +31,7 @@ from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
 from omnireduce.transport.base import Control, Link, Lost
 from omnireduce.wire.control import (
+    MOST_RELAYS,
     Aborted,
     Cause,
     ControlMessage,
@@ -46,7 +47,6 @@ from omnireduce.wire.control import (
     other_version,
 )
 
-MOST_RELAYS = 8  # through which a worker may come: more are most likely a circle
 RETRY_S = 0.2  # between attempts to reach an upstream that is not up yet
 
 Connected = Callable[[Link | str], None]  # gets the link, or why there is none
@@ -125,7 +125,7 @@ class Relaying:
                 f"cluster.aggregators has {hello.shards} addresses, and aggregator.upstream of this relay has {above}: "
                 "expected as many, in the same order"
             )
-        if not wrong and hello.relays >= MOST_RELAYS:
+        if not wrong and len(hello.relays) >= MOST_RELAYS:
             wrong = f"more than {MOST_RELAYS} relays one above the other: does aggregator.upstream lead in a circle?"
         if wrong:
             return wrong, False
@@ -227,7 +227,7 @@ class Relaying:
         hello = visitor.hello
         # a host sends one sum, so ranks that come through different relays must not count as one host
         memory = hello.memory and hashlib.blake2b((hello.memory + self._name).encode(), digest_size=16).hexdigest()
-        own = replace(hello, verbs=None, team="", memory=memory, relay=self._name, relays=hello.relays + 1)
+        own = replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays))
         visitor.link.send_control(encode_control(own))
 
     def _hear(self, visitor: _Visitor) -> None:
