@@ -11,6 +11,7 @@ _HOSTS = "omnireduce.protocol.hosts"
 _SENDERS = "omnireduce.protocol.senders"
 _JOB = "omnireduce.runtime.shard.job"
 _TESTS = "tests/runtime/test_relaying.py::"
+_MACHINE_TESTS = "tests/protocol/test_relay.py::"
 
 MUTATIONS = (
     Mutation(
@@ -83,8 +84,7 @@ MUTATIONS = (
         "the first rank of a relay below is blamed for a rank behind it",
         "self._behind(rank) or [rank]",
         "[rank]",
-        within=1,
-        first=_OF_RELAYS + 14,
+        test=_MACHINE_TESTS + "test_a_relay_below_says_whom_it_waits_for",
     ),
     Mutation(
         "who has left and breaks a rule is waited for",

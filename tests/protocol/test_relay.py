@@ -1,0 +1,146 @@
+"""The machine of a relay: who it waits for, what it tells its upstream of that, and what it takes from there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omnireduce.descriptor import describe
+from omnireduce.protocol.effects import Effect, End, Return, Send, Tell
+from omnireduce.protocol.relay import RelayMachine
+from omnireduce.wire.blocks import seal
+from omnireduce.wire.control import Aborted, Goodbye, Leave, Report, Waiting
+
+SLOTS, SLOT_BYTES, UP = 2, 8192, 3
+DESCRIPTOR = describe("allreduce", "", "float32", (64,), "sum", 8)  # 8 blocks
+NOTHING = np.empty(0, np.int64)
+NAMES = ["rank 4 (h)", "rank 5 (h)", "rank 6 (h)"]
+
+
+class Bench:
+    """A relay of ranks 4, 5 and 6. The last two come through a relay below it, for which rank 5 sends."""
+
+    def __init__(self) -> None:
+        self.arena = np.zeros((3 * SLOTS, SLOT_BYTES), np.uint8)
+        self.results, self.sums = (np.zeros((SLOTS, SLOT_BYTES), np.uint8) for _ in range(2))
+        self.machine = RelayMachine(
+            NAMES, self.arena, self.results, self.sums,
+            upstream="top:1", numbers=[4, 5, 6], delegates=[0, 1], readers=[0, 1],
+        )  # fmt: skip
+
+    def bring(self, member: int, frontier: int, *, first: bool = True, now: float = 0.0) -> list[Effect]:
+        """A message without blocks."""
+        row = self.arena[member * SLOTS]
+        extra = DESCRIPTOR.encoded if first else b""
+        nbytes = seal(row, 0, frontier, NOTHING, DESCRIPTOR.block_bytes, extra)
+        return [*self.machine.received(member, 0, nbytes, now), *self.machine.advance(now)]
+
+    def result(self, frontier: int, *, number: int = 0, slot: int = 0, peer: int = UP) -> list[Effect]:
+        """One of the upstream."""
+        nbytes = seal(self.results[slot], number, frontier, NOTHING, DESCRIPTOR.block_bytes)
+        return list(self.machine.received(peer, slot, nbytes, 0.0))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_sum_goes_up_when_all_who_send_have_sent(bench: Bench) -> None:
+    assert not [each for each in bench.bring(0, 8) if isinstance(each, Send)]
+    effects = bench.bring(1, 8)
+    assert [each.peers for each in effects if isinstance(each, Send)] == [(UP,)]
+    assert not bench.machine.idle  # its results are to come
+    (send,) = bench.result(8)
+    assert isinstance(send, Send)
+    assert list(send.peers) == [0, 1]
+    assert bench.machine.idle
+
+
+def test_the_credit_goes_up_when_all_readers_have_given_theirs(bench: Bench) -> None:
+    bench.bring(0, 8)
+    bench.bring(1, 8)
+    bench.result(8, slot=1)
+    assert list(bench.machine.credited(1, 1, 0.0)) == []
+    assert list(bench.machine.credited(0, 1, 0.0)) == [Return(UP, 1)]
+
+
+@pytest.mark.parametrize(
+    ("frontier", "number", "peer"), [(9, 0, UP), (8, 1, UP), (8, 0, UP + 1)], ids=["too far", "another", "for another"]
+)
+def test_a_result_that_cannot_be_ends_the_job(bench: Bench, frontier: int, number: int, peer: int) -> None:
+    bench.bring(0, 8)
+    bench.bring(1, 8)
+    effects = bench.result(frontier, number=number, peer=peer)
+    (end,) = [each for each in effects if isinstance(each, End)]
+    assert end.kind == "violation"
+    assert end.cause is not None
+    assert end.cause.culprit == "aggregator top:1"
+    assert {each.peer for each in effects if isinstance(each, Tell) and isinstance(each.message, Aborted)} == {0, 1, 2}
+    assert {each.peer for each in effects if isinstance(each, Tell) and isinstance(each.message, Leave)} == {3, 4, 5}
+
+
+def test_results_before_anything_was_sent_are_refused(bench: Bench) -> None:
+    bench.bring(0, 8)
+    assert [each for each in bench.result(0) if isinstance(each, End)]
+
+
+def test_who_is_late_is_told_above_and_below(bench: Bench) -> None:
+    bench.bring(0, 8)
+    effects = list(bench.machine.timer(1.5))
+    reports = [each for each in effects if isinstance(each, Tell) and isinstance(each.message, Report)]
+    assert [(each.peer, each.message.behind) for each in reports] == [(UP, [5])]  # type: ignore[union-attr]
+    waits = [each for each in effects if isinstance(each, Tell) and isinstance(each.message, Waiting)]
+    assert [(each.peer, each.message.who) for each in waits] == [(rank, NAMES[1]) for rank in range(3)]  # type: ignore[union-attr]
+    taken_back = [each for each in bench.bring(1, 8, now=1.6) if isinstance(each, Tell)]
+    assert taken_back == [Tell(UP, Report())]
+
+
+def test_a_relay_below_says_whom_it_waits_for(bench: Bench) -> None:
+    bench.bring(0, 8)
+    assert list(bench.machine.told(1, Report(what="a sum", behind=[6], total=1, waited_s=1.0), 1.0)) == []
+    wait = bench.machine.waiting(1.5)
+    assert wait is not None
+    assert (wait.ranks, wait.who) == ([6], NAMES[2])
+
+
+def test_a_silent_upstream_is_named_after_a_while(bench: Bench) -> None:
+    """Once it speaks, it says itself whom it waits for."""
+    bench.bring(0, 8)
+    bench.bring(1, 8)
+    told = []
+    for now in (1.0, 2.0, 4.0):
+        told.append([each for each in bench.machine.timer(now) if isinstance(each, Tell)])
+        list(bench.machine.advance(now))
+    assert [bool(each) for each in told] == [False, True, True]
+    (passed,) = bench.machine.told(UP + 2, Waiting("a sum", "the aggregator", 4.0), 5.0)
+    assert passed == Tell(2, Waiting("a sum", "aggregator top:1", 4.0))
+    assert not [each for each in bench.machine.timer(8.0) if isinstance(each, Tell)]
+
+
+def test_a_member_has_left_when_the_upstream_says_so(bench: Bench) -> None:
+    assert list(bench.machine.told(0, Leave(), 0.0)) == [Tell(UP, Leave())]
+    assert not bench.machine.has_left(0)
+    assert list(bench.machine.told(UP, Goodbye(), 0.0)) == [Tell(0, Goodbye())]
+    assert bench.machine.has_left(0)
+    assert bench.machine.has_left(UP)
+    for member in (1, 2):
+        assert bench.machine.ended is None
+        list(bench.machine.told(member, Leave(), 0.0))
+        list(bench.machine.lost(member, "connection closed", 0.0))  # it does not wait for the Goodbye
+    assert bench.machine.ended == End(None)
+
+
+def test_a_float16_tensor_goes_up_rank_by_rank() -> None:
+    bench, half = Bench(), describe("allreduce", "", "float16", (64,), "sum", 8)
+    for member, expected in ((1, UP + 1), (2, UP + 2), (0, UP)):
+        row = bench.arena[member * SLOTS]
+        nbytes = seal(row, 0, 8, NOTHING, half.block_bytes, half.encoded)
+        effects = [*bench.machine.received(member, 0, nbytes, 0.0), *bench.machine.advance(0.0)]
+        sends = [each for each in effects if isinstance(each, Send)]
+        if member == 2:  # a member that sends no sums begins nothing
+            assert [each.peers for each in sends] == [(expected,)]
+        returned = [each for each in effects if isinstance(each, Return)]
+        assert returned == ([Return(0, 0)] if member == 0 else [])
+    assert list(bench.machine.credited(UP + 1, 0, 0.0)) == [Return(1, 0)]
+    assert bench.machine.passing[1] == set()
