@@ -139,7 +139,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         drain_s=settings.drain_s,
         hello_timeout_s=settings.hello_timeout_s,
         access=access,
-        upstream=Upstream(settings.upstream, callers.connect) if settings.upstream else None,
+        upstream=Upstream(settings.upstream, callers.connect, callers.close) if settings.upstream else None,
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
         straggler_s=settings.straggler_s,
         traces=ShardTraces(config.trace) if config.trace.folder else None,

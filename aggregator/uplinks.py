@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
@@ -35,11 +36,17 @@ class Callers:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         return self._wake
 
-    def connect(self, address: str, timeout_s: float, done: Connected) -> None:
-        """Try once to connect to an aggregator; `done` gets the link, or why there is none."""
+    def connect(self, address: str, timeout_s: float, done: Connected) -> Callable[[], object]:
+        """Try once to connect to an aggregator; `done` gets the link, or why there is none. What is returned gives up an
+        attempt that has not begun."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(AT_ONCE, "uplink")
-        self._executor.submit(self._run, address, min(timeout_s, CONNECT_S), done)
+        return self._executor.submit(self._run, address, min(timeout_s, CONNECT_S), done).cancel
+
+    def close(self) -> None:
+        """Begin no further attempt; those under way end by themselves."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, address: str, timeout_s: float, done: Connected) -> None:
         found: Link | str

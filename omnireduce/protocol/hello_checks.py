@@ -85,8 +85,8 @@ def malformed(hello: Hello) -> str:
         return f"launch {hello.launch[:SHOWN]!r}; expected nothing, or {JOB_ALLOWED}"
     if len(hello.host) > HOST_CHARACTERS or not hello.host.isprintable():
         return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
-    if not "".join(hello.relays).isprintable() or "" in hello.relays:
-        return f"relays {str(hello.relays)[:SHOWN]}; expected addresses of characters that can be printed"
+    if not "".join(hello.relays).isprintable() or "" in hello.relays or bool(hello.relays) != bool(hello.relay):
+        return f"relays {str(hello.relays)[:SHOWN]}; expected addresses of characters that can be printed, and a key"
     if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not hello.smallest):
         return f"rank {hello.rank} of {hello.world_size} does not exist"
     if not 2 <= hello.slots <= MAX_SLOTS:

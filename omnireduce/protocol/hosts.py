@@ -31,11 +31,11 @@ class Neighbours(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A rank as a shard, or a relay, sees it: the relay below through which it comes, and its host, if it shares memory
-    with others."""
+    """A rank as a shard, or a relay, sees it: the key of the relay below through which it comes, if it does, and its
+    host, if it shares memory with others."""
 
     rank: int
-    relay: str
+    relay: bytes
     host: Neighbours | None
 
 
@@ -44,7 +44,7 @@ def delegates_of(members: Sequence[Member], shard: int) -> list[int]:
     delegate, and every rank that has neither. They are in the order of the first ranks. Empty where nobody sends sums:
     then every rank sends its own blocks."""
     several = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
-    found: dict[str | tuple[int, ...], int] = {}
+    found: dict[bytes | tuple[int, ...], int] = {}
     for place, (rank, relay, host) in enumerate(members):
         key = relay or (host.ranks if host is not None else (rank,))
         first = found.setdefault(key, place)
@@ -56,7 +56,7 @@ def delegates_of(members: Sequence[Member], shard: int) -> list[int]:
 def readers_of(members: Sequence[Member]) -> list[int]:
     """The places in `members` of those who get the results of what every rank sends for itself: of each relay the first
     rank, and every rank without one."""
-    first = dict[str, int]()
+    first = dict[bytes, int]()
     return [at for at, member in enumerate(members) if not member.relay or first.setdefault(member.relay, at) == at]
 
 

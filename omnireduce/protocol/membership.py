@@ -158,6 +158,9 @@ class Membership:
         self._of_name.clear()
         self._waiting.clear()
 
+    def close(self) -> None:
+        """The shard ends. Nothing of this machine has to."""
+
     # gatherings
 
     def _open(self, meeting: Meeting, hello: Hello, now: float, terms: Terms) -> None:

@@ -32,6 +32,7 @@ _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_
 _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
 _Relay = Annotated[str, msgspec.Meta(max_length=RELAY_CHARACTERS)]
+_RelayKey = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 _Relays = Annotated[tuple[_Relay, ...], msgspec.Meta(max_length=MOST_RELAYS)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
@@ -119,12 +120,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ticket: _Ticket = b""  # what the first shard gave to the members of that formation
     team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
     memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
-    relays: _Relays = ()  # the addresses of those that have passed this on, the last one first
-
-    @property
-    def relay(self) -> str:
-        """The relay that sends one sum for all who come through it; empty where there is none."""
-        return self.relays[0] if self.relays else ""
+    relays: _Relays = ()  # the addresses of the relays that have passed this on, the last one first
+    relay: _RelayKey = b""  # what tells the last one from others: it sends one sum for all who come through it
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):

@@ -119,6 +119,7 @@ def hello_is_proper(hello: Hello) -> bool:
         and hello.host.isprintable()
         and len(hello.relays) <= 8
         and all(0 < len(relay) <= 255 and relay.isprintable() for relay in hello.relays)
+        and (len(hello.relay) > 0) == (len(hello.relays) > 0)
         and 1 <= hello.world_size <= MAX_RANKS
         and hello.rank >= 0
         and (hello.rank < hello.world_size or hello.smallest > 0)

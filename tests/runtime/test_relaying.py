@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import selectors
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from omnireduce.wire.control import (
     Pending,
     Proof,
     Refused,
+    Seat,
     Waiting,
     Welcome,
     decode_control,
@@ -53,9 +55,13 @@ class Bench:
         self.now, self.calls, self.effects = 0.0, list[Connected](), list[MembershipEffect]()
         self.watched: dict[Any, Any] = {}
         self.relaying = Relaying(
-            NAME, limits, Upstream([UP], lambda address, timeout_s, done: self.calls.append(done)),
+            NAME, limits, Upstream([UP], self._connect),
             selector=self, clock=lambda: self.now, answer=self._take, secret_of=lambda team: secret,  # type: ignore[arg-type]
         )  # fmt: skip
+
+    def _connect(self, address: str, timeout_s: float, done: Connected) -> Callable[[], object]:
+        self.calls.append(done)
+        return lambda: self.calls.remove(done) if done in self.calls else None
 
     def register(self, link: Any, events: int, call: Any) -> None:
         assert (events, link in self.watched) == (selectors.EVENT_READ, False)
@@ -116,7 +122,7 @@ def two() -> tuple[Bench, InprocLink, InprocLink]:
 
 def test_a_hello_goes_up_with_the_name_of_the_relay() -> None:
     bench = Bench()
-    bench.come(2, memory="0" * 32, team="t", relays=("below:1",))
+    bench.come(2, memory="0" * 32, team="t", relays=("below:1",), relay=b"below")
     (said,) = heard(bench.connect())
     assert isinstance(said, Hello)
     assert (said.relays, said.rank, said.team, said.verbs) == ((NAME, "below:1"), 2, "", None)
@@ -188,13 +194,64 @@ def test_an_upstream_that_is_not_up_yet_is_tried_again() -> None:
     assert bench.is_empty()
 
 
-def test_a_connection_for_a_worker_that_has_gone_is_closed() -> None:
+def test_nobody_connects_for_a_worker_that_has_gone() -> None:
     bench = Bench()
     bench.come(0)
+    (done,) = bench.calls
     bench.relaying.gone("worker 0", 0.0)
-    (lost,) = heard(bench.connect())
+    assert bench.calls == []
+    ours, theirs = pair(UP, NAME)
+    done(ours)  # it was under way
+    (lost,) = heard(theirs)
     assert isinstance(lost, Lost)
     assert bench.is_empty()
+
+
+def test_a_worker_waits_for_a_connection_no_longer_than_for_others() -> None:
+    bench = Bench()
+    bench.come(0)
+    bench.now = bench.relaying.deadline or 0.0
+    assert bench.now == LIMITS.join_timeout_s
+    (answer,) = bench.relaying.expire(bench.now)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.message, Refused)
+    assert "could not be reached: no answer" in answer.message.reason
+    assert bench.calls == []
+
+
+def test_two_relays_of_one_name_are_told_apart() -> None:
+    said = []
+    for bench in (Bench(), Bench()):
+        bench.come(0, memory="0" * 32)
+        said += heard(bench.connect())
+    one, other = said
+    assert isinstance(one, Hello)
+    assert isinstance(other, Hello)
+    assert one.relays == other.relays
+    assert one.relay != other.relay
+    assert one.memory != other.memory
+
+
+def test_a_refusal_says_whose_it_is() -> None:
+    bench = Bench()
+    bench.come(0)
+    bench.say(bench.connect(), Refused("world size 9; aggregator.max_world_size is 4: raise it"))
+    (refused,) = bench.told(0)
+    start = f"aggregator {UP}, the upstream of relay {NAME}, refused: "
+    assert refused == Refused(f"{start}world size 9; aggregator.max_world_size is 4: raise it")
+
+
+def test_an_elastic_job_takes_the_room_of_its_last_generation() -> None:
+    bench, elastic = Bench(limits=dataclasses.replace(LIMITS, max_jobs=1)), {"smallest": 1, "world_size": 2}
+    bench.come(0, **elastic)
+    seat = Seat(0, 2, 5, b"")
+    bench.say(bench.connect(), welcome(0, relayed=1, seat=seat))
+    bench.come(1, **elastic)
+    assert bench.told(1) == []
+    bench.come(2, job="other")
+    (refused,) = bench.told(2)
+    assert isinstance(refused, Refused)
+    assert "aggregator.max_jobs" in refused.reason
 
 
 def test_secrets_are_proved_before_the_hello() -> None:
@@ -253,7 +310,7 @@ def test_ranks_that_are_told_different_things_are_refused() -> None:
 
 def test_a_circle_of_relays_has_an_end() -> None:
     bench = Bench()
-    bench.come(0, relays=("other:1",) * MOST_RELAYS)
+    bench.come(0, relays=("other:1",) * MOST_RELAYS, relay=b"other")
     (refused,) = bench.told(0)
     assert isinstance(refused, Refused)
     assert "circle" in refused.reason

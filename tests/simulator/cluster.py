@@ -155,9 +155,10 @@ class Cluster:
             limits=limits, access=access, upstream=upstream,
         )  # fmt: skip
 
-    def _connect_up(self, relay: Shard, address: str, timeout_s: float, done: Connected) -> None:
+    def _connect_up(self, relay: Shard, address: str, timeout_s: float, done: Connected) -> Callable[[], object]:
         link = self._connect(relay, address, shares_memory=False)
         done("nobody listens" if link is None else link)
+        return lambda: None
 
     # workers
 

@@ -117,8 +117,8 @@ class Job:
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._above = clock(), hellos[0], above
-        relays = Counter(hello.relay for hello in hellos if hello.relay)
-        self._relays = [Below(*each) for each in list(relays.items())[:LISTED]]
+        relays = Counter((hello.relay, hello.relays[0]) for hello in hellos if hello.relays)
+        self._relays = [Below(address, ranks) for (_, address), ranks in list(relays.items())[:LISTED]]
         if above is None:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
         else:

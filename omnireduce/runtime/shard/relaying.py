@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import selectors
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect, Rela
 from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.gathering import Meeting, member_name
 from omnireduce.protocol.handshake import Candidate
-from omnireduce.protocol.hello_checks import malformed
+from omnireduce.protocol.hello_checks import kin, malformed
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.driver import Clock
 from omnireduce.secret import NONCE_BYTES, Secret
@@ -32,6 +32,8 @@ from omnireduce.teams import FREE
 from omnireduce.transport.base import Control, Link, Lost
 from omnireduce.wire.control import (
     MOST_RELAYS,
+    TEXT_CHARACTERS,
+    TOKEN_BYTES,
     Aborted,
     Cause,
     ControlMessage,
@@ -54,10 +56,12 @@ Connected = Callable[[Link | str], None]  # gets the link, or why there is none
 
 class Upstream(NamedTuple):
     """Shard s of a job has aggregator `addresses[s]` above it. `connect(address, timeout_s, done)` connects to one, and
-    later calls `done` in the thread of the shard."""
+    later calls `done` in the thread of the shard, unless what it has returned is called before. `close` ends attempts
+    that are under way."""
 
     addresses: Sequence[str]
-    connect: Callable[[str, float, Connected], None]
+    connect: Callable[[str, float, Connected], Callable[[], object]]
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(eq=False)
@@ -73,6 +77,7 @@ class _Visitor:
     pending: Pending = field(default_factory=lambda: Pending([], 0))
     welcome: Welcome | None = None
     again_at: float | None = None  # when to connect once more
+    give_up: Callable[[], object] = lambda: None  # the attempt to connect
     why: str = ""  # why the upstream could not be reached
 
     @property
@@ -90,6 +95,7 @@ class Relaying:
         secret_of: Callable[[str], Secret | None],
     ) -> None:  # fmt: skip
         self._name, self._limits, self._upstream = name, limits, upstream
+        self._key = secrets.token_bytes(TOKEN_BYTES)  # hosts may have the same name
         self._selector, self._clock, self._answer, self._secret_of = selector, clock, answer, secret_of
         self._visitors: dict[Hashable, _Visitor] = {}
         self._gathering: dict[Meeting, dict[Hashable, _Visitor]] = {}  # the same, by job
@@ -102,7 +108,9 @@ class Relaying:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        return min((each.again_at for each in self._visitors.values() if each.again_at is not None), default=None)
+        unconnected = [each for each in self._visitors.values() if each.link is None]
+        ends = [each.since + self._limits.join_timeout_s for each in unconnected]
+        return min([*ends, *(each.again_at for each in unconnected if each.again_at is not None)], default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
@@ -132,8 +140,15 @@ class Relaying:
         if Meeting.of(hello) in self._gathering:
             return "", False
         gather = [next(iter(each.values())).hello for each in self._gathering.values()]
-        jobs, held = [*gather, *self._running.values()], [*gather, *self._held.values()]
+        jobs, held = ([*gather, *self._but_for_the_last(hello, each)] for each in (self._running, self._held))
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
+
+    @staticmethod
+    def _but_for_the_last(hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
+        """Without the last generation of the same elastic job, whose room the next one takes."""
+        mine = [number for number, each in jobs.items() if kin(each) == kin(hello)]
+        last = max(mine, default=0) if hello.smallest or hello.formation else 0
+        return [each for number, each in jobs.items() if number != last]
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits for the same place in the same job; None when there is none."""
@@ -172,11 +187,10 @@ class Relaying:
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: try once more to reach the upstream, or give up."""
-        for visitor in [each for each in self._visitors.values() if each.again_at is not None]:
-            assert visitor.again_at is not None
+        for visitor in [each for each in self._visitors.values() if each.link is None]:
             if now - visitor.since >= self._limits.join_timeout_s:
-                yield self._refuse(visitor, f"could not be reached: {visitor.why}", temporary=True)
-            elif now >= visitor.again_at:
+                yield self._refuse(visitor, f"could not be reached: {visitor.why or 'no answer'}", temporary=True)
+            elif visitor.again_at is not None and now >= visitor.again_at:
                 self._call(visitor)
 
     def gathering(self, now: float) -> list[JobStatus]:
@@ -190,11 +204,16 @@ class Relaying:
             yield Answer(visitor.key, Refused("the aggregator is shutting down", temporary=True))
             self.gone(visitor.key, self._clock())
 
+    def close(self) -> None:
+        """The shard ends: connect to nobody any more."""
+        self._upstream.close()
+
     # uplinks
 
     def _call(self, visitor: _Visitor) -> None:
         visitor.again_at = None
-        self._upstream.connect(visitor.address, self._limits.join_timeout_s, partial(self._connected, visitor))
+        done = partial(self._connected, visitor)
+        visitor.give_up = self._upstream.connect(visitor.address, self._limits.join_timeout_s, done)
 
     def _connected(self, visitor: _Visitor, found: Link | str) -> None:
         if self._visitors.get(visitor.key) is not visitor:  # it has gone meanwhile
@@ -226,8 +245,8 @@ class Relaying:
         assert visitor.link is not None
         hello = visitor.hello
         # a host sends one sum, so ranks that come through different relays must not count as one host
-        memory = hello.memory and hashlib.blake2b((hello.memory + self._name).encode(), digest_size=16).hexdigest()
-        own = replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays))
+        memory = hello.memory and hashlib.blake2b(hello.memory.encode(), key=self._key, digest_size=16).hexdigest()
+        own = replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays), relay=self._key)
         visitor.link.send_control(encode_control(own))
 
     def _hear(self, visitor: _Visitor) -> None:
@@ -241,13 +260,12 @@ class Relaying:
             self._answer(self._begin(visitor, visitor.welcome))
 
     def _deal(self, visitor: _Visitor, event: object) -> Iterator[MembershipEffect]:
-        if isinstance(event, Lost) and visitor.candidate is not None:
-            self._try_again(visitor, f"{event.reason} before the hello")
-            return
-        if isinstance(event, Lost):
-            yield self._refuse(visitor, f"{event.reason} before it had admitted this worker", temporary=True)
-            return
         try:
+            if isinstance(event, Lost) and event.violation:
+                raise ProtocolError(f"broke the rules: {event.reason}")
+            if isinstance(event, Lost):
+                yield from self._lost(visitor, event.reason)
+                return
             if not isinstance(event, Control):
                 raise ProtocolError("sent blocks before its welcome")
             message = decode_control(event.body)
@@ -257,6 +275,12 @@ class Relaying:
                 self._prove(visitor, visitor.candidate, message)
         except ProtocolError as error:
             yield self._refuse(visitor, str(error))
+
+    def _lost(self, visitor: _Visitor, reason: str) -> Iterator[MembershipEffect]:
+        if visitor.candidate is not None:
+            self._try_again(visitor, f"{reason} before the hello")
+        else:
+            yield self._refuse(visitor, f"{reason} before it had admitted this worker", temporary=True)
 
     def _prove(self, visitor: _Visitor, candidate: Candidate, message: ControlMessage) -> None:
         """Go on with the handshake. Raises ProtocolError."""
@@ -277,7 +301,9 @@ class Relaying:
             yield Answer(visitor.key, message.heard_from(visitor.address))
         elif isinstance(message, Newcomers):
             yield Answer(visitor.key, message)
-        elif isinstance(message, Refused | Aborted):
+        elif isinstance(message, Refused):
+            yield self._refuse(visitor, f"refused: {message.reason}", temporary=message.temporary)
+        elif isinstance(message, Aborted):
             self.gone(visitor.key, self._clock())
             yield Answer(visitor.key, message)
         elif isinstance(message, Welcome) and visitor.welcome is None:
@@ -314,10 +340,11 @@ class Relaying:
     def _refuse(self, visitor: _Visitor, why: str, *, temporary: bool = False) -> Answer:
         self.gone(visitor.key, self._clock())
         reason = f"aggregator {visitor.address}, the upstream of relay {self._name}, {why}"
-        return Answer(visitor.key, Refused(reason, temporary))
+        return Answer(visitor.key, Refused(reason[:TEXT_CHARACTERS], temporary))
 
     def _hang_up(self, visitor: _Visitor, cause: Cause) -> None:
         link = visitor.link
+        visitor.give_up()
         if link is None:
             return
         if visitor.candidate is None:  # the upstream may have begun the job

@@ -120,6 +120,7 @@ class ShardServer:
         for connection in self._connections:
             self._departures.drop(connection)
         self._aside.close()
+        self._membership.close()
         self._selector.close()
         self._listening.close()
 

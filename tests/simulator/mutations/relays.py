@@ -106,8 +106,8 @@ MUTATIONS = (
         "a host may be behind two relays",
         _ADMISSION,
         "a relay waits for the delegate of a host that comes through another one",
-        "(hello.memory + self._name)",
-        "hello.memory",
+        "hello.memory.encode(), key=self._key, digest_size=16",
+        "hello.memory.encode(), digest_size=16",
         first=_OF_RELAYS,
     ),
     Mutation(
