@@ -37,7 +37,7 @@ class Callers:
         return self._wake
 
     def connect(self, address: str, timeout_s: float, done: Connected) -> Callable[[], object]:
-        """Try once to connect to an aggregator; `done` gets the link, or why there is none. What is returned gives up an
+        """Try once to connect to an aggregator; `done` gets the link, or why there is none. What is returned ends an
         attempt that has not begun."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(AT_ONCE, "uplink")
