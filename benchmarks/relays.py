@@ -90,7 +90,10 @@ def _racks(rate: str) -> Iterator[tuple[Contest, float]]:
         relays = [start(rack * size + IN_A_RACK, PORT, above) for rack in range(RACKS)]
         of_ranks = [in_racks[rack * size + place] for rack in range(RACKS) for place in range(IN_A_RACK)]
         prefixes = [host.prefix for host in of_ranks]
-        ways = {FLAT: [flat.addresses] * len(of_ranks), RELAYS: [relays[r // IN_A_RACK].addresses for r in range(4)]}
+        ways = {
+            FLAT: [flat.addresses] * len(of_ranks),
+            RELAYS: [relays[r // IN_A_RACK].addresses for r in range(len(of_ranks))],
+        }
         servers = {FLAT: [flat], RELAYS: [top, *relays]}
         entrants = []
         for (name, addresses), folder in zip(ways.items(), folders, strict=True):

@@ -21,12 +21,12 @@ def worker_name(rank: int, host: str, pid: int) -> str:
     return f"rank {rank} (host {host}, pid {pid})"
 
 
-THROUGH = " through relay "
+THROUGH, WAY_CHARACTERS = " through relay ", 200  # names of several workers must fit one text
 
 
 def member_name(hello: Hello) -> str:
     """How errors call the worker that sent this hello, and the relays through which it came."""
-    through = THROUGH + shown(", ".join(hello.relays)) if hello.relays else ""
+    through = THROUGH + shown(", ".join(hello.relays)[:WAY_CHARACTERS]) if hello.relays else ""
     return worker_name(hello.rank, hello.host, hello.pid) + through
 
 

@@ -364,6 +364,8 @@ class Joining:
         pending = visit.pending
         if pending is None:
             return f"an answer of aggregator {address}"
+        if not pending.missing and pending.note:
+            return f"an answer of aggregator {address} ({shown(pending.note)})"
         if not pending.missing:
             return f"the last generation of job '{self._hello.job}' to go, at aggregator {address}"
         names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")

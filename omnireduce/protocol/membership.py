@@ -40,6 +40,8 @@ NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
 class Membership:
     """Admission to the jobs of one shard."""
 
+    descriptors_of_one = 1  # worker: its connection
+
     def __init__(self, limits: Limits, salt: int = 0, key: bytes = b"") -> None:
         """`salt`: differs between processes, so that the numbers of their formations differ, too. `key`, for tickets:
         the same in a process that takes the place of another, and known to nobody else."""

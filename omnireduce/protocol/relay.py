@@ -39,6 +39,7 @@ from omnireduce.wire.control import (
     Waiting,
 )
 
+REPORTS_AT_ONCE, REPORTS_PER_S = 100.0, 10.0  # of one member: honest ones send a few in a second
 SILENT = 0.75  # of a wait: an upstream that waits says so each time that its wait has doubled
 NOTHING_YET = -1  # how far the results of a collective have come of which there is none
 
@@ -59,13 +60,15 @@ class RelayMachine(AggregatorMachine):
 
     Peers 0 to m - 1 are the members, in the order of their ranks, and m to 2m - 1 their uplinks, in the same order.
     `results`: uint8 (slots, slot bytes), into which the results of aggregator `upstream` come. `sums`, of the same
-    shape, are the send slots of the first uplink; those of the others are the receive slots of their members. Further
-    arguments are those of the aggregator's machine.
+    shape, are the send slots of the first uplink; those of the others are the receive slots of their members.
+    `in_memory`: the ranks exchange everything in memory, and no blocks come here. Further arguments are those of the
+    aggregator's machine.
     """
 
     def __init__(
-        self, members: Sequence[str], arena: Array, results: Array, sums: Array, *, upstream: str, **options: Any
-    ) -> None:
+        self, members: Sequence[str], arena: Array, results: Array, sums: Array,
+        *, upstream: str, in_memory: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(members, arena, sums, divisor=1, **options)  # the last aggregator on the way up divides
         self._address, self._upstream, self._returned = upstream, f"aggregator {upstream}", results
         self._sums, self._up = sums, len(members)
@@ -76,6 +79,8 @@ class RelayMachine(AggregatorMachine):
         self._awaited: deque[_Awaited] = deque()
         self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
         self._heard_at = 0.0  # when the upstream said anything
+        self._in_memory = in_memory
+        self._allowed: dict[int, tuple[float, float]] = {}  # how many reports of each member may come, and since when
         self._told_wait: Wait | None = None  # the upstream believes that members are late
         self._reports: dict[int, tuple[Report, float]] = {}  # the last of each member, and when it came
 
@@ -87,6 +92,7 @@ class RelayMachine(AggregatorMachine):
         return peer % self._up in self._confirmed
 
     def named(self, ranks: Iterable[int]) -> str:
+        ranks = list(ranks)
         below = [rank for rank in ranks if rank < self._up]
         return super().named(below) if below or not ranks else self._upstream
 
@@ -96,13 +102,36 @@ class RelayMachine(AggregatorMachine):
         if peer >= self._up:
             yield from self._told_from_above(peer - self._up, message, now)
         elif isinstance(message, Report):
-            self._reports[peer] = message, now
-            if self._senders.has_hosts:  # else it comes from a relay below, and is about nothing but a wait
-                yield Tell(self._up + peer, message if peer else self._report())
+            yield from self._heard_report(peer, message, now)
         else:
             yield from super().told(peer, message, now)
 
+    def _heard_report(self, peer: int, report: Report, now: float) -> Iterator[Effect]:
+        """A report of a rank goes up. That of a relay below, about nothing but a wait, does not: where this relay waits
+        for that one, it says whom."""
+        level, at = self._allowed.get(peer, (REPORTS_AT_ONCE, now))
+        level = min(REPORTS_AT_ONCE, level + (now - at) * REPORTS_PER_S) - 1
+        self._allowed[peer] = level, now
+        if level < 0:
+            yield from self._violation(peer, ProtocolError(f"more than {REPORTS_PER_S} reports a second"))
+            return
+        self._reports[peer] = report, now
+        if self._in_memory:
+            yield from self._reported(peer, report, now)
+        if self._ranks_report:
+            yield Tell(self._up + peer, report if peer else self._report())
+
+    @property
+    def _ranks_report(self) -> bool:
+        """Whether ranks share memory, and report what comes of that."""
+        return self._senders.has_hosts or self._in_memory
+
     def _let_go(self, rank: int) -> Iterator[Effect]:
+        owed = next((each for each in self._awaited if rank in each.readers), None)
+        if owed is not None:  # its results would find nobody, and others would wait for its credit
+            what = f"had shut down when collective {owed.number} was under way"
+            yield from self.abort(Cause(self._ranks[rank].name, what), "left")
+            return
         yield Tell(self._up + rank, Leave())  # the Goodbye comes from above
         yield from (Return(self._up, slot) for slot in self._down.release_all(rank))
 
@@ -125,8 +154,7 @@ class RelayMachine(AggregatorMachine):
     def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
         """End the job on every rank. The upstream tells those that do not come through this relay."""
         if self.ended is None:
-            concerned = range(self._up) if rank is None else (rank,)
-            yield from (Tell(self._up + each, Leave(cause)) for each in concerned if each not in self._gone)
+            yield from (Tell(self._up + each, Leave(cause)) for each in range(self._up) if each not in self._gone)
         yield from super().abort(cause, kind, rank)
 
     def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
@@ -147,6 +175,7 @@ class RelayMachine(AggregatorMachine):
             yield from self.violated(peer, str(error), now)
             return
         self._quiet.begin(now)
+        yield from self._take_back()
         self._down.free.remove(slot)
         self._down.send(slot, readers)
         yield Send(readers, slot, nbytes)
@@ -174,11 +203,12 @@ class RelayMachine(AggregatorMachine):
             self._heard_at = now
             self._slots.release(peer, slot)
         elif self._down.release(peer, slot):
+            yield from self._take_back()
             yield Return(self._up, slot)
 
     def _told_from_above(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         self._heard_at = now
-        if isinstance(message, Goodbye):
+        if isinstance(message, Goodbye) and rank in self._gone:
             yield Tell(rank, message)
             yield from self._confirm(rank)
         elif isinstance(message, Aborted):
@@ -199,10 +229,6 @@ class RelayMachine(AggregatorMachine):
         if len(self._confirmed) == self._up and self.ended is None:
             self.ended = End(None)
             yield self.ended
-
-    def heard(self, peer: int, now: float) -> None:
-        if peer >= self._up:
-            self._heard_at = now
 
     def _upstream_lost(self, rank: int, reason: str, kind: AbortKind) -> Iterator[Effect]:
         if rank not in self._confirmed:
@@ -227,8 +253,8 @@ class RelayMachine(AggregatorMachine):
 
     def _waited_for(self, current: Reduction) -> list[int]:
         found = super()._waited_for(current)
-        if max(found, default=0) >= self._up:
-            return [self._up]
+        if max(found, default=0) >= self._up or any(self.passing[rank] for rank in found):
+            return [self._up]  # it has not read what was sent
         return sorted({late for rank in found for late in self._behind(rank) or [rank]})
 
     def _behind(self, rank: int) -> list[int]:
@@ -240,7 +266,7 @@ class RelayMachine(AggregatorMachine):
 
     def _report(self) -> Report:
         """What the first member has reported, with what this relay waits for, if it has said so."""
-        totals = self._reports[0][0] if self._senders.has_hosts and 0 in self._reports else Report()
+        totals = self._reports[0][0] if self._ranks_report and 0 in self._reports else Report()
         wait = self._told_wait
         if wait is None:
             return totals
@@ -268,10 +294,15 @@ class RelayMachine(AggregatorMachine):
 
     def advance(self, now: float) -> Iterator[Effect]:
         for effect in super().advance(now):
-            if self._told_wait is not None and isinstance(effect, Send):
-                self._told_wait = None
-                yield Tell(self._up, self._report())
+            if isinstance(effect, Send):
+                yield from self._take_back()
             yield effect
+
+    def _take_back(self) -> Iterator[Effect]:
+        """Something goes on: nobody is late any more, as far as the upstream was told."""
+        if self._told_wait is not None:
+            self._told_wait = None
+            yield Tell(self._up, self._report())
 
     def _begin(self, rank: int, row: int, header: Header) -> None:
         super()._begin(rank, row, header)

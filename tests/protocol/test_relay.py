@@ -144,3 +144,63 @@ def test_a_float16_tensor_goes_up_rank_by_rank() -> None:
         assert returned == ([Return(0, 0)] if member == 0 else [])
     assert list(bench.machine.credited(UP + 1, 0, 0.0)) == [Return(1, 0)]
     assert bench.machine.passing[1] == set()
+
+
+def test_who_leaves_although_results_are_to_come_ends_the_job(bench: Bench) -> None:
+    """Above it could be too late to see, and the others would wait for its credits."""
+    bench.bring(0, 8)
+    bench.bring(1, 8)
+    effects = list(bench.machine.told(1, Leave(), 0.0))
+    (end,) = [each for each in effects if isinstance(each, End)]
+    assert end.kind == "left"
+    assert end.cause is not None
+    assert end.cause.culprit == NAMES[1]
+    causes = {
+        each.peer: each.message.cause for each in effects if isinstance(each, Tell) and isinstance(each.message, Leave)
+    }
+    assert causes == {UP: end.cause, UP + 2: end.cause}
+
+
+def test_a_goodbye_that_nobody_asked_for_is_a_violation(bench: Bench) -> None:
+    (end,) = [each for each in bench.machine.told(UP, Goodbye(), 0.0) if isinstance(each, End)]
+    assert end.kind == "violation"
+
+
+def test_a_wait_for_readers_is_taken_back_when_they_have_read(bench: Bench) -> None:
+    bench.bring(0, 8)
+    bench.bring(1, 8)
+    bench.result(4, slot=0)
+    bench.result(4, slot=1)
+    list(bench.machine.credited(0, 0, 0.5))
+    told = [each.message for each in bench.machine.timer(1.5) if isinstance(each, Tell) and each.peer == UP]
+    assert [each.behind for each in told if isinstance(each, Report)] == [[4, 5]]
+    assert list(bench.machine.credited(1, 0, 1.6)) == [Tell(UP, Report()), Return(UP, 0)]
+
+
+def test_reports_without_end_are_a_violation(bench: Bench) -> None:
+    ends = [each for number in range(101) for each in bench.machine.told(0, Report(), 0.0) if isinstance(each, End)]
+    assert [each.kind for each in ends] == ["violation"]
+
+
+def test_reports_of_ranks_that_share_all_in_memory_go_up() -> None:
+    bench = Bench()
+    bench.machine = RelayMachine(
+        NAMES, bench.arena, bench.results, bench.sums, upstream="top:1", numbers=[0, 1, 2], readers=[0, 1, 2],
+        in_memory=True,
+    )  # fmt: skip
+    report = Report(collectives=3, blocks=9)
+    assert list(bench.machine.told(0, report, 0.0)) == [Tell(UP, report)]
+    assert bench.machine.account.total().collectives == 3
+
+
+def test_who_waits_for_credits_from_above_is_not_late() -> None:
+    bench, half = Bench(), describe("allreduce", "", "float16", (64,), "sum", 8)
+    for member, frontier in ((0, 8), (1, 4)):
+        nbytes = seal(bench.arena[member * SLOTS], 0, frontier, NOTHING, half.block_bytes, half.encoded)
+        list(bench.machine.received(member, 0, nbytes, 0.0))
+    nbytes = seal(bench.arena[2 * SLOTS], 0, 8, NOTHING, half.block_bytes, half.encoded)
+    list(bench.machine.received(2, 0, nbytes, 0.0))
+    list(bench.machine.advance(0.0))
+    wait = bench.machine.waiting(1.5)
+    assert wait is not None
+    assert (wait.ranks, wait.who) == ([], "aggregator top:1")

@@ -275,7 +275,9 @@ def test_a_connection_that_is_lost_before_the_hello_is_made_again() -> None:
     link = bench.connect()
     link.close()
     bench.hear(link)
-    assert bench.told(0) == []
+    (pending,) = bench.told(0)
+    assert isinstance(pending, Pending)
+    assert f"aggregator {UP}, the upstream of relay {NAME}, could not be reached" in pending.note
     bench.now = RETRY_S
     assert list(bench.relaying.expire(bench.now)) == []
     assert len(bench.calls) == 1
@@ -331,6 +333,36 @@ def test_limits_count_jobs_that_gather_and_that_run() -> None:
     bench.relaying.released(bench.admitted[0].generation)
     bench.come(4, job="three", world_size=5)
     assert bench.told(4) == []
+
+
+def test_a_job_that_needs_more_than_was_allowed_does_not_begin() -> None:
+    """Whoever came first seemed to need less."""
+    limits = dataclasses.replace(LIMITS, max_job_bytes=12 * 65536)
+    bench = Bench(limits=limits)
+    bench.come(3)
+    bench.come(1)
+    third, first = bench.connect(), bench.connect()
+    bench.relaying._visitors["worker 1"].hello = hello(1, slot_bytes=1 << 20)  # as if nobody had looked
+    bench.say(third, welcome(3))
+    bench.say(first, welcome(1))
+    assert bench.admitted == []
+    assert all("more than this relay may take" in bench.told(rank)[-1].reason for rank in (1, 3))  # type: ignore[union-attr]
+    assert bench.is_empty()
+
+
+def test_a_fault_of_ours_costs_one_worker_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, third, first = two()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.relaying, "_told", fail)
+        bench.say(third, welcome(3))
+    (refused,) = bench.told(3)
+    assert isinstance(refused, Refused)
+    bench.say(first, welcome(1, relayed=1))
+    assert len(bench.admitted) == 1
 
 
 def test_a_relay_that_drains_admits_nobody() -> None:

@@ -48,7 +48,7 @@ class Departures:
         """If a rank that leaves reports, let all ranks of its job stay: a collective goes on in memory, of which their
         shard sees nothing. If one that stays fails, the others must not wait for it."""
         job = connection.job
-        if job is None:
+        if job is None or not job.is_member(connection.rank):
             return
         for event in events:
             message = _decoded(event)
@@ -62,7 +62,8 @@ class Departures:
 
     def _let_stay(self, job: Job) -> None:
         failure = self._failures.get(job.generation)
-        for member in [each for each in self.members(job.generation) if not each.has_left]:
+        members = [each for each in self.members(job.generation) if job.is_member(each.rank)]
+        for member in [each for each in members if not each.has_left]:
             if failure is None:
                 self._connections.let_stay(member)
             else:

@@ -117,8 +117,8 @@ class Job:
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._above = clock(), hellos[0], above
-        relays = Counter((hello.relay, hello.relays[0]) for hello in hellos if hello.relays)
-        self._relays = [Below(address, ranks) for (_, address), ranks in list(relays.items())[:LISTED]]
+        relays = Counter(hello.relays[0] for hello in hellos if hello.relays)
+        self._relays = [Below(*each) for each in list(relays.items())[:LISTED]]
         if above is None:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
         else:
@@ -176,9 +176,10 @@ class Job:
             own = (self._rows_of(place), NO_SLOTS) if place else (self._sums.slots, self._results.slots)
             link.attach(*own)
             undo.callback(link.attach, NO_SLOTS, NO_SLOTS)
-        uplinks = above.uplinks if self._trace is None else self._trace.links(above.uplinks)
-        self.links = [*self.links, *uplinks]
-        return partial(RelayMachine, sums=self._sums.slots, upstream=above.address)
+        self.links = [*self.links, *above.uplinks]
+        only = above.welcomes[0]
+        in_memory = bool(only.neighbours) and only.hosts == 1
+        return partial(RelayMachine, sums=self._sums.slots, upstream=above.address, in_memory=in_memory)
 
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, welcome: Welcome, undo: ExitStack) -> Welcome:
         """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
@@ -240,6 +241,10 @@ class Job:
         for link in self.links[: self._members]:
             if not link.clogged:
                 link.send_control(encode_control(message))
+
+    def is_member(self, peer: int) -> bool:
+        """Whether this peer is a rank, and not an uplink."""
+        return peer < self._members
 
     def break_off(self, cause: Cause) -> None:
         """Tell everybody that the job is over, without the machine."""

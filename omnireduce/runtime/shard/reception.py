@@ -50,7 +50,7 @@ class Reception:
     def open(self, door: Door, listening: Listening, *, busy: bool) -> None:
         """Let in some of those who wait at a door, fewer when jobs are `busy`."""
         strangers, leavers = self._connections.strangers, self._connections.leavers
-        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._membership.descriptors_of_one
         room = min(MAX_STRANGERS, descriptors // 2)
         most = BESIDE_JOBS if busy else room
         for link in listening.accept(door, most=max(1, min(most, room // 4))):

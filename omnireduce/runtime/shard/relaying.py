@@ -7,11 +7,11 @@ ranks that come through one relay for one contributor. When it has welcomed all 
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import selectors
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from omnireduce.config.security import Terms
 from omnireduce.errors import ProtocolError
+from omnireduce.logs import tagged
 from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect, Relayed
 from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.gathering import Meeting, member_name
@@ -26,6 +27,7 @@ from omnireduce.protocol.handshake import Candidate
 from omnireduce.protocol.hello_checks import kin, malformed
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.shard.visitor import Visitor, rank_of, seated, status_of
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
@@ -49,6 +51,7 @@ from omnireduce.wire.control import (
     other_version,
 )
 
+log = logging.getLogger("omnireduce.aggregator")
 RETRY_S = 0.2  # between attempts to reach an upstream that is not up yet
 
 Connected = Callable[[Link | str], None]  # gets the link, or why there is none
@@ -64,30 +67,11 @@ class Upstream(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-@dataclass(eq=False)
-class _Visitor:
-    """A worker that wants to join; `link` is its uplink."""
-
-    key: Hashable
-    hello: Hello
-    address: str
-    since: float
-    link: Link | None = None
-    candidate: Candidate | None = None  # until the upstream has proved that it knows the secret
-    pending: Pending = field(default_factory=lambda: Pending([], 0))
-    welcome: Welcome | None = None
-    again_at: float | None = None  # when to connect once more
-    give_up: Callable[[], object] = lambda: None  # the attempt to connect
-    why: str = ""  # why the upstream could not be reached
-
-    @property
-    def meeting(self) -> Meeting:
-        return Meeting.of(self.hello)
-
-
 class Relaying:
     """The membership of a relay called `name`. `answer` gets what the upstream has decided. `secret_of(team)` is what
     the relay proves for a worker of that team."""
+
+    descriptors_of_one = 2  # worker: its connection, and its uplink
 
     def __init__(
         self, name: str, limits: Limits, upstream: Upstream,
@@ -97,8 +81,8 @@ class Relaying:
         self._name, self._limits, self._upstream = name, limits, upstream
         self._key = secrets.token_bytes(TOKEN_BYTES)  # hosts may have the same name
         self._selector, self._clock, self._answer, self._secret_of = selector, clock, answer, secret_of
-        self._visitors: dict[Hashable, _Visitor] = {}
-        self._gathering: dict[Meeting, dict[Hashable, _Visitor]] = {}  # the same, by job
+        self._visitors: dict[Hashable, Visitor] = {}
+        self._gathering: dict[Meeting, dict[Hashable, Visitor]] = {}  # the same, by job
         self._welcome = Counter[tuple[Meeting, int]]()  # how many of a generation are
         self._running: dict[int, Hello] = {}
         self._held: dict[int, Hello] = {}  # by generation until its memory is released
@@ -118,7 +102,7 @@ class Relaying:
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             return
-        visitor = self._visitors[key] = _Visitor(key, hello, self._upstream.addresses[hello.shard], now)
+        visitor = self._visitors[key] = Visitor(key, hello, self._upstream.addresses[hello.shard], now)
         self._gathering.setdefault(visitor.meeting, {})[key] = visitor
         self._call(visitor)
 
@@ -139,16 +123,21 @@ class Relaying:
             return wrong, False
         if Meeting.of(hello) in self._gathering:
             return "", False
-        gather = [next(iter(each.values())).hello for each in self._gathering.values()]
-        jobs, held = ([*gather, *self._but_for_the_last(hello, each)] for each in (self._running, self._held))
+        jobs, held = self._jobs_beside(hello, self._running), self._jobs_beside(hello, self._held)
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
 
-    @staticmethod
-    def _but_for_the_last(hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
-        """Without the last generation of the same elastic job, whose room the next one takes."""
+    def _beside(self, hello: Hello) -> tuple[int, list[Hello]]:
+        """How many other jobs are here, and those that have memory, or want it."""
+        return len(self._jobs_beside(hello, self._running)), self._jobs_beside(hello, self._held)
+
+    def _jobs_beside(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
+        """These and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
+        generation."""
         mine = [number for number, each in jobs.items() if kin(each) == kin(hello)]
         last = max(mine, default=0) if hello.smallest or hello.formation else 0
-        return [each for number, each in jobs.items() if number != last]
+        gather = [next(iter(each.values())).hello for each in self._gathering.values()]
+        gather = [each for each in gather if Meeting.of(each) != Meeting.of(hello)]
+        return [*gather, *(each for number, each in jobs.items() if number != last)]
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits for the same place in the same job; None when there is none."""
@@ -161,7 +150,7 @@ class Relaying:
             visitor = self._take_out(key)
             self._hang_up(visitor, cause or Cause(member_name(visitor.hello), "connection closed"))
 
-    def _take_out(self, key: Hashable) -> _Visitor:
+    def _take_out(self, key: Hashable) -> Visitor:
         """This worker waits no more."""
         visitor = self._visitors.pop(key)
         del self._gathering[visitor.meeting][key]
@@ -195,14 +184,14 @@ class Relaying:
 
     def gathering(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
-        return [_status(list(visitors.values()), now) for visitors in self._gathering.values()]
+        return [status_of(list(visitors.values()), now) for visitors in self._gathering.values()]
 
     def drain(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""
         self.draining = True
         for visitor in list(self._visitors.values()):
             yield Answer(visitor.key, Refused("the aggregator is shutting down", temporary=True))
-            self.gone(visitor.key, self._clock())
+            self.gone(visitor.key, self._clock(), Cause(f"aggregator {self._name}", "shutting down"))
 
     def close(self) -> None:
         """The shard ends: connect to nobody any more."""
@@ -210,38 +199,52 @@ class Relaying:
 
     # uplinks
 
-    def _call(self, visitor: _Visitor) -> None:
+    def _call(self, visitor: Visitor) -> None:
         visitor.again_at = None
         done = partial(self._connected, visitor)
         visitor.give_up = self._upstream.connect(visitor.address, self._limits.join_timeout_s, done)
 
-    def _connected(self, visitor: _Visitor, found: Link | str) -> None:
+    def _connected(self, visitor: Visitor, found: Link | str) -> None:
         if self._visitors.get(visitor.key) is not visitor:  # it has gone meanwhile
             if isinstance(found, Link):
                 found.close()
             return
         if isinstance(found, str):
             self._try_again(visitor, found)
-            self._answer(())
             return
+        try:
+            self._begin_uplink(visitor, found)
+        except Exception as error:
+            self._contain(visitor, error)
+
+    def _begin_uplink(self, visitor: Visitor, found: Link) -> None:
         visitor.link = found
         self._selector.register(found, selectors.EVENT_READ, partial(self._hear, visitor))
         secret = self._secret_of(visitor.hello.team)
-        if secret is None:
+        if secret is not None and secret.team != visitor.hello.team:
+            self._answer([self._refuse(visitor, f"is told of no team '{visitor.hello.team}': there is none any more")])
+        elif secret is None:
             self._say_hello(visitor)
         else:
             visitor.candidate = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
             found.send_control(encode_control(visitor.candidate.greeting))
 
-    def _try_again(self, visitor: _Visitor, why: str) -> None:
+    def _try_again(self, visitor: Visitor, why: str) -> None:
         """The upstream has not heard of this worker yet: connect once more, after a pause."""
         if visitor.link is not None:
             self._selector.unregister(visitor.link)
             visitor.link.close()
         visitor.link = visitor.candidate = None
-        visitor.why, visitor.again_at = why, self._clock() + RETRY_S
+        visitor.again_at = self._clock() + RETRY_S
+        if why != visitor.why:
+            visitor.why = why
+            note = f"aggregator {visitor.address}, the upstream of relay {self._name}, could not be reached: {why}"
+            log.warning("%s", note, extra=tagged("upstream_unreachable", upstream=visitor.address))
+            self._answer([Answer(visitor.key, Pending([], 0, note[:TEXT_CHARACTERS]))])
+        else:
+            self._answer(())
 
-    def _say_hello(self, visitor: _Visitor) -> None:
+    def _say_hello(self, visitor: Visitor) -> None:
         assert visitor.link is not None
         hello = visitor.hello
         # a host sends one sum, so ranks that come through different relays must not count as one host
@@ -249,17 +252,26 @@ class Relaying:
         own = replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays), relay=self._key)
         visitor.link.send_control(encode_control(own))
 
-    def _hear(self, visitor: _Visitor) -> None:
+    def _hear(self, visitor: Visitor) -> None:
         """Deal with what the upstream says to a worker that has not been admitted here."""
         link = visitor.link
         assert link is not None
-        for event in link.poll():
-            if self._visitors.get(visitor.key) is visitor:
-                self._answer(self._deal(visitor, event))
-        if self._visitors.get(visitor.key) is visitor and visitor.welcome is not None:
-            self._answer(self._begin(visitor, visitor.welcome))
+        try:
+            for event in link.poll():
+                if self._visitors.get(visitor.key) is visitor:
+                    self._answer(self._deal(visitor, event))
+            if self._visitors.get(visitor.key) is visitor and visitor.welcome is not None:
+                self._answer(self._begin(visitor, visitor.welcome))
+        except Exception as error:
+            self._contain(visitor, error)
 
-    def _deal(self, visitor: _Visitor, event: object) -> Iterator[MembershipEffect]:
+    def _contain(self, visitor: Visitor, error: Exception) -> None:
+        """No memory, or a bug: it may cost this worker its place, not others theirs."""
+        log.exception("a worker behind this relay is refused: %s", error, extra=tagged("internal_error"))
+        if self._visitors.get(visitor.key) is visitor:
+            self._answer([self._refuse(visitor, f"could not be dealt with: {error!r}", temporary=True)])
+
+    def _deal(self, visitor: Visitor, event: object) -> Iterator[MembershipEffect]:
         try:
             if isinstance(event, Lost) and event.violation:
                 raise ProtocolError(f"broke the rules: {event.reason}")
@@ -276,13 +288,13 @@ class Relaying:
         except ProtocolError as error:
             yield self._refuse(visitor, str(error))
 
-    def _lost(self, visitor: _Visitor, reason: str) -> Iterator[MembershipEffect]:
+    def _lost(self, visitor: Visitor, reason: str) -> Iterator[MembershipEffect]:
         if visitor.candidate is not None:
             self._try_again(visitor, f"{reason} before the hello")
         else:
             yield self._refuse(visitor, f"{reason} before it had admitted this worker", temporary=True)
 
-    def _prove(self, visitor: _Visitor, candidate: Candidate, message: ControlMessage) -> None:
+    def _prove(self, visitor: Visitor, candidate: Candidate, message: ControlMessage) -> None:
         """Go on with the handshake. Raises ProtocolError."""
         answer = candidate.told(message)
         if answer is None:
@@ -292,7 +304,7 @@ class Relaying:
             assert visitor.link is not None
             visitor.link.send_control(encode_control(answer))
 
-    def _told(self, visitor: _Visitor, message: ControlMessage) -> Iterator[MembershipEffect]:
+    def _told(self, visitor: Visitor, message: ControlMessage) -> Iterator[MembershipEffect]:
         """Pass on what the upstream says. Raises ProtocolError."""
         if isinstance(message, Pending):
             visitor.pending = message
@@ -314,7 +326,7 @@ class Relaying:
         else:
             raise ProtocolError(f"answered the hello with {type(message).__name__}")
 
-    def _begin(self, visitor: _Visitor, welcome: Welcome) -> Iterator[MembershipEffect]:
+    def _begin(self, visitor: Visitor, welcome: Welcome) -> Iterator[MembershipEffect]:
         """Begin the job if all that come through this relay are welcome."""
         if self._welcome[visitor.meeting, welcome.generation] < welcome.relayed:
             return
@@ -323,26 +335,32 @@ class Relaying:
             for each in self._gathering[visitor.meeting].values()
             if (own := each.welcome) is not None and each.link is not None and own.generation == welcome.generation
         ]
-        if len({(own.relayed, own.whole_bytes, own.hosts) for _, own, _ in members}) > 1:
+        members.sort(key=lambda each: rank_of(each[0].hello, each[1]))
+        hellos = [seated(each.hello, own) for each, own, _ in members]
+        needs = replace(hellos[0], world_size=len(members) + 1)  # its slots are those of one rank more
+        same = {(own.relayed, own.whole_bytes, own.hosts) for _, own, _ in members}
+        wrong = "told the ranks of one job different things"
+        if len(same) == 1 and len({hello.rank for hello in hellos}) == len(hellos) == welcome.relayed:
+            wrong = self._limits.over(needs) or self._limits.beyond(needs, *self._beside(hellos[0]))
+            wrong = wrong and f"has admitted more than this relay may take: {wrong}"
+        if wrong:
             for each, *_ in members:
-                yield self._refuse(each, "told the ranks of one job different things")
+                yield self._refuse(each, wrong, temporary=True)
             return
-        members.sort(key=lambda each: _rank(each[0].hello, each[1]))
-        hellos = [_seated(each.hello, own) for each, own, _ in members]
         generation, self._next_generation = self._next_generation, self._next_generation + 1
         for each, _, link in members:
             self._take_out(each.key)
             self._selector.unregister(link)
-        self._running[generation] = self._held[generation] = hellos[0]
+        self._running[generation] = self._held[generation] = needs
         relayed = Relayed(visitor.address, [own for _, own, _ in members], [link for *_, link in members])
         yield Admit(generation, visitor.hello.job, [each.key for each, *_ in members], hellos, relayed)
 
-    def _refuse(self, visitor: _Visitor, why: str, *, temporary: bool = False) -> Answer:
-        self.gone(visitor.key, self._clock())
+    def _refuse(self, visitor: Visitor, why: str, *, temporary: bool = False) -> Answer:
+        self.gone(visitor.key, self._clock(), Cause(f"aggregator {visitor.address}", why[:TEXT_CHARACTERS]))
         reason = f"aggregator {visitor.address}, the upstream of relay {self._name}, {why}"
         return Answer(visitor.key, Refused(reason[:TEXT_CHARACTERS], temporary))
 
-    def _hang_up(self, visitor: _Visitor, cause: Cause) -> None:
+    def _hang_up(self, visitor: Visitor, cause: Cause) -> None:
         link = visitor.link
         visitor.give_up()
         if link is None:
@@ -351,22 +369,3 @@ class Relaying:
             link.send_control(encode_control(Leave(cause)))
         self._selector.unregister(link)
         link.close()
-
-
-def _rank(hello: Hello, welcome: Welcome) -> int:
-    """The rank that a worker has in its job. In an elastic one the upstream gives it."""
-    return hello.rank if welcome.seat is None else welcome.seat.rank
-
-
-def _seated(hello: Hello, welcome: Welcome) -> Hello:
-    size = hello.world_size if welcome.seat is None else welcome.seat.world_size
-    return replace(hello, rank=_rank(hello, welcome), world_size=size)
-
-
-def _status(visitors: Sequence[_Visitor], now: float) -> JobStatus:
-    first = visitors[0]
-    return JobStatus(
-        name=first.hello.job, team=first.hello.team, generation=0, launch=first.hello.launch,
-        world_size=first.hello.world_size, joined=len(visitors), missing=first.pending.missing,
-        age_s=now - first.since, upstream=first.address,
-    )  # fmt: skip
