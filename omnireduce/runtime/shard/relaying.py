@@ -337,7 +337,7 @@ class Relaying:
         ]
         members.sort(key=lambda each: rank_of(each[0].hello, each[1]))
         hellos = [seated(each.hello, own) for each, own, _ in members]
-        needs = replace(hellos[0], world_size=len(members) + 1)  # its slots are those of one rank more
+        needs = replace(hellos[0], world_size=len(members))
         same = {(own.relayed, own.whole_bytes, own.hosts) for _, own, _ in members}
         wrong = "told the ranks of one job different things"
         if len(same) == 1 and len({hello.rank for hello in hellos}) == len(hellos) == welcome.relayed:
