@@ -67,7 +67,8 @@ def test_another_users_worker_gets_no_memory(daemon: Daemon, caplog: pytest.LogC
 
 def test_another_users_question_goes_by_tcp(daemon: Daemon) -> None:
     config = configured(daemon.addresses)
-    assert as_nobody(lambda: ask(daemon.addresses[0], config, WAIT_S)).connections == 1
+    answer = as_nobody(lambda: ask(daemon.addresses[0], config, WAIT_S))
+    assert answer.connections >= 1  # its own, and perhaps that of a rank of an earlier test, which is leaving
 
 
 def test_another_users_worker_that_is_welcome() -> None:
