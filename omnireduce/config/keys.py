@@ -110,6 +110,7 @@ def _check_if_any(address: str) -> None:
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "cluster.aggregators": _check_aggregators,
     "aggregator.listen": parse_address,
+    "aggregator.upstream": _check_aggregators,
     "metrics.listen": _check_if_any,
 }
 

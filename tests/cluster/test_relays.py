@@ -20,7 +20,7 @@ from oracle import reduce_by_tree
 from transports import WAYS, over
 
 from aggregator.metrics import ShardCollector
-from omnireduce import AbortedError, Communicator, OmniReduceError, RefusedError
+from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError
 from omnireduce.config import Config
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.status import Below, JobStatus, Status, Traffic
@@ -268,6 +268,12 @@ def test_wrong_settings_are_explained() -> None:
 def until_aborted(comm: Communicator) -> None:
     while True:
         comm.allreduce(np.ones(1000, np.float32))
+
+
+@pytest.mark.parametrize("upstream", ['["nonsense"]', '["a:0"]', '["a:1", "a:1"]', "nonsense"])
+def test_an_upstream_that_is_no_address_is_refused(upstream: str) -> None:
+    with pytest.raises(ConfigError, match=r"aggregator\.upstream: .*expected"):
+        configured([], f"aggregator.upstream={upstream}")
 
 
 def test_an_elastic_job_goes_on_behind_relays() -> None:
