@@ -79,7 +79,7 @@ class RelayMachine(AggregatorMachine):
         self._awaited: deque[_Awaited] = deque()
         self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
         self._heard_at = 0.0  # when the upstream said anything
-        self._in_memory = in_memory
+        self._in_memory, self._leaves_later = in_memory, False
         self._allowed: dict[int, tuple[float, float]] = {}  # how many reports of each member may come, and since when
         self._told_wait: Wait | None = None  # the upstream believes that members are late
         self._reports: dict[int, tuple[Report, float]] = {}  # the last of each member, and when it came
@@ -89,7 +89,7 @@ class RelayMachine(AggregatorMachine):
         return not self._awaited and super().idle
 
     def has_left(self, peer: int) -> bool:
-        return peer % self._up in self._confirmed
+        return peer % self._up in self._confirmed and not (peer == self._up and self._leaves_later)
 
     def named(self, ranks: Iterable[int]) -> str:
         ranks = list(ranks)
@@ -132,7 +132,10 @@ class RelayMachine(AggregatorMachine):
             what = f"had shut down when collective {owed.number} was under way"
             yield from self.abort(Cause(self._ranks[rank].name, what), "left")
             return
-        yield Tell(self._up + rank, Leave())  # the Goodbye comes from above
+        if rank == 0 and not self.idle:
+            self._leaves_later = True  # its uplink carries the sums of others, which are not done yet
+        else:
+            yield Tell(self._up + rank, Leave())  # the Goodbye comes from above
         yield from (Return(self._up, slot) for slot in self._down.release_all(rank))
 
     def lost(self, peer: int, reason: str, now: float) -> Iterator[Effect]:
@@ -179,6 +182,9 @@ class RelayMachine(AggregatorMachine):
         self._down.free.remove(slot)
         self._down.send(slot, readers)
         yield Send(readers, slot, nbytes)
+        if self._leaves_later and self.idle:
+            self._leaves_later = False
+            yield Tell(self._up, Leave())
 
     def _admit_result(self, peer: int, header: Header) -> Sequence[int]:
         """Who gets a result. Raises ProtocolError for one that cannot be."""
@@ -231,7 +237,7 @@ class RelayMachine(AggregatorMachine):
             yield self.ended
 
     def _upstream_lost(self, rank: int, reason: str, kind: AbortKind) -> Iterator[Effect]:
-        if rank not in self._confirmed:
+        if not self.has_left(self._up + rank):
             yield from self.abort(Cause(self._upstream, reason), kind)
 
     # waiting

@@ -204,3 +204,20 @@ def test_who_waits_for_credits_from_above_is_not_late() -> None:
     wait = bench.machine.waiting(1.5)
     assert wait is not None
     assert (wait.ranks, wait.who) == ([], "aggregator top:1")
+
+
+def test_the_uplink_of_the_sums_stays_until_they_are_done() -> None:
+    """Its rank may have no part in a collective, and leave before the others."""
+    bench = Bench()
+    bench.machine = RelayMachine(
+        NAMES, bench.arena, bench.results, bench.sums,
+        upstream="top:1", numbers=[4, 5, 6], delegates=[1, 2], readers=[1, 2],
+    )  # fmt: skip
+    bench.bring(1, 8)
+    bench.bring(2, 8)
+    assert list(bench.machine.told(0, Leave(), 0.0)) == []
+    list(bench.machine.lost(0, "connection closed", 0.0))
+    assert bench.machine.has_left(0)
+    assert not bench.machine.has_left(UP)
+    assert bench.result(8)[-1] == Tell(UP, Leave())
+    assert bench.machine.has_left(UP)

@@ -52,6 +52,7 @@ from omnireduce.wire.control import (
 )
 
 log = logging.getLogger("omnireduce.aggregator")
+UPSTREAM_OF = "the upstream of relay"
 RETRY_S = 0.2  # between attempts to reach an upstream that is not up yet
 
 Connected = Callable[[Link | str], None]  # gets the link, or why there is none
@@ -125,10 +126,6 @@ class Relaying:
             return "", False
         jobs, held = self._jobs_beside(hello, self._running), self._jobs_beside(hello, self._held)
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
-
-    def _beside(self, hello: Hello) -> tuple[int, list[Hello]]:
-        """How many other jobs are here, and those that have memory, or want it."""
-        return len(self._jobs_beside(hello, self._running)), self._jobs_beside(hello, self._held)
 
     def _jobs_beside(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
         """These and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
@@ -314,7 +311,7 @@ class Relaying:
         elif isinstance(message, Newcomers):
             yield Answer(visitor.key, message)
         elif isinstance(message, Refused):
-            yield self._refuse(visitor, f"refused: {message.reason}", temporary=message.temporary)
+            yield self._refused(visitor, message)
         elif isinstance(message, Aborted):
             self.gone(visitor.key, self._clock())
             yield Answer(visitor.key, message)
@@ -325,6 +322,13 @@ class Relaying:
             self._welcome[visitor.meeting, message.generation] += 1
         else:
             raise ProtocolError(f"answered the hello with {type(message).__name__}")
+
+    def _refused(self, visitor: Visitor, message: Refused) -> Answer:
+        """The upstream refuses this worker. If it only passes that on, the message says already whose refusal it is."""
+        if f"{UPSTREAM_OF} " in message.reason:
+            self.gone(visitor.key, self._clock())
+            return Answer(visitor.key, message)
+        return self._refuse(visitor, f"refused: {message.reason}", temporary=message.temporary)
 
     def _begin(self, visitor: Visitor, welcome: Welcome) -> Iterator[MembershipEffect]:
         """Begin the job if all that come through this relay are welcome."""
@@ -341,7 +345,7 @@ class Relaying:
         same = {(own.relayed, own.whole_bytes, own.hosts) for _, own, _ in members}
         wrong = "told the ranks of one job different things"
         if len(same) == 1 and len({hello.rank for hello in hellos}) == len(hellos) == welcome.relayed:
-            wrong = self._limits.over(needs) or self._limits.beyond(needs, *self._beside(hellos[0]))
+            wrong = self._limits.over(needs)
             wrong = wrong and f"has admitted more than this relay may take: {wrong}"
         if wrong:
             for each, *_ in members:
@@ -357,7 +361,7 @@ class Relaying:
 
     def _refuse(self, visitor: Visitor, why: str, *, temporary: bool = False) -> Answer:
         self.gone(visitor.key, self._clock(), Cause(f"aggregator {visitor.address}", why[:TEXT_CHARACTERS]))
-        reason = f"aggregator {visitor.address}, the upstream of relay {self._name}, {why}"
+        reason = f"aggregator {visitor.address}, {UPSTREAM_OF} {self._name}, {why}"
         return Answer(visitor.key, Refused(reason[:TEXT_CHARACTERS], temporary))
 
     def _hang_up(self, visitor: Visitor, cause: Cause) -> None:
