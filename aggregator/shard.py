@@ -131,7 +131,8 @@ def begin_shard(config: Config, name: str) -> None:
 
 def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
     """What serves the jobs of a shard, whose process this is."""
-    settings, callers = config.aggregator, Callers(config)
+    settings = config.aggregator
+    callers = Callers(config) if settings.upstream else None
     server = ShardServer(
         listeners.name,
         _doors(listeners, config, lambda: server.access.tls),
@@ -139,12 +140,12 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         drain_s=settings.drain_s,
         hello_timeout_s=settings.hello_timeout_s,
         access=access,
-        upstream=Upstream(settings.upstream, callers.connect, callers.close) if settings.upstream else None,
+        upstream=None if callers is None else Upstream(settings.upstream, callers.connect, callers.close),
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
         straggler_s=settings.straggler_s,
         traces=ShardTraces(config.trace) if config.trace.folder else None,
     )
-    if settings.upstream:
+    if callers is not None:
         server.call_when_readable(callers.fileno(), callers.hear)
     return server
 

@@ -26,27 +26,22 @@ class Callers:
 
     def __init__(self, config: Config) -> None:
         self._config = replace(config, transport=replace(config.transport, kind="tcp"))
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor = ThreadPoolExecutor(AT_ONCE, "uplink")  # threads come when there is something to do
         self._done: deque[tuple[Connected, Link | str]] = deque()
-        self._wake = -1
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """A descriptor that is readable when an attempt is over."""
-        if self._wake < 0:
-            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         return self._wake
 
     def connect(self, address: str, timeout_s: float, done: Connected) -> Callable[[], object]:
         """Try once to connect to an aggregator; `done` gets the link, or why there is none. What is returned ends an
         attempt that has not begun."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(AT_ONCE, "uplink")
         return self._executor.submit(self._run, address, min(timeout_s, CONNECT_S), done).cancel
 
     def close(self) -> None:
         """Begin no further attempt; those under way end by themselves."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, address: str, timeout_s: float, done: Connected) -> None:
         found: Link | str
@@ -62,11 +57,11 @@ class Callers:
         except Exception as error:  # a bug of ours: the worker must not wait for ever
             found = f"internal error: {error!r}"
         self._done.append((done, found))
-        os.eventfd_write(self.fileno(), 1)
+        os.eventfd_write(self._wake, 1)
 
     def hear(self) -> None:
         """Hand over what has been connected."""
-        os.eventfd_read(self.fileno())
+        os.eventfd_read(self._wake)
         while self._done:
             done, found = self._done.popleft()
             done(found)

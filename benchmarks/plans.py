@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.cases import BLOCK
 from benchmarks.contest import OURS
 from benchmarks.outcomes import show_verdicts
-from benchmarks.relays import FLAT, RACKS, RELAYS
+from benchmarks.relays import FLAT, HOST_BYTES_PER_S, RACKS, RELAYS
 from benchmarks.shaped import SHARED_HOSTS
 from benchmarks.targets import Verdict, below
 from benchmarks.testbed import BURST_BYTES
@@ -26,7 +26,6 @@ ITEM_BYTES = 4  # float32
 LATENCY_S = 1e-4  # of a small message through the testbed
 MOST_PERCENT = 10.0
 OWN = (OURS, FLAT, RELAYS)
-HOST_BYTES_PER_S = 4e9 / 8  # of the links that are not shared by a rack
 
 
 class Compared(NamedTuple):
@@ -64,8 +63,8 @@ def _predicted(row: dict[str, Any]) -> Prediction:
     hosts = Hosts(number, os.cpu_count() or 1, row["link_bytes_per_s"], LATENCY_S, BURST_BYTES, one_machine=True)
     plan = Plan(ranks // number, layout == "shared", number, layout == "dedicated")
     if layout == "racks":
-        rate = HOST_BYTES_PER_S
-        hosts = hosts._replace(bytes_per_s=rate, racks=RACKS, rack_bytes_per_s=row["link_bytes_per_s"])
+        shared = row["link_bytes_per_s"]
+        hosts = hosts._replace(bytes_per_s=HOST_BYTES_PER_S, racks=RACKS, rack_bytes_per_s=shared)
         plan = Plan(1, False, 1, dedicated=True, relays=row["entrant"] == RELAYS)
     block_bytes = BLOCK * ITEM_BYTES
     patterns = DrawnPatterns(row["bytes"] // block_bytes, row["density"], row["overlap"], ranks)

@@ -29,6 +29,7 @@ TARGET = 1.8  # times as fast as flat, of a dense tensor: of sparse ones results
 ROUNDS = {1.0: 5, 0.1: 7}  # by density
 SIZE = "16 MiB"
 RATE, HOST_RATE = "250mbit", "4gbit"  # what the hosts of a rack share; what each has to the others of its rack
+HOST_BYTES_PER_S = 4e9 / 8
 
 
 def cases(rate: str, rounds: int | None = None) -> list[Case]:

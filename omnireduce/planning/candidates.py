@@ -131,14 +131,12 @@ def as_toml(plan: Plan, hosts: int, block_size: int) -> str:
     shards = -(-plan.shards // count)
     lines = [f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {shards}"]
     if plan.relays:
-        own = ", ".join(f'"relay:{7400 + at}"' for at in range(plan.shards))
-        lines = [
-            f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {shards}",
+        lines += [
             *(f"#   {each}" for each in rows),
             f"# on a host of each rack: omnireduce aggregator --listen 0.0.0.0:7400 --shards {plan.shards}",
             "#   with aggregator.upstream = the list above; its ranks name it as follows",
         ]
-        listed = own
+        listed = ", ".join(f'"relay:{7400 + at}"' for at in range(plan.shards))
     lines += ["[cluster]", f"aggregators = [{listed}]", "", "[protocol]", f"block_size = {block_size}"]
     if plan.ranks > 1:
         lines += ["", "[transport]", f'host_exchange = "{"auto" if plan.by_host else "off"}"']

@@ -71,7 +71,7 @@ class RelayMachine(AggregatorMachine):
     ) -> None:  # fmt: skip
         super().__init__(members, arena, sums, divisor=1, **options)  # the last aggregator on the way up divides
         self._address, self._upstream, self._returned = upstream, f"aggregator {upstream}", results
-        self._sums, self._up = sums, len(members)
+        self._up = len(members)  # how many members there are, and the first uplink
         self._down = ResultSlots(len(results))  # slots with results that members still read
         self._heads = [NO_HEADER] * len(members)  # of the message of each member that is open
         self._passes = False  # the current collective is not summed here
@@ -113,7 +113,7 @@ class RelayMachine(AggregatorMachine):
         level = min(REPORTS_AT_ONCE, level + (now - at) * REPORTS_PER_S) - 1
         self._allowed[peer] = level, now
         if level < 0:
-            yield from self._violation(peer, ProtocolError(f"more than {REPORTS_PER_S} reports a second"))
+            yield from self._violation(peer, ProtocolError(f"more than {REPORTS_PER_S:g} reports a second"))
             return
         self._reports[peer] = report, now
         if self._in_memory:
@@ -360,7 +360,7 @@ class RelayMachine(AggregatorMachine):
             yield Send((self._up + rank,), slot, nbytes)
             return
         own = self._slots.free.pop()
-        self._sums[own, :nbytes] = self._arena[row, :nbytes]
+        self._results[own, :nbytes] = self._arena[row, :nbytes]
         self._slots.send(own, (self._up,))
         yield Send((self._up,), own, nbytes)
         yield Return(rank, slot)

@@ -88,10 +88,10 @@ def test_results_before_anything_was_sent_are_refused(bench: Bench) -> None:
 def test_who_is_late_is_told_above_and_below(bench: Bench) -> None:
     bench.bring(0, 8)
     effects = list(bench.machine.timer(1.5))
-    reports = [each for each in effects if isinstance(each, Tell) and isinstance(each.message, Report)]
-    assert [(each.peer, each.message.behind) for each in reports] == [(UP, [5])]  # type: ignore[union-attr]
-    waits = [each for each in effects if isinstance(each, Tell) and isinstance(each.message, Waiting)]
-    assert [(each.peer, each.message.who) for each in waits] == [(rank, NAMES[1]) for rank in range(3)]  # type: ignore[union-attr]
+    told = [(each.peer, each.message) for each in effects if isinstance(each, Tell)]
+    assert [(peer, each.behind) for peer, each in told if isinstance(each, Report)] == [(UP, [5])]
+    waits = [(peer, each.who) for peer, each in told if isinstance(each, Waiting)]
+    assert waits == [(rank, NAMES[1]) for rank in range(3)]
     taken_back = [each for each in bench.bring(1, 8, now=1.6) if isinstance(each, Tell)]
     assert taken_back == [Tell(UP, Report())]
 

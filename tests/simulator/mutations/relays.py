@@ -9,7 +9,6 @@ _RELAY = "omnireduce.protocol.relay"
 _ADMISSION = "omnireduce.runtime.shard.relaying"
 _HOSTS = "omnireduce.protocol.hosts"
 _SENDERS = "omnireduce.protocol.senders"
-_JOB = "omnireduce.runtime.shard.job"
 _TESTS = "tests/runtime/test_relaying.py::"
 _MACHINE_TESTS = "tests/protocol/test_relay.py::"
 
