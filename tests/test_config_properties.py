@@ -39,6 +39,7 @@ def overriding(values: Mapping[str, object]) -> tuple[Config, str]:
 
 
 TLS = ("tls_certificate", "tls_key", "tls_ca")
+ADDRESSES = ("cluster.aggregators", "aggregator.upstream")  # each may stand there once
 FILES = [f"security.{name}" for name in ("secret_file", "teams_folder", *TLS)]
 FILES += [f"metrics.{name}" for name in ("token_file", *TLS)]
 TEXTS = {
@@ -61,7 +62,7 @@ def values_of(hint: Any, path: str) -> st.SearchStrategy[Any]:
         return st.sampled_from(arguments)
     if origin is tuple:
         items = values_of(arguments[0], path)
-        return st.lists(items, min_size=1, max_size=5, unique=path == "cluster.aggregators").map(tuple)
+        return st.lists(items, min_size=1, max_size=5, unique=path in ADDRESSES).map(tuple)
     if arguments:
         return st.one_of([values_of(argument, path) for argument in arguments])
     if path in TEXTS:
