@@ -5,7 +5,7 @@ summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
 `all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
-`plan` how near predictions come.
+`threads` what a second thread of a rank gains, `plan` how near predictions come.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from benchmarks.profiling import profile_case
 from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
+from benchmarks.threads import measure as measure_threads
 from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
 from benchmarks.urgent import measure as measure_urgent
 from omnireduce.errors import OmniReduceError
@@ -213,6 +214,19 @@ def urgent(turns: int) -> None:
     takes more than 3 ms."""
     try:
         is_met = measure_urgent(Console(width=120), turns)
+    except (PeerError, OmniReduceError) as error:
+        raise click.ClickException(str(error)) from error
+    if not is_met:
+        sys.exit(3)
+
+
+@main.command()
+@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
+def threads(turns: int) -> None:
+    """Time the all-reduce of a rank of one thread, and of one of two, with shards that share a processor. Exit status 3
+    when two are not faster."""
+    try:
+        is_met = measure_threads(Console(width=120), turns)
     except (PeerError, OmniReduceError) as error:
         raise click.ClickException(str(error)) from error
     if not is_met:

@@ -115,6 +115,9 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=1_000_000,
         ),
     ] = 200
+    threads: Annotated[
+        int, _meta("of a worker, for different shards at the same time; 0: by processors and ranks", ge=0, le=64)
+    ] = 0
     dead_peer_s: Annotated[
         float,
         _meta(

@@ -59,7 +59,8 @@ class RowBlocks(NamedTuple):
 
 class Operand(Protocol):
     """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
-    tensor, or of the rows that this worker has."""
+    tensor, or of the rows that this worker has. With `has_parts`, threads may call it for different shards at the same
+    time."""
 
     @property
     def blocks(self) -> TensorBlocks | RowBlocks:
@@ -70,6 +71,7 @@ class Operand(Protocol):
     block_bytes: int
     nbytes: int
     row_dtype: np.dtype[Any]
+    has_parts: bool
 
     def start(self, shard: int) -> int:
         """The cursor from which to pack for `shard`."""
@@ -132,6 +134,7 @@ class _Tensor:
     """A dense tensor: how its short last block is packed, and where results go."""
 
     row_dtype = WORD
+    has_parts = True
 
     def __init__(self, blocks: TensorBlocks, layout: Layout, block_bytes: int, nbytes: int) -> None:
         self.blocks, self.layout, self.block_bytes, self.nbytes = blocks, layout, block_bytes, nbytes

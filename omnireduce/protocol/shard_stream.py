@@ -33,6 +33,7 @@ class ShardStream:
         self._result_frontier = 0
         self.heard_at = 0.0  # when anything came
         self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
+        self._placed: deque[Collective | ProtocolError | None] = deque()  # what came of messages that were placed ahead
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._runs = np.empty((0, 2), np.int64)
 
@@ -66,6 +67,11 @@ class ShardStream:
         """Whether results of the oldest collective under way are still to come from this shard."""
         return bool(self._incoming) and self._incoming[0] is collective
 
+    @property
+    def may_pack(self) -> bool:
+        """There may be something to send, and there is a slot to send it in."""
+        return bool(self._outgoing and self._free)
+
     def pack(self) -> Send | None:
         """Pack and seal one message, if there is something to send and a slot to send it in."""
         if not self._outgoing or not self._free:
@@ -82,8 +88,7 @@ class ShardStream:
         if self._cursor < 0:
             self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
         memory = self._send_slots[slot]
-        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
-        rows = rows[:most]
+        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)[:most]
         indices = self._scratch(len(rows))
         count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
         indices, layout = indices[:count], operand.layout
@@ -96,8 +101,24 @@ class ShardStream:
             self._cursor, self._sent_frontier, self._sent_blocks = -1, 0, 0
         return Send((self.shard,), slot, nbytes)
 
+    def place(self, slot: int, nbytes: int) -> None:
+        """Do the work of `received` ahead of it. Other streams may do theirs at the same time."""
+        try:
+            self._placed.append(self._place(slot, nbytes))
+        except ProtocolError as error:
+            self._placed.append(error)
+
     def received(self, slot: int, nbytes: int) -> Collective | None:
-        """Place a result message; return the collective if this shard has now delivered all of it."""
+        """Place a result message; return the collective if this shard has now delivered all of it. Raises
+        ProtocolError."""
+        if not self._placed:
+            return self._place(slot, nbytes)
+        found = self._placed.popleft()
+        if isinstance(found, ProtocolError):
+            raise found
+        return found
+
+    def _place(self, slot: int, nbytes: int) -> Collective | None:
         memory = self._receive_slots[slot]
         header = read_header(memory, nbytes)
         if not self._incoming or header.collective != self._incoming[0].number or message_extra(memory, header):

@@ -9,6 +9,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective import Collective, sum_of_host
+from omnireduce.protocol.division import Crew, Division
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host_faults import DifferenceError, HostError, ShortageError
@@ -33,7 +34,7 @@ class WorkerMachine:
     in errors; `me` names this worker, whose number is `rank`. Messages to shard i are as long as `lengths[i]` says
     (nothing given: no longer than fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`:
     with what the ranks of this host exchange tensors. If they are all ranks of the job, shards get none. Else, as
-    `neighbours` says, shards get tensors by host: one of its ranks sends the sum of all.
+    `neighbours` says, shards get tensors by host: one of its ranks sends the sum of all. `crew` works for the shards.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class WorkerMachine:
         lengths: Sequence[Lengths] = (),
         host: HostExchange | None = None,
         neighbours: Neighbours | None = None,
+        crew: Crew | None = None,
     ) -> None:
         long = lengths or [Lengths(send.shape[1], send.shape[1]) for send, _ in slots]
         self._streams = [ShardStream(i, send, receive, scan_span, long[i]) for i, (send, receive) in enumerate(slots)]
@@ -58,6 +60,7 @@ class WorkerMachine:
         self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
         self._patience = Patience(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
+        self.division = Division(crew, self._streams, self._under_way) if crew is not None else None
         self._next, self._waiting_for = 0, ""
         self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
         self._after_own = False  # of the collective before the oldest one each rank got the result from the shards
@@ -94,7 +97,7 @@ class WorkerMachine:
         return self._accused is not None and not self._is_old_news
 
     def _warn_at(self, host: HostExchange) -> float:
-        """When to say whom this rank waits for, and each time again that the wait has doubled."""
+        """When to say whom this rank waits for, again each time that the wait has doubled."""
         if not host.is_busy:
             return self._patience.ends_at
         return host.moved_at + max(min(WARN_AFTER_S, self.timeout_s / 2), 2 * (self._said_at - host.moved_at))
@@ -139,6 +142,8 @@ class WorkerMachine:
         by shard in turn."""
         if self.host is not None and self.ended is None and self._accused is None:
             yield from self._exchange(self.host, now)
+        if self.division is not None and self.ended is None and self.division.is_on:
+            yield from self.division.pack()
         busy = self.ended is None
         while busy:
             busy = False
@@ -251,8 +256,7 @@ class WorkerMachine:
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
             news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
-            self._waiting_for = message.who
-            message = message.heard_from(self._addresses[shard])
+            self._waiting_for, message = message.who, message.heard_from(self._addresses[shard])
             self._streams[shard].heard(now, message)
             if self._under_way and self._streams[shard].owes(self._under_way[0]):
                 self._patience.heard(message, now)
@@ -303,8 +307,7 @@ class WorkerMachine:
 
         A worker that was stopped waits for a moment first: messages may have come meanwhile that it has not read.
         """
-        deadline = self.deadline
-        if deadline is None or now < deadline:
+        if self.deadline is None or now < self.deadline:
             return
         deadline = self._patience.ends_at
         if self._is_judged:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from omnireduce.errors import ProtocolError
@@ -58,14 +58,22 @@ class Driver:
         self.read_all_at = -math.inf
 
     def feed(self, peer: int) -> None:
-        """Give the machine everything that has arrived from `peer`. Of an incomplete message it learns that something
-        has come."""
+        """Give the machine everything that has arrived from `peer`."""
+        self.take(peer, self.read(peer))
+
+    def feed_all(self, peers: Collection[int]) -> None:
+        """Give the machine everything that has arrived from each of `peers`."""
+        for peer in peers:
+            self.feed(peer)
+
+    def read(self, peer: int) -> Sequence[Event]:
+        """What has arrived from `peer`. Of an incomplete message the machine learns that something has come."""
         counters = self.links[peer].counters
         before = counters.received_bytes
         events = self.links[peer].poll()
         if counters.received_bytes != before and not events:
             self.machine.heard(peer, self._clock())
-        self.take(peer, events)
+        return events
 
     def take(self, peer: int, events: Sequence[Event]) -> None:
         """Give the machine these events of `peer`."""
@@ -89,7 +97,7 @@ class Driver:
         self.push()
         self._keep_deadline(self._clock())
 
-    def turn(self, peers: Iterable[int] | None = None) -> None:
+    def turn(self, peers: Collection[int] | None = None) -> None:
         """Feed from these peers (None: all), and let the machine do what it can. Then call its timer, if the deadline
         had passed before. In that case, and every `read_all_s`, feed from all: also a part of a message, which wakes
         nobody, says that its sender lives.
@@ -104,8 +112,7 @@ class Driver:
             peers = None
         if peers is None:
             self.read_all_at = now + self.read_all_s
-        for peer in range(len(self.links)) if peers is None else peers:
-            self.feed(peer)
+        self.feed_all(range(len(self.links)) if peers is None else peers)
         self.perform(self.machine.advance(self._clock()))
         self._keep_deadline(now)
 

@@ -18,6 +18,7 @@ from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
+from omnireduce.runtime.member.crew import crew_for
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
 from omnireduce.runtime.member.rendezvous import Arrival
 from omnireduce.runtime.member.traced import Parts, traced
@@ -65,10 +66,10 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         parts = traced(config.trace, job, joined.rank, joined.size, parts.links)
     links = parts.links
     host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
-    if host is None or joined.neighbours.hosts > 1:  # else no block goes by a link
-        for link in links:
-            touch(link.send_slots)
-            touch(link.receive_slots)
+    used = links if host is None or joined.neighbours.hosts > 1 else []  # those that blocks go by
+    for link in used:
+        touch(link.send_slots)
+        touch(link.receive_slots)
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
@@ -79,6 +80,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         lengths=[_lengths(config.protocol, link) for link in links],
         host=host,
         neighbours=joined.neighbours,
+        crew=crew_for(config.transport.threads, used, len(joined.neighbours.ranks)),
     )
     machine.newcomers = arrival.newcomers
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)

@@ -17,8 +17,9 @@ from omnireduce.errors import ClosedError, OmniReduceError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.driver import Driver, say_last_words
+from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.calls import Call
+from omnireduce.runtime.member.crew import DividingDriver
 from omnireduce.runtime.member.handle import Started, check_fits, check_free
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.runtime.member.lookout import Lookout
@@ -45,15 +46,13 @@ class Engine(Interruptible):
         self._machine, self._links = machine, links
         self._longest_spin_s = self._spin_s = spin_s
         self._read_at = 0.0
-        self._driver = Driver(
-            machine,
-            links,
-            time.monotonic,
+        self._driver = DividingDriver(
+            machine, links, time.monotonic,
             on_finish=self._on_finish,
             on_end=self._on_end,
             on_warn=lambda warning: log.warning(warning.text, extra=tagged("waiting")),
             on_wake=self._lookout.ring,
-        )
+        )  # fmt: skip
         self._driver.read_all_s = machine.timeout_s / READS
         self._handles: dict[int, Started[Any]] = {}
         self.names = Names()
@@ -385,7 +384,9 @@ class Engine(Interruptible):
         with self._lock:
             # The old driver refers back to this engine. Without it the slots are freed with the last reference to the
             # engine, not with the next run of the cycle collector.
-            self._driver = Driver(self._machine, (), time.monotonic)
+            self._driver = DividingDriver(self._machine, (), time.monotonic)
+            if self._machine.division is not None:
+                self._machine.division.crew.close()
             self._lookout.close()
             if self._machine.host is not None:
                 self._machine.host.close()

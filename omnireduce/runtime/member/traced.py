@@ -40,7 +40,7 @@ class TracedOperand:
 
     def __init__(self, operand: Operand, recorder: Recorder) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
-        self.nbytes, self.blocks = operand.nbytes, operand.blocks
+        self.nbytes, self.blocks, self.has_parts = operand.nbytes, operand.blocks, operand.has_parts
         self._operand, self._recorder, self._submitted = operand, recorder, now()
 
     def start(self, shard: int) -> int:

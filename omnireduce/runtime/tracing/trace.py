@@ -8,6 +8,7 @@ which all processes of a host share; `Origin` says how to compare them with thos
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -95,30 +96,31 @@ class Recorder:
         self._path = Path(settings.folder) / f"{origin.job}-{origin.kind}{origin.number}{SUFFIX}"
         self._spans = np.empty(settings.events, SPAN)
         self._columns = [self._spans[name] for name in SPAN.names or ()]
-        self._count = self._missed = 0
+        self._numbers = itertools.count()
 
     def add(self, what: What, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
-        """Record a span. Not to be called by two threads at once."""
-        i = self._count
-        if i == len(self._spans):
-            self._missed += 1
+        """Record a span. Any thread may call it."""
+        i = next(self._numbers)
+        if i >= len(self._spans):
             return
         kinds, peers, details, starts, ends = self._columns
         kinds[i], peers[i], details[i], starts[i], ends[i] = what, peer, detail, start, end
-        self._count = i + 1
 
     def write(self) -> None:
-        """Write the file, all or nothing, in place of an older one. Raises nothing: a failure is logged."""
-        origin = msgspec.structs.replace(self._origin, missed=self._missed, ended_ns=now())
-        if self._missed:
+        """Write the file, all or nothing, in place of an older one, once nobody records any more. Raises nothing: a
+        failure is logged."""
+        added = next(self._numbers)
+        spans, missed = self._spans[:added], max(0, added - len(self._spans))
+        origin = msgspec.structs.replace(self._origin, missed=missed, ended_ns=now())
+        if missed:
             log.warning(
                 "the trace of %s, job '%s', is full: it has the first %d spans and misses %d; raise trace.events",
-                origin, origin.job, self._count, self._missed,
+                origin, origin.job, len(spans), missed,
             )  # fmt: skip
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
-                np.savez(file, origin=np.array(msgspec.json.encode(origin).decode()), spans=self._spans[: self._count])
+                np.savez(file, origin=np.array(msgspec.json.encode(origin).decode()), spans=spans)
             partial.replace(self._path)
         except OSError as error:
             log.warning("%s: the trace cannot be written: %s", self._path, error.strerror or error)
