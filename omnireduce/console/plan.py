@@ -10,12 +10,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from omnireduce.console.traces.reduced import Reduced, read_reduced
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
-from omnireduce.planning.candidates import Candidate, Study, as_toml, shard_counts, study
+from omnireduce.planning.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
 from omnireduce.planning.model import Hosts
-from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, Patterns
+from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, TracedPatterns
 from omnireduce.planning.saved import read_all
 from omnireduce.printing import density_text, make_console, short_count, short_time
 
@@ -23,9 +24,12 @@ MOST_SHARDS = 4096
 
 
 class Asked(NamedTuple):
-    """What is to be planned: files of saved arrays, or a tensor as it is drawn; the ranks; the hosts."""
+    """What is to be planned: files of saved arrays, a folder of traces and a job of it, or a tensor as it is drawn; the
+    ranks; the hosts."""
 
     files: Sequence[str]
+    trace: str | None
+    job: str | None
     elements: int
     dtype: str
     density: float
@@ -54,39 +58,55 @@ def report_plan(asked: Asked, json_path: str | None) -> None:
         raise UsageError(f"{asked.ranks} ranks on {asked.hosts} hosts: expected as many ranks on each host")
     if asked.racks and asked.hosts % asked.racks:
         raise UsageError(f"{asked.hosts} hosts in {asked.racks} racks: expected as many hosts in each rack")
-    patterns, block_bytes = _patterns(asked)
+    reduced = None if asked.trace is None else read_reduced(asked.trace, asked.job)
+    work = [_tensor(asked)] if reduced is None else _traced(reduced)
     hosts = Hosts(
         asked.hosts, asked.cores, asked.link_gbps * 1e9 / 8, asked.latency_us * 1e-6,
         racks=asked.racks, rack_bytes_per_s=(asked.rack_gbps or asked.link_gbps) * 1e9 / 8,
     )  # fmt: skip
     shards = _parse_shards(asked.shards) or shard_counts(asked.hosts, asked.ranks // asked.hosts)
-    found = study(patterns, block_bytes, hosts, asked.ranks // asked.hosts, shards)
-    _print(make_console(), asked, found, patterns.blocks * block_bytes)
+    found = study(work, hosts, asked.ranks // asked.hosts, shards)
+    _print(make_console(), asked, found, sum(each.nbytes for each in work), reduced)
     if json_path:
-        write_json(msgspec.json.encode(_as_json(found)), json_path)
+        write_json(msgspec.json.encode(_as_json(found, reduced)), json_path)
 
 
-def _patterns(asked: Asked) -> tuple[Patterns, int]:
-    """The blocks of each rank, and the bytes of a block."""
+def _traced(reduced: Reduced) -> list[Tensors]:
+    """The tensors of a traced job, as any number of ranks would have them."""
+    return [
+        Tensors(
+            TracedPatterns(each.blocks, each.density, each.union_density, reduced.ranks, seed),
+            each.block_bytes,
+            each.times,
+        )
+        for seed, each in enumerate(reduced.sizes)
+    ]
+
+
+def _tensor(asked: Asked) -> Tensors:
+    """One tensor: that of the files, or one that is drawn."""
     if asked.files:
         masks, itemsize = read_all(asked.files, asked.block_size)
         if len(masks) != asked.ranks:
             raise UsageError(f"{len(masks)} files for {asked.ranks} ranks: expected one of each rank")
-        return KnownPatterns(masks), asked.block_size * itemsize
+        return Tensors(KnownPatterns(masks), asked.block_size * itemsize)
     blocks = -(-asked.elements // asked.block_size)
     if asked.dtype not in ELEMENT_TYPES:
         raise UsageError(f"--dtype {asked.dtype}: expected one of {', '.join(ELEMENT_TYPES)}")
     itemsize = ELEMENT_TYPES[asked.dtype].itemsize
-    return DrawnPatterns(blocks, asked.density, asked.overlap, asked.ranks), asked.block_size * itemsize
+    patterns = DrawnPatterns(blocks, asked.density, asked.overlap, asked.ranks)
+    return Tensors(patterns, asked.block_size * itemsize)
 
 
-def _print(console: Console, asked: Asked, found: Study, nbytes: int) -> None:
+def _print(console: Console, asked: Asked, found: Study, nbytes: int, reduced: Reduced | None) -> None:
+    if reduced is not None:
+        _print_reduced(console, reduced)
     console.print(
         f"{short_count(nbytes)} bytes on {asked.ranks} ranks, {asked.hosts} hosts of {asked.cores:g} processors, "
         f"links of {asked.link_gbps:g} Gbit/s and {asked.latency_us:g} us\n"
         f"density of one sender {density_text(found.density)}, of all together {density_text(found.union_density)}"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = _table()
     for title in ("shards", "where", "ranks"):
         table.add_column(title, justify="right" if title == "shards" else "left", no_wrap=True)
     for title in ("time ms", "busiest link", "processor ms", "memory of a shard"):
@@ -95,8 +115,40 @@ def _print(console: Console, asked: Asked, found: Study, nbytes: int) -> None:
         table.add_row(*_cells(each), style="bold" if each is found.best else None)
     console.print(table)
     verdict = "" if found.ring_s > found.best.prediction.seconds else ": no plan here is faster"
-    console.print(f"a ring that sends everything: {short_time(found.ring_s * 1e3)} ms at least{verdict}\n")
-    console.print(as_toml(found.best.plan, asked.hosts, asked.block_size), end="")
+    console.print(f"a ring that sends everything: {short_time(found.ring_s * 1e3)} ms at least{verdict}")
+    if reduced is not None:
+        console.print(f"measured in the trace: {short_time(reduced.measured_s * 1e3)} ms on {reduced.ranks} ranks")
+    block_size = asked.block_size if reduced is None else None
+    console.print("\n" + as_toml(found.best.plan, asked.hosts, block_size), end="")
+
+
+def _print_reduced(console: Console, reduced: Reduced) -> None:
+    """What the trace has, and what of it is planned."""
+    console.print(
+        f"job '{reduced.job}', traced on {reduced.ranks} ranks: the times below are of all its {reduced.all_reduces} "
+        f"all-reduces of tensors together"
+    )
+    if reduced.others:
+        console.print(
+            f"other collectives, which are not planned (rows, broadcasts, barriers and such): {reduced.others}"
+        )
+    if reduced.missed:
+        console.print(f"the traces were full and miss {reduced.missed} spans: the job had more; raise trace.events")
+    table = _table()
+    for title in ("all-reduces", "bytes of each", "blocks", "density", "of all together"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in reduced.sizes:
+        shares = density_text(each.density), density_text(each.union_density)
+        table.add_row(str(each.times), short_count(each.nbytes), str(each.blocks), *shares)
+    console.print(table)
+    if reduced.kinds > len(reduced.sizes):
+        together = reduced.kinds - len(reduced.sizes) + 1
+        console.print(f"the last row stands for the {together} sizes with the fewest bytes, by their means")
+    console.print()
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _cells(each: Candidate) -> list[str]:
@@ -113,14 +165,17 @@ def _cells(each: Candidate) -> list[str]:
     ]
 
 
-def _as_json(found: Study) -> dict[str, object]:
+def _as_json(found: Study, reduced: Reduced | None) -> dict[str, object]:
     rows = [each.plan._asdict() | each.prediction._asdict() | {"best": each is found.best} for each in found.candidates]
+    traced = (
+        {} if reduced is None else {"trace": reduced._asdict() | {"sizes": [each._asdict() for each in reduced.sizes]}}
+    )
     return {
         "plans": rows,
         "ring_s": found.ring_s,
         "density": found.density,
         "union_density": found.union_density,
-    }
+    } | traced
 
 
 def _parse_shards(text: str) -> list[int]:

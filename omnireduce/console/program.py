@@ -6,9 +6,11 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from omnireduce.cli import Group, config_options, json_option
 from omnireduce.config import dump_config, load_config, override_config, reference_toml, split_list
+from omnireduce.errors import UsageError
 from omnireduce.logs import start_logs
 from omnireduce.version import __version__
 
@@ -142,6 +144,8 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
 
 @main.command(short_help="Predict an all-reduce, say how to place it.")
 @click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.option("--trace", metavar="FOLDER", help="Take the all-reduces of a traced job, whose ranks left files here.")
+@click.option("--job", help="Which job, if there are traces of several.")
 @click.option("--elements", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the tensor.")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option(
@@ -162,11 +166,13 @@ def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
     """Predict how long an all-reduce takes, and what it costs: for shards beside the ranks, and on hosts of their own,
     few or many of them; and with a relay in each rack. The best plan comes with its configuration.
 
-    FILES are saved gradients, one of each rank. Without any a tensor is drawn. No host needs to exist. docs/planning.md
-    says what the prediction rests on, and how near it came.
+    FILES are saved gradients, one of each rank. With --trace, the times are of all all-reduces that a job has recorded
+    in FOLDER, by its trace.folder. Without either a tensor is drawn. No host needs to exist. docs/planning.md says what
+    the prediction rests on, and how near it came.
     """
     from omnireduce.console.plan import Asked, report_plan
 
+    _refuse_two_inputs(asked)
     report_plan(Asked(hosts=hosts or asked["ranks"], **asked), json_path)
 
 
@@ -192,6 +198,21 @@ def show_config(config_file: str | None, overrides: tuple[str, ...], reference: 
     """Print the effective configuration as TOML."""
     config = load_config(config_file, overrides=overrides)
     click.echo(reference_toml() if reference else dump_config(config), nl=False)
+
+
+def _refuse_two_inputs(asked: dict[str, Any]) -> None:
+    """Raise UsageError for an option of `plan` beside one that says the same."""
+    if asked["trace"] is None:
+        if asked["job"] is not None:
+            raise UsageError(f"--job {asked['job']} without --trace: expected the folder that has traces of this job")
+        return
+    if asked["files"]:
+        raise UsageError(f"{asked['files'][0]} with --trace: expected files or a trace; leave one of them out")
+    context = click.get_current_context()
+    for name in ("elements", "dtype", "density", "overlap", "block_size"):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} with --trace, which says that already: leave one of them out")
 
 
 def _parse_block_sizes(text: str) -> list[int]:

@@ -17,6 +17,19 @@ MOST_LINKS = 1 << 22  # of a plan: there is memory for what each of them carries
 IN_A_ROW = 8  # addresses
 
 
+class Tensors(NamedTuple):
+    """So many tensors, `times`, that are combined one after the other. Their blocks, of `block_bytes` each, on each
+    rank are `patterns`."""
+
+    patterns: Patterns
+    block_bytes: int
+    times: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.times * self.patterns.blocks * self.block_bytes
+
+
 class Candidate(NamedTuple):
     """A plan, and what it gives."""
 
@@ -26,7 +39,7 @@ class Candidate(NamedTuple):
 
 class Study(NamedTuple):
     """All candidates, the best one, the time of a ring that sends everything, and the densities of one sender's blocks
-    and of the union; senders are hosts, or ranks where hosts have one each."""
+    and of the union, by bytes; senders are hosts, or ranks where hosts have one each."""
 
     candidates: list[Candidate]
     best: Candidate
@@ -54,8 +67,7 @@ def plans(ranks: int, shards: Iterable[int], *, racks: int = 0) -> list[Plan]:
 
 
 def study(
-    patterns: Patterns,
-    block_bytes: int,
+    work: Sequence[Tensors],
     hosts: Hosts,
     ranks: int,
     shards: Sequence[int],
@@ -63,7 +75,7 @@ def study(
     messages: Messages | None = None,
     costs: Costs | None = None,
 ) -> Study:
-    """Compare the plans for a tensor whose blocks on each rank are `patterns`. Each host has `ranks` ranks.
+    """Compare the plans for all of the tensors in `work`. Each host has `ranks` ranks.
 
     Raises UsageError for fewer than two hosts, whose ranks exchange tensors in memory, and for too many links.
     """
@@ -72,16 +84,23 @@ def study(
     if hosts.number * ranks * max(shards) > MOST_LINKS:
         links = f"{hosts.number * ranks} ranks with {max(shards)} shards"
         raise UsageError(f"{links} are {hosts.number * ranks * max(shards)} links; expected at most {MOST_LINKS}")
-    messages = messages or Messages()
-    loads: dict[Plan, Load] = {}
-    found = []
-    for plan in plans(ranks, shards, racks=hosts.racks):
-        prediction = predict_plan(patterns, block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads)
-        found.append(Candidate(plan, prediction))
-    first = next(iter(loads.values()))
-    everything = 2 * (hosts.number - 1) / hosts.number * patterns.blocks * block_bytes
+    compared = plans(ranks, shards, racks=hosts.racks)
+    sums = [Prediction(0.0, 0, 0.0, 0)] * len(compared)
+    own = union = 0.0
+    for tensors in work:
+        loads: dict[Plan, Load] = {}  # there is room for those of one tensor
+        for at, plan in enumerate(compared):
+            each = predict_plan(
+                tensors.patterns, tensors.block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads
+            )
+            sums[at] = sums[at].and_then(each, tensors.times)
+        first = next(iter(loads.values()))
+        own, union = own + tensors.nbytes * first.density, union + tensors.nbytes * first.union_density
+    found = [Candidate(*each) for each in zip(compared, sums, strict=True)]
+    nbytes = sum(each.nbytes for each in work)
     slowest = min(hosts.bytes_per_s, hosts.rack_bytes_per_s if hosts.racks else hosts.bytes_per_s)
-    return Study(found, best(found), everything / slowest, first.density, first.union_density)
+    ring_s = 2 * (hosts.number - 1) / hosts.number * nbytes / slowest
+    return Study(found, best(found), ring_s, own / max(1, nbytes), union / max(1, nbytes))
 
 
 def predict_plan(
@@ -122,8 +141,9 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
     return min(good, key=lambda each: (each.plan.dedicated, each.plan.relays, each.plan.shards, not each.plan.by_host))
 
 
-def as_toml(plan: Plan, hosts: int, block_size: int) -> str:
-    """The configuration of the workers for this plan, with names of hosts that stand for the real ones."""
+def as_toml(plan: Plan, hosts: int, block_size: int | None) -> str:
+    """The configuration of the workers for this plan, with names of hosts that stand for the real ones. `block_size`:
+    in elements; None leaves it as it is."""
     kind, count = ("aggregator", plan.shards) if plan.dedicated else ("node", hosts)
     names = [f'"{kind}{at % count + 1}:{7400 + at // count}"' for at in range(plan.shards)]
     rows = [", ".join(names[at : at + IN_A_ROW]) for at in range(0, len(names), IN_A_ROW)]
@@ -137,7 +157,9 @@ def as_toml(plan: Plan, hosts: int, block_size: int) -> str:
             "#   with aggregator.upstream = the list above; its ranks name it as follows",
         ]
         listed = ", ".join(f'"relay:{7400 + at}"' for at in range(plan.shards))
-    lines += ["[cluster]", f"aggregators = [{listed}]", "", "[protocol]", f"block_size = {block_size}"]
+    lines += ["[cluster]", f"aggregators = [{listed}]"]
+    if block_size is not None:
+        lines += ["", "[protocol]", f"block_size = {block_size}"]
     if plan.ranks > 1:
         lines += ["", "[transport]", f'host_exchange = "{"auto" if plan.by_host else "off"}"']
     return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""Which blocks of a tensor the ranks have: drawn, or those of saved arrays."""
+"""Which blocks of a tensor the ranks have: drawn, as in a trace, or those of saved arrays."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
 OVERLAPS = ("random", "full", "none")
+LIKELIHOODS = 64  # that blocks can have: exact for 127 ranks, and within 1 % for thousands
+LEAST_ALIKE, MOST_ALIKE = 1e-6, 1e6  # all ranks have the same blocks; all blocks are as likely
 
 
 class Patterns(Protocol):
@@ -51,6 +54,59 @@ class DrawnPatterns:
             return (drawn >= 0) & (drawn < self._density)
         found: Array = drawn < self._density
         return found
+
+
+class TracedPatterns:
+    """Blocks as `ranks` ranks of a traced job had them, drawn for any number of ranks: `density` is the share of the
+    blocks that one of them had, mean over the ranks, `union_density` the share that any of them had. Some blocks are
+    popular, as words of a language are: each has a likelihood of its own, and each rank has it with that."""
+
+    def __init__(self, blocks: int, density: float, union_density: float, ranks: int, seed: int = 0) -> None:
+        self.blocks, self._seed = blocks, seed
+        likelihoods, shares = popularity(density, union_density, ranks)
+        ends = np.rint(np.cumsum(shares) * blocks).astype(np.int64)
+        each = np.repeat(likelihoods.astype(np.float32), np.diff(ends, prepend=0))
+        self._likelihoods = np.random.default_rng([seed, 0]).permutation(each)
+
+    def of(self, rank: int) -> Array:
+        drawn = np.random.default_rng([self._seed, 1 + rank]).random(self.blocks, np.float32)
+        found: Array = drawn < self._likelihoods
+        return found
+
+
+def popularity(density: float, union_density: float, ranks: int) -> tuple[Array, Array]:
+    """How likely a rank has a block, and for which share of the blocks that holds: (LIKELIHOODS,) each. A rank then has
+    `density` of the blocks, and two or more `ranks` together `union_density`.
+
+    Likelihoods have a beta distribution, of which these are the Gauss nodes: moments up to twice as many are exact.
+    Where ranks have less in common than at random, all blocks are as likely.
+    """
+    density = min(1.0, max(0.0, density))
+    if density in (0.0, 1.0):
+        return np.full(1, density), np.ones(1)
+    others, missing = np.arange(ranks), math.log(max(1 - union_density, 1e-300))
+    low, high = LEAST_ALIKE, MOST_ALIKE
+    while high > low * (1 + 1e-9):
+        alike = math.sqrt(low * high)  # the sum of the two parameters
+        if np.log1p(-alike * density / (alike + others)).sum() > missing:  # what no rank has is too much
+            low = alike
+        else:
+            high = alike
+    return _gauss_nodes(low * density, low * (1 - density))
+
+
+def _gauss_nodes(a: float, b: float) -> tuple[Array, Array]:
+    """Nodes and weights of the beta distribution: eigenvalues of the matrix of its orthogonal polynomials, those of
+    Jacobi, and what their eigenvectors begin with (Golub and Welsch, 1969)."""
+    s, n = a + b, np.arange(1, LIKELIHOODS)
+    diagonal = np.concatenate(([(a - b) / s], (a - b) * (s - 2) / ((2 * n + s - 2) * (2 * n + s))))
+    n = n[1:]
+    beside = (
+        4 * n * (n + a - 1) * (n + b - 1) * (n + s - 2) / ((2 * n + s - 2) ** 2 * (2 * n + s - 1) * (2 * n + s - 3))
+    )
+    beside = np.sqrt(np.concatenate(([4 * a * b / (s * s * (s + 1))], beside)))
+    values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, -1))
+    return np.clip((values + 1) / 2, 0, 1), vectors[0] ** 2
 
 
 class KnownPatterns:

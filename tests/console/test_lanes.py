@@ -64,6 +64,7 @@ ONE_EXCHANGE = (
         (What.CREDIT_IN, 0, 2, 13 * MS, 13 * MS),
         (What.MESSAGE_IN, 0, 50, 13 * MS, 13 * MS),
         (What.SCATTER, -1, 7, 14 * MS, 16 * MS),
+        *((what, -1, 7, 17 * MS, 17 * MS) for what in (What.TENSOR, What.BLOCK, What.OWN, What.UNION)),
         (What.COLLECTIVE, -1, 4096, 0, 17 * MS),
     ),
     lane(
@@ -158,7 +159,7 @@ def test_folders_that_hold_no_one_run_are_refused(tmp_path: Path) -> None:
     first.write()
     assert len(read_lanes(tmp_path)) == 2
     recorded(tmp_path, "two").write()
-    with pytest.raises(UsageError, match="traces of several jobs, choose one: one, two"):
+    with pytest.raises(UsageError, match="traces of several jobs, choose one with --job: one, two"):
         read_lanes(tmp_path)
     assert len(read_lanes(tmp_path, "two")) == 1
     (tmp_path / "x.npz").write_bytes(b"PK")

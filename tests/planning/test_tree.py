@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.config import load_config
-from omnireduce.planning.candidates import as_toml, plans, predict_plan, study
+from omnireduce.planning.candidates import Tensors, as_toml, plans, predict_plan, study
 from omnireduce.planning.model import Costs, Hosts, Plan, Prediction
 from omnireduce.planning.patterns import DrawnPatterns
 
@@ -55,7 +55,7 @@ def test_no_prediction_beats_links_and_processors(
 
 def test_a_study_of_racks_has_relays_and_their_configuration() -> None:
     patterns = DrawnPatterns(BLOCKS, 1.0, "random", 4)
-    found = study(patterns, BLOCK_BYTES, RACKED, 1, [1, 2])
+    found = study([Tensors(patterns, BLOCK_BYTES)], RACKED, 1, [1, 2])
     assert [each.plan for each in found.candidates] == plans(1, [1, 2], racks=2)
     assert found.best.plan.relays
     assert found.ring_s == pytest.approx(2 * 3 / 4 * BLOCKS * BLOCK_BYTES / GIGABIT)

@@ -303,5 +303,6 @@ def test_a_trace_has_what_all_threads_did(daemon: Daemon, divided: list[int], tm
     packed = spans[spans["what"] == What.PACK]
     assert packed["detail"].sum() == 600
     assert set(packed["peer"]) == {0, 1, 2}
+    assert [spans["detail"][spans["what"] == what].tolist() for what in (What.OWN, What.UNION)] == [[600], [600]]
     assert np.all(spans["start"] <= spans["end"])
     assert divided

@@ -118,3 +118,22 @@ def test_a_trace_tells_what_was_shown(rank_of_thread: threading.local, tmp_path:
         assert (chunks.pop() >= rounds) == shares
         assert (lane.of(What.PACK)["detail"].sum() > 0) == is_delegate
         assert (lane.of(What.SCATTER)["detail"].sum() > 0) == is_delegate
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_trace_tells_what_each_rank_brought(rank_of_thread: threading.local, tmp_path: Path, dtype: str) -> None:
+    """Its own blocks, not those of its host. float16 is not summed by host."""
+    rounds, shards = 2, 2
+    masks = np.array([np.asarray(tensor(rank)).reshape(BLOCKS, BLOCK).any(axis=1) for rank in range(RANKS)])
+
+    def work(comm: Communicator) -> None:
+        for number in range(rounds):
+            x = tensor(comm.rank).astype(dtype)
+            comm.allreduce(x, out=np.empty_like(x) if number else None)
+
+    with Daemon(shards) as daemon:
+        run(rank_of_thread, daemon.addresses, "tcp", work, f"trace.folder={tmp_path}")
+    for lane in read_lanes(tmp_path):
+        assert lane.of(What.TENSOR)["detail"].tolist() == [BLOCKS] * rounds
+        assert lane.of(What.OWN)["detail"].tolist() == [int(masks[lane.origin.number].sum())] * rounds
+        assert lane.of(What.UNION)["detail"].tolist() == [int(masks.any(axis=0).sum())] * rounds

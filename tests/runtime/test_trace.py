@@ -61,6 +61,16 @@ def blocks(rank: int, number: int) -> np.ndarray:
     return padded.reshape(-1, BLOCK).any(axis=1)
 
 
+def assert_told(ranks: list[Lane]) -> None:
+    """Each rank tells of each collective which tensor it was, and how many blocks it and all ranks had."""
+    for rank, lane in enumerate(ranks):
+        masks = [[blocks(each, number) for each in range(len(ranks))] for number in range(ROUNDS)]
+        assert lane.of(What.TENSOR)["detail"].tolist() == [-(-ELEMENTS // BLOCK)] * ROUNDS
+        assert lane.of(What.BLOCK)["detail"].tolist() == [BLOCK * 4] * ROUNDS
+        assert lane.of(What.OWN)["detail"].tolist() == [int(each[rank].sum()) for each in masks]
+        assert lane.of(What.UNION)["detail"].tolist() == [int(np.any(each, axis=0).sum()) for each in masks]
+
+
 def assert_in_order(spans: np.ndarray) -> None:
     """No span begins before the one before it has ended."""
     assert (spans["start"] <= spans["end"]).all()
@@ -87,6 +97,7 @@ def test_ranks_that_share_memory_tell_what_they_staged_combined_and_collected(tm
         assert lane.of(What.COLLECTIVE)["detail"].tolist() == [ELEMENTS * 4] * ROUNDS
         assert lane.of(What.PACK).size == 0
         assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
+    assert_told(ranks)
     assert_collectives_hold_their_work(ranks, {*IN_MEMORY})
 
 
@@ -107,7 +118,7 @@ def test_ranks_that_share_memory_tell_which_rows_they_staged_and_combined(tmp_pa
         assert (staged[0], combined[0]) == (0, 0)
         assert (staged.sum(), combined.sum()) == (mine.size, union)
         assert staged.size == combined.size > 2
-        assert lane.of(What.COLLECT).size == 0
+        assert lane.of(What.COLLECT).size == lane.of(What.TENSOR).size == 0
         assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
     assert_collectives_hold_their_work(ranks, {What.STAGE, What.COMBINE})
 
@@ -131,6 +142,7 @@ def test_every_rank_and_shard_tells_what_it_did(tmp_path: Path, kind: str) -> No
         assert lane.origin.missed == 0
         assert lane.of(What.WAIT).size > 0
         assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
+    assert_told(lanes[:2])
     assert_collectives_hold_their_work(lanes[:2], {What.PACK, What.SCATTER, What.SEND, What.RECEIVE})
     assert_messages_meet(lanes)
 

@@ -48,7 +48,7 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
             f"{folder}: no traces{f' of job {job!r}' if job else ''}; set trace.folder for daemon and workers"
         )
     if job is None and len(jobs) > 1:
-        raise UsageError(f"{folder}: traces of several jobs, choose one: {', '.join(jobs)}")
+        raise UsageError(f"{folder}: traces of several jobs, choose one with --job: {', '.join(jobs)}")
     lanes = [Lane(origin, spans) for origin, spans in found if origin.job == (job or jobs[0])]
     lanes.sort(key=lambda lane: (lane.origin.kind, lane.origin.number))
     _refuse_strangers([lane.origin for lane in lanes])

@@ -24,6 +24,7 @@ from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link
 
 MakeExchange = Callable[[Array, int, Sequence[str], int, int, Neighbours], HostExchange]
+OF_TENSOR = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
 Progress = dict[What, tuple[int, int]]  # of each kind of step: how many were taken, and of how many blocks
 
 
@@ -36,12 +37,18 @@ class MakeEngine(Protocol):
 
 
 class TracedOperand:
-    """`operand` with a recorder. Its collective counts as submitted when this is made."""
+    """`operand` with a recorder. Its collective counts as submitted when this is made. Of one that `is_tensor`, to be
+    combined, the trace tells what it was.
 
-    def __init__(self, operand: Operand, recorder: Recorder) -> None:
+    `own`, `union`: how many blocks this rank has brought, and how many the result has, part by part. A part is appended
+    where its blocks pass: here, or in the exchange inside the host. Threads may append at the same time.
+    """
+
+    def __init__(self, operand: Operand, recorder: Recorder, *, is_tensor: bool = False) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
         self.nbytes, self.blocks, self.has_parts = operand.nbytes, operand.blocks, operand.has_parts
         self._operand, self._recorder, self._submitted = operand, recorder, now()
+        self._is_tensor, self.own, self.union = is_tensor, list[int](), list[int]()
 
     def start(self, shard: int) -> int:
         start = now()
@@ -53,18 +60,24 @@ class TracedOperand:
         start = now()
         packed = self._operand.pack(shard, cursor, span, rows, indices)
         self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
+        self.own.append(packed.block_count)
         return packed
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start = now()
         self._operand.put(rows, indices, unchanged, left_out)
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
+        self.union.append(indices.size)  # also those that are left out of the message: the result has them
 
     def finish(self) -> None:
         start = now()
         self._operand.finish()
         end = now()
         self._recorder.add(What.SCATTER, start, end)
+        if self._is_tensor:
+            counts = self.layout.blocks, self.block_bytes, sum(self.own), sum(self.union)
+            for what, detail in zip(OF_TENSOR, counts, strict=True):
+                self._recorder.add(what, end, end, detail=detail)
         self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self.nbytes)
 
 
@@ -94,6 +107,14 @@ class TracedExchange(HostExchange):
 
     def _run_with_rows(self, blocks: RowBlocks) -> int:
         return self._take_steps(partial(super()._run_with_rows, blocks), self._with_rows)
+
+    def _finish(self, descriptor: Descriptor) -> None:
+        operand, s = self._queue[0].collective.operand, self._state[0]
+        assert isinstance(operand, TracedOperand)
+        operand.own.append(int(s["staged_blocks"] + s["own_blocks"]))
+        results = s["shown_blocks"] if s["shards"] else s["result_blocks"]
+        operand.union.append(int(results + s["collected_blocks"]))
+        super()._finish(descriptor)
 
     def _take_steps(self, step: Callable[[], int], progress: Callable[[], Progress]) -> int:
         for _ in range(STEPS):
@@ -148,7 +169,11 @@ class TracedEngine(Engine):
         self._recorder = recorder
 
     def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
-        return super().submit(*(each._replace(operand=TracedOperand(each.operand, self._recorder)) for each in calls))
+        return super().submit(*(each._replace(operand=self._traced(each)) for each in calls))
+
+    def _traced(self, call: Call[Any]) -> TracedOperand:
+        is_tensor = call.descriptor.reduces and not call.descriptor.has_rows
+        return TracedOperand(call.operand, self._recorder, is_tensor=is_tensor)
 
     def _block(self, deadline: float | None) -> None:
         start = now()

@@ -49,6 +49,11 @@ class What(IntEnum):
     COMBINE = 12  # detail: blocks or rows of the result
     COLLECT = 13  # detail: blocks that are taken
     SHOW = 14  # of several hosts: results of shards, for the other ranks of the host; detail: blocks
+    # Instants at the end of a collective that combines a tensor; the next COLLECTIVE is its own.
+    TENSOR = 15  # detail: blocks of the tensor, also those of zeros
+    BLOCK = 16  # detail: bytes of a block
+    OWN = 17  # detail: blocks that this rank has brought
+    UNION = 18  # detail: blocks of the result, which are those that any rank has brought
 
 
 SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8"), ("end", "i8")])

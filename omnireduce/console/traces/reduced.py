@@ -1,0 +1,158 @@
+"""What a traced job has reduced: its tensors by size, and which share of their blocks the ranks had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.console.traces.lanes import Lane, apart, missing, read_lanes
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.tracing.trace import What
+from omnireduce.wire.words import listed
+
+TOLD = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
+MOST_SIZES = 8  # each costs seconds to plan for thousands of ranks
+
+
+class Size(NamedTuple):
+    """So many collectives, `times`, of tensors of one size: `nbytes` in `blocks`, with `block_bytes` each. `density`:
+    the share of its blocks that a rank brought, mean over ranks and collectives; `union_density`: the share that the
+    results had."""
+
+    times: int
+    nbytes: int
+    blocks: int
+    block_bytes: int
+    density: float
+    union_density: float
+
+
+class Reduced(NamedTuple):
+    """What `job` has reduced on so many `ranks`: tensors, largest sums of bytes first; of how many sizes they were, for
+    `sizes` has no more than MOST_SIZES; how many other collectives there were; for how long the tensors were under way,
+    mean over the ranks; and spans that did not fit the traces."""
+
+    job: str
+    ranks: int
+    sizes: list[Size]
+    kinds: int
+    others: int
+    measured_s: float
+    missed: int
+
+    @property
+    def all_reduces(self) -> int:
+        return sum(each.times for each in self.sizes)
+
+
+class _Told(NamedTuple):
+    """What one rank tells of its collectives, in order: bytes; what its instants say, -1 where there are none, (n,
+    TOLD); for how long each was under way, in nanoseconds."""
+
+    nbytes: Array
+    blocks: Array
+    lasted: Array
+
+
+def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
+    """Read the traces of all ranks of a job.
+
+    Collectives of which a rank has no trace, because its trace was full, do not count. Raises UsageError for what
+    `read_lanes` refuses, without a trace of each rank, of one rank alone, for traces of different runs, and where no
+    tensor was reduced.
+    """
+    lanes = read_lanes(folder, job)
+    origin, ranks = lanes[0].origin, [lane for lane in lanes if lane.origin.kind == "rank"]
+    if absent := [name for name in missing(lanes) if name.startswith("rank")]:
+        raise UsageError(
+            f"{folder}: expected a trace of each of the {origin.ranks} ranks of job '{origin.job}', got none of "
+            f"{listed(absent)}; set trace.folder on all ranks, and bring the files of all hosts together"
+        )
+    if len(ranks) < 2:
+        raise UsageError(
+            f"{folder}: job '{origin.job}' has 1 rank; expected 2 or more, for what ranks have in common decides"
+        )
+    told = _together(ranks)
+    is_tensor = (told[0].blocks >= 0).all(1)
+    if not is_tensor.any():
+        raise UsageError(
+            f"{folder}: expected all-reduces of tensors, got none among the {is_tensor.size} collectives of job "
+            f"'{origin.job}' (rows, broadcasts and barriers are not planned); trace some steps of the training"
+        )
+    blocks = np.stack([each.blocks[is_tensor] for each in told])
+    found = _sizes(told[0].nbytes[is_tensor], blocks[0, :, :2], blocks[:, :, 2].mean(0), blocks[:, :, 3].max(0))
+    return Reduced(
+        job=origin.job,
+        ranks=origin.ranks,
+        sizes=few(found, MOST_SIZES),
+        kinds=len(found),
+        others=int(np.count_nonzero(~is_tensor)),
+        measured_s=float(np.mean([each.lasted[is_tensor].sum() for each in told])) / 1e9,
+        missed=sum(lane.origin.missed for lane in ranks),
+    )
+
+
+def _together(ranks: Sequence[Lane]) -> list[_Told]:
+    """What the ranks tell of the collectives that all of them have recorded, which are the same on each."""
+    told = [_told(lane) for lane in ranks]
+    count = min(each.nbytes.size for each in told)
+    told = [_Told(*(part[:count] for part in each)) for each in told]
+    first = told[0]
+    for lane, each in zip(ranks, told, strict=True):
+        is_tensor = first.blocks[:, 0] >= 0
+        differ = (each.blocks[:, :2] != first.blocks[:, :2]).any(1) | (is_tensor & (each.nbytes != first.nbytes))
+        if differ.any():
+            raise UsageError(
+                f"the traces of {ranks[0].origin} and {lane.origin} do not fit together: collective "
+                f"{int(np.argmax(differ))} is not the same; expected those of one run"
+            )
+    return told
+
+
+def _told(lane: Lane) -> _Told:
+    spans = lane.spans
+    ends = np.flatnonzero(spans["what"] == What.COLLECTIVE)
+    blocks = np.full((ends.size, len(TOLD)), -1)
+    for column, what in enumerate(TOLD):
+        at = np.flatnonzero(spans["what"] == what)
+        of = np.searchsorted(ends, at)  # the next collective to end
+        blocks[of[of < ends.size], column] = spans["detail"][at[of < ends.size]]
+    collectives = spans[ends]
+    begins = apart(collectives["start"], collectives["end"])
+    return _Told(collectives["detail"], blocks, collectives["end"] - begins)
+
+
+def _sizes(nbytes: Array, shapes: Array, own: Array, union: Array) -> list[Size]:
+    """Group collectives of the same size."""
+    keys, inverse, counts = np.unique(
+        np.column_stack((nbytes, shapes)), axis=0, return_inverse=True, return_counts=True
+    )
+    of_blocks = counts * np.maximum(1, keys[:, 1])
+    densities = [np.bincount(inverse.reshape(-1), each, counts.size) / of_blocks for each in (own, union)]
+    columns = counts.tolist(), *keys.T.tolist(), *(each.tolist() for each in densities)
+    found = [Size(*each) for each in zip(*columns, strict=True)]
+    return sorted(found, key=lambda each: -each.times * each.nbytes)
+
+
+def few(sizes: Sequence[Size], most: int) -> list[Size]:
+    """No more than `most` sizes: those of the fewest bytes, if there are more, become as many tensors of one size."""
+    kept, rest = list(sizes[: most - 1]), sizes[most - 1 :]
+    if len(rest) <= 1:
+        return list(sizes)
+
+    def total(of: Callable[[Size], float]) -> float:
+        return sum(each.times * of(each) for each in rest)
+
+    count, blocks = sum(each.times for each in rest), max(1.0, total(lambda each: each.blocks))
+    nbytes = total(lambda each: each.nbytes)
+    own = total(lambda each: each.blocks * each.density)
+    union = total(lambda each: each.blocks * each.union_density)
+    mean = Size(
+        count, round(nbytes / count), max(1, round(blocks / count)), round(nbytes / blocks), own / blocks,
+        union / blocks,
+    )  # fmt: skip
+    return [*kept, mean]
