@@ -1,4 +1,7 @@
-"""Draws what rows.json, testbed.json and training.json say. Needs the extra `plot`. Same rows give same files."""
+"""Draws what rows.json, testbed.json, relays.json and training.json say. Needs the extra `plot`.
+
+Same rows give same files.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def draw(results: Path, out: Path, formats: Sequence[str] = ("png", "svg")) -> l
     out.mkdir(parents=True, exist_ok=True)
     made = []
     with mpl.rc_context(STYLE):
-        read = [_read(results / f"{name}.json") for name in ("rows", "testbed", "training")]
+        read = [_read(results / f"{name}.json") for name in ("rows", "testbed", "relays", "training")]
         for name, figure in _figures(*read):
             for each in formats:
                 made.append(out / f"{name}.{each}")
@@ -43,7 +46,9 @@ def _read(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def _figures(rows: list[Row], testbed: list[Row], training: list[Row]) -> Iterator[tuple[str, Figure]]:
+def _figures(
+    rows: list[Row], testbed: list[Row], relays: list[Row], training: list[Row]
+) -> Iterator[tuple[str, Figure]]:
     large = [
         row for row in rows if (row["kind"], row.get("overlap"), row["size"]) == ("dense", "random", "100 MiB")
     ]  # fmt: skip
@@ -58,6 +63,8 @@ def _figures(rows: list[Row], testbed: list[Row], training: list[Row]) -> Iterat
         yield "speedup", _speedup_over_density(large)
     if testbed:
         yield "bound", _share_of_bound(testbed)
+    if relays:
+        yield "relays", _with_relays(relays)
     if training:
         yield "training", _steps_per_second(training)
 
@@ -158,6 +165,22 @@ def _share_of_bound(rows: list[Row]) -> Figure:
     axes.axhline(1, color="grey", linewidth=1)
     axes.set_xlim(left=0.007)
     axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+def _with_relays(rows: list[Row]) -> Figure:
+    """Bars of flat and with relays for each density, and what the racks' links allow."""
+    densities = sorted({row["density"] for row in rows}, reverse=True)
+    figure, axes = _axes(f"{rows[0]['size']} on two racks, whose links carry {rows[0]['rate']}", "density", "median ms")
+    entrants = list(dict.fromkeys(row["entrant"] for row in rows))
+    for number, entrant in enumerate(entrants):
+        own = [row for row in rows if row["entrant"] == entrant]
+        at = [densities.index(row["density"]) + (number + 0.5) * 0.8 / len(entrants) - 0.4 for row in own]
+        axes.bar(at, [row["ms"] for row in own], 0.8 / len(entrants), label=entrant)
+        label = "the link alone" if number == 0 else None
+        axes.plot(at, [row["bound_ms"] for row in own], "k*", label=label)
+    axes.set_xticks(range(len(densities)), [f"{density:g}" for density in densities])
     axes.legend()
     return figure
 

@@ -49,7 +49,7 @@ TESTS=(tests/rdma tests/transport/test_conformance.py "${TESTS[@]}")
 # elements or by what ranks disagree about. Blocks are bytes by then, and the other tests have all of them. Launches by
 # mpirun are what the two guests have.
 ONLY='(rdma or verbs or test_guest or test_failures) and not test_impossible_hellos and not test_rank_size_and_job and not (test_conformance and not rdma)'
-ONCE='test_every_dtype_op_and_shape or test_gather_scatter or test_ragged_allgather or test_out_takes or test_duplicates or test_broadcast_from or test_allgather or test_both_sides'
+ONCE='test_every_dtype_op_and_shape or test_gather_scatter or test_ragged_allgather or test_out_takes or test_duplicates or test_broadcast_from or test_allgather or test_both_sides or test_sums_are_the_same_with_threads'
 # Whom a rank waits for, and for how long, has nothing to do with the link.
 ONLY="$ONLY and not (test_stragglers or test_a_stopped_rank_is_the_one or test_a_late_rank_stays)"
 ONLY="$ONLY and not (($ONCE) and not (float32 or f4 or order-verbs))"

@@ -21,7 +21,7 @@ from benchmarks.cases import MEMORY, Case, all_cases, target_cases
 from benchmarks.contest import BOUND, OURS, PEERS, SCAN, Entrant, Measured, Method, Result, labels, order
 from benchmarks.environments import HERE, Tree
 from benchmarks.memory import Memory
-from benchmarks.outcomes import Results, memory_outcome, outcome, show_verdicts
+from benchmarks.outcomes import Outcome, Results, memory_outcome, outcome, rows_of, show_verdicts
 from benchmarks.shaped import Setting, verdicts_of
 from benchmarks.targets import verdicts
 from benchmarks.training import Runs, Training, outcome_of
@@ -35,6 +35,8 @@ LABELS = {
     "openmpi": "openmpi in place",
     "copying": "openmpi out of place",
     "agsparse": "AGsparse",
+    "flat": "flat",
+    "relays": "relays",
 }
 
 
@@ -299,6 +301,11 @@ def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
     one = outcome(measured(Case("tcp", 2, "100 MiB", 1.0, links="dedicated 1gbit"), ours=1.0, bound=1.0))
     more = {"layout": "dedicated", "rate": "1gbit", "share_of_least": 0.9}
     shaped.add(replace(one, rows=[row | more for row in one.rows]))
+    racks = Results(tmp_path, "relays.json")
+    for density in (1.0, 0.1):
+        timed = measured(Case("tcp", 4, "16 MiB", density, links="racks 250mbit"), flat=2.0, relays=1.0)
+        rows = [row | {"rate": "250mbit", "bound_ms": 0.9} for row in rows_of(timed)]
+        racks.add(Outcome(timed.case, rows, []))
     trained = Results(tmp_path, "training.json")
     for model, links in (("digits", "this host"), ("digits", "1gbit"), ("embedding", "1gbit")):
         training = Training(model, 4, links)
@@ -307,7 +314,7 @@ def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
         done = command("plot", "--results", tmp_path, "--out", tmp_path / out)
         assert done.exit_code == 0, done.output
     pictures = sorted((tmp_path / "first").iterdir())
-    names = ("bound", "ranks-shm", "ranks-tcp", "speedup", "time-shm", "time-tcp", "training")
+    names = ("bound", "ranks-shm", "ranks-tcp", "relays", "speedup", "time-shm", "time-tcp", "training")
     assert [each.name for each in pictures] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
     for each in pictures:
         assert each.read_bytes() == (tmp_path / "second" / each.name).read_bytes()
