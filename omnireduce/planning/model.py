@@ -98,7 +98,7 @@ class Prediction(NamedTuple):
     shard_bytes: int
 
     def and_then(self, other: Prediction, times: int) -> Prediction:
-        """These, and after them so many others. The busiest link timess as the same in all."""
+        """These, and after them so many others. The busiest link counts as the same in all."""
         return Prediction(
             self.seconds + times * other.seconds,
             self.link_bytes + times * other.link_bytes,

@@ -115,6 +115,7 @@ class Recorder:
         """Write the file, all or nothing, in place of an older one, once nobody records any more. Raises nothing: a
         failure is logged."""
         added = next(self._numbers)
+        self._numbers = itertools.count(added)
         spans, missed = self._spans[:added], max(0, added - len(self._spans))
         origin = msgspec.structs.replace(self._origin, missed=missed, ended_ns=now())
         if missed:
