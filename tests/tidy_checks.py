@@ -53,6 +53,7 @@ BASE = {
     "layout",
     "logs",
     "printing",
+    "processors",
     "progress",
     "secret",
     "status",

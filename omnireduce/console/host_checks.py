@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import UsageError
@@ -65,8 +66,9 @@ def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
     fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
     words = set((fields.get("flags") or fields.get("Features") or "").split())
     features = [name for name in FEATURES if name in words]
-    usable, quota = len(os.sched_getaffinity(0)), _quota()
-    cores = f"{usable} of {os.cpu_count()} cores" + (f", a quota of {quota:g}" if quota is not None else "")
+    quota = processors.quota()
+    more = f", a quota of {quota:g}" if quota is not None else ""
+    cores = f"{processors.usable()} of {os.cpu_count()} cores{more}"
     text = (
         f"{fields.get('model name') or platform.machine()}, {cores}; {' '.join(features) or 'no vector instructions'}"
     )
@@ -75,15 +77,6 @@ def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
         yield Finding("warn", "processor", text, advice)
     else:
         yield Finding("ok", "processor", text)
-
-
-def _quota() -> float | None:
-    """Cores that the control group may use; None when it may use all."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def check_kernels() -> Iterator[Finding]:

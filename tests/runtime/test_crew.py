@@ -16,6 +16,7 @@ from local_cluster import WAIT_S, Daemon, Process, configured, run_job, unique_j
 from tensors import sparse
 from transports import KINDS, MEMORY, over
 
+from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
 from omnireduce.protocol.shard_stream import ShardStream
@@ -56,10 +57,32 @@ def test_a_rank_has_its_share_of_the_processors(
     monkeypatch: pytest.MonkeyPatch, wanted: int, processors: int, shards: int, local: int, ranks: int, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    crew = crew_for(wanted, links(shards, local), ranks)
-    assert (1 if crew is None else crew.threads) == threads
-    if crew is not None:
-        crew.close()
+    assert threads_of(crew_for(wanted, links(shards, local), ranks)) == threads
+
+
+def test_a_quota_is_a_share_of_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit = tmp_path / "cpu.max"
+    monkeypatch.setattr(processors, "LIMIT", limit)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    found = []
+    for text in ("max 100000", "450000 100000", "50000 100000", "nonsense"):
+        limit.write_text(text)
+        found.append(threads_of(crew_for(0, links(8), 1)))
+    assert found == [MOST_BY_ITSELF, 2, 1, MOST_BY_ITSELF]
+
+
+def threads_of(crew: Threads | None) -> int:
+    if crew is None:
+        return 1
+    crew.close()
+    return crew.threads
+
+
+def test_the_channel_for_urgent_tensors_has_no_threads(daemon: Daemon) -> None:
+    before, urgent = threading.active_count(), ("transport.threads=3", "protocol.urgent_bytes=4096")
+    with Communicator(configured(daemon.addresses, *over("tcp"), *urgent), rank=0, size=1, job=unique_job()):
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
 
 
 @pytest.fixture

@@ -64,7 +64,11 @@ def for_urgent(config: Config) -> Config:
     protocol = config.protocol
     wanted = 2 * protocol.urgent_bytes + 8 * protocol.block_size + PAGE  # also indices of blocks of 8 bytes
     slot_bytes = min(protocol.slot_bytes, max(MIN_SLOT_BYTES, -(-wanted // PAGE) * PAGE))
-    return replace(config, protocol=replace(protocol, slot_bytes=slot_bytes))
+    return replace(
+        config,
+        protocol=replace(protocol, slot_bytes=slot_bytes),
+        transport=replace(config.transport, threads=1),  # no tensor of it is large
+    )
 
 
 def urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:

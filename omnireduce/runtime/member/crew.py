@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar
 
+from omnireduce.processors import quota, usable
 from omnireduce.protocol.division import Crew, Division
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
@@ -24,8 +25,8 @@ def crew_for(wanted: int, links: Sequence[Link], ranks_here: int) -> Threads | N
     `ranks_here` on this host share the others, and half of a share is for the user's own work. Raises BlockingIOError
     when the system has no room for them."""
     shards_here = sum(link.kind == "shm" for link in links)
-    share = (len(os.sched_getaffinity(0)) - shards_here) // ranks_here
-    threads = min(wanted or min(share // 2, MOST_BY_ITSELF), len(links))
+    share = (min(usable(), quota() or math.inf) - shards_here) / ranks_here
+    threads = min(wanted or min(int(share / 2), MOST_BY_ITSELF), len(links))
     return Threads(threads) if threads > 1 else None
 
 
