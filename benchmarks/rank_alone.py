@@ -16,7 +16,7 @@ from omnireduce.descriptor import describe
 from omnireduce.dtypes import Array, element_type
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.member.crew import DividingDriver, Threads
+from omnireduce.runtime.member.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.inproc import InprocLink
 from omnireduce.wire.blocks import message_list, read_header, room_for, seal
@@ -45,7 +45,7 @@ class Echo(InprocLink):
 class RankAlone:
     """A rank with so many threads and shards."""
 
-    def __init__(self, crew: Threads | None, shards: int) -> None:
+    def __init__(self, pool: Threads | None, shards: int) -> None:
         links = [Echo(f"shard {shard}") for shard in range(shards)]
         for link in links:
             slots = np.zeros((SLOTS, room_for(MESSAGE_BYTES)), np.uint8)
@@ -53,9 +53,9 @@ class RankAlone:
         self._shards, self._done = shards, False
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in links], [link.peer for link in links], "the rank",
-            rank=0, scan_span=SPAN, timeout_s=60.0, crew=crew,
+            rank=0, scan_span=SPAN, timeout_s=60.0, threads=pool,
         )  # fmt: skip
-        self._driver = DividingDriver(self._machine, links, time.monotonic, on_finish=self._finished)
+        self._driver = ParallelDriver(self._machine, links, time.monotonic, on_finish=self._finished)
 
     def _finished(self, number: int) -> None:
         self._done = True
@@ -72,9 +72,9 @@ class RankAlone:
 
 @contextmanager
 def rank_alone(threads: int, shards: int) -> Iterator[RankAlone]:
-    crew = Threads(threads) if threads > 1 else None
+    pool = Threads(threads) if threads > 1 else None
     try:
-        yield RankAlone(crew, shards)
+        yield RankAlone(pool, shards)
     finally:
-        if crew is not None:
-            crew.close()
+        if pool is not None:
+            pool.close()

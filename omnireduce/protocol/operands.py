@@ -59,19 +59,23 @@ class RowBlocks(NamedTuple):
 
 class Operand(Protocol):
     """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
-    tensor, or of the rows that this worker has. With `has_parts`, threads may call it for different shards at the same
-    time."""
+    tensor, or of the rows that this worker has. While it `is_divisible`, threads may call it for different shards at
+    the same time."""
 
     @property
     def blocks(self) -> TensorBlocks | RowBlocks:
         """What is exchanged inside a host."""
         ...
 
+    @property
+    def is_divisible(self) -> bool:
+        """What it does next for different shards touches nothing in common."""
+        ...
+
     layout: Layout
     block_bytes: int
     nbytes: int
     row_dtype: np.dtype[Any]
-    has_parts: bool
 
     def start(self, shard: int) -> int:
         """The cursor from which to pack for `shard`."""
@@ -134,10 +138,13 @@ class _Tensor:
     """A dense tensor: how its short last block is packed, and where results go."""
 
     row_dtype = WORD
-    has_parts = True
 
     def __init__(self, blocks: TensorBlocks, layout: Layout, block_bytes: int, nbytes: int) -> None:
         self.blocks, self.layout, self.block_bytes, self.nbytes = blocks, layout, block_bytes, nbytes
+
+    @property
+    def is_divisible(self) -> bool:
+        return True
 
     def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
         block, blocks = self.layout.full_blocks, self.blocks
@@ -190,6 +197,10 @@ class DenseTensor(_Tensor):
         )
         super().__init__(blocks, layout, block_bytes, target.nbytes)
         self._cleared = False
+
+    @property
+    def is_divisible(self) -> bool:
+        return self._cleared or not self.blocks.silent  # the first shard's part clears all
 
     def start(self, shard: int) -> int:
         if not self.blocks.silent:

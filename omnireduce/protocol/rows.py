@@ -19,7 +19,7 @@ class NumberedRows:
     """
 
     row_dtype = BYTES
-    has_parts = False  # the rows of all shards are collected one behind the other
+    is_divisible = False  # the rows of all shards are collected one behind the other
 
     def __init__(self, numbers: Array, rows: Array, layout: Layout, memory: Memory) -> None:
         self.layout, self.block_bytes = layout, rows.shape[1]

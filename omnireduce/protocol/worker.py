@@ -9,13 +9,13 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective import Collective, sum_of_host
-from omnireduce.protocol.division import Crew, Division
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host_faults import DifferenceError, HostError, ShortageError
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.operands import Operand
+from omnireduce.protocol.parallel import Parallel, ThreadPool
 from omnireduce.protocol.patience import Patience
 from omnireduce.protocol.quiet import in_words
 from omnireduce.protocol.shard_stream import ShardStream
@@ -34,7 +34,7 @@ class WorkerMachine:
     in errors; `me` names this worker, whose number is `rank`. Messages to shard i are as long as `lengths[i]` says
     (nothing given: no longer than fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`:
     with what the ranks of this host exchange tensors. If they are all ranks of the job, shards get none. Else, as
-    `neighbours` says, shards get tensors by host: one of its ranks sends the sum of all. `crew` works for the shards.
+    `neighbours` says, shards get tensors by host: one of its ranks sends the sum of all. `threads` work for the shards.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WorkerMachine:
         lengths: Sequence[Lengths] = (),
         host: HostExchange | None = None,
         neighbours: Neighbours | None = None,
-        crew: Crew | None = None,
+        threads: ThreadPool | None = None,
     ) -> None:
         long = lengths or [Lengths(send.shape[1], send.shape[1]) for send, _ in slots]
         self._streams = [ShardStream(i, send, receive, scan_span, long[i]) for i, (send, receive) in enumerate(slots)]
@@ -60,7 +60,7 @@ class WorkerMachine:
         self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
         self._patience = Patience(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
-        self.division = Division(crew, self._streams, self._under_way) if crew is not None else None
+        self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
         self._next, self._waiting_for = 0, ""
         self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
         self._after_own = False  # of the collective before the oldest one each rank got the result from the shards
@@ -142,8 +142,8 @@ class WorkerMachine:
         by shard in turn."""
         if self.host is not None and self.ended is None and self._accused is None:
             yield from self._exchange(self.host, now)
-        if self.division is not None and self.ended is None and self.division.is_on:
-            yield from self.division.pack()
+        if self.parallel is not None and self.ended is None and self.parallel.is_on:
+            yield from self.parallel.pack()
         busy = self.ended is None
         while busy:
             busy = False

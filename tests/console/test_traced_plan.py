@@ -178,6 +178,14 @@ def test_many_sizes_become_few(tmp_path: Path) -> None:
     assert few(found.sizes, MOST_SIZES) == found.sizes
 
 
+def test_few_sizes_keep_what_is_sent() -> None:
+    """A block is sent whole, also that of a tensor that does not fill it."""
+    small = [Size(1, nbytes, 1, 1024, 1.0, 1.0) for nbytes in (4, 8)]
+    assert few([Size(1, 4096, 4, 1024, 1.0, 1.0), *small], 2)[1:] == [Size(2, 6, 1, 1024, 1.0, 1.0)]
+    empty = [Size(1, 0, 0, block_bytes, 0.0, 0.0) for block_bytes in (512, 1024)]
+    assert few([Size(1, 4096, 4, 1024, 1.0, 1.0), *empty], 2) == [Size(1, 4096, 4, 1024, 1.0, 1.0)]
+
+
 def error(*arguments: str) -> str:
     result = run(*arguments)
     assert result.exit_code == 1
@@ -212,6 +220,12 @@ def test_folders_that_hold_no_whole_job_are_refused(tmp_path: Path) -> None:
         ([[TENSOR], [OTHER]], "rank 0 and rank 1 do not fit together: collective 0 is not the same"),
         ([[TENSOR, TENSOR], [TENSOR, TENSOR._replace(nbytes=10_239)]], "collective 1 is not the same"),
         ([[TENSOR], [TENSOR._replace(blocks=11)]], "collective 0 is not the same"),
+        (
+            [[TENSOR], [TENSOR._replace(own=11)]],
+            "the trace of rank 1 of job 'made' cannot be true: expected tensors of up",
+        ),
+        ([[TENSOR], [TENSOR._replace(own=-2)]], "got TENSOR 10, BLOCK 1024, OWN -2, UNION 4"),
+        ([[Told(1 << 60, 1 << 50)]] * 2, "rank 0 of job 'made' cannot be true"),
     ],
 )
 def test_traces_that_say_too_little_are_refused(tmp_path: Path, ranks: list[list[Told]], message: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnireduce.planning import patterns
 from omnireduce.planning.patterns import TracedPatterns, popularity
 
 SHARES = st.floats(0, 1)
@@ -34,6 +35,14 @@ def test_both_densities_come_out(density: float, share: float, ranks: int) -> No
     assert (likelihoods <= 1).all()
     assert (shares * likelihoods).sum() == pytest.approx(density, rel=1e-6)
     assert union(found, ranks) == pytest.approx(together, rel=1e-4 if ranks <= 100 else 0.015)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_few_blocks_are_as_likely_on_average(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = popularity(0.3, 0.4, 2)
+    monkeypatch.setattr(patterns, "popularity", lambda *_: known)  # once: it takes its time
+    found = [TracedPatterns(blocks, 0.3, 0.4, 2, seed).of(rank).mean() for seed in range(2000) for rank in range(2)]
+    assert np.mean(found) == pytest.approx(0.3, abs=0.03)
 
 
 @given(DENSITIES, SHARES, st.integers(2, 16), st.integers(1, 128))

@@ -20,6 +20,7 @@ from transports import over
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.runtime.member import calls
+from omnireduce.runtime.member.threads import Threads
 
 SIZE, JOBS = 1 << 20, 6
 
@@ -46,6 +47,11 @@ ERRORS: dict[str, Callable[[], None]] = {
     "BlockingIOError": _raising(BlockingIOError("mine")),
     "BrokenPipeError": _write_to_nobody,  # it has a number, as the system's errors about a peer do
 }
+
+
+def way(kind: str) -> tuple[str, ...]:
+    """The settings for this kind of job."""
+    return (*over("tcp"), "transport.threads=3") if kind == "threads" else over(kind)
 
 
 class Alarm:
@@ -90,9 +96,10 @@ def one_job(comm: Communicator, alarm: Alarm, chance: random.Random) -> dict[str
 
 def main() -> None:
     address, job, kind, name = sys.argv[1:]
+    Threads.worth_bytes = 0
     alarm, chance = Alarm(name), random.Random(name)
     for number in range(JOBS):
-        config = configured(address.split(","), *over(kind), "cluster.timeout_s=20")
+        config = configured(address.split(","), *way(kind), "cluster.timeout_s=20")
         with Communicator(config, rank=0, size=2, job=f"{job}-{number}") as comm:
             sys.stdout.write(json.dumps(one_job(comm, alarm, chance)) + "\n")
             sys.stdout.flush()

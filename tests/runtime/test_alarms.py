@@ -14,7 +14,7 @@ import alarmed_worker
 import numpy as np
 import pytest
 from local_cluster import Daemon, Process, Ranks, configured, eventually, unique_job
-from transports import MEMORY, over
+from transports import MEMORY
 
 from omnireduce import AbortedError, ClosedError, Communicator
 from omnireduce.config import Config
@@ -36,10 +36,10 @@ def the_other(config: Config, job: str) -> list[AbortedError]:
     return ends
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", MEMORY])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "threads", MEMORY])
 @pytest.mark.parametrize("error", alarmed_worker.ERRORS)
 def test_a_handler_that_raises_ends_the_job_and_nothing_else(daemon: Daemon, kind: str, error: str) -> None:
-    config, job = configured(daemon.addresses, *over(kind), "cluster.timeout_s=20"), unique_job("alarm")
+    config, job = configured(daemon.addresses, *alarmed_worker.way(kind), "cluster.timeout_s=20"), unique_job("alarm")
     script = str(Path(alarmed_worker.__file__))
     arguments = (",".join(daemon.addresses), job, kind, error)
     with Process(sys.executable, script, *arguments, environ={"PYTHONPATH": PATHS}) as process:
@@ -52,7 +52,7 @@ def test_a_handler_that_raises_ends_the_job_and_nothing_else(daemon: Daemon, kin
         assert (report["raised"], report["reason"]) == (error, f"interrupted by {error}")
         assert report["culprit"].startswith("rank 0 (host ")
     # Who closes a TCP connection with something unread resets it, and that may overtake what it has said last.
-    reset = {"connection broken: Connection reset by peer"} if kind == "tcp" else set()
+    reset = {"connection broken: Connection reset by peer"} if kind in ("tcp", "threads") else set()
     assert {end.reason for end in ends} <= {f"interrupted by {error}"} | reset
     assert len(ends) == alarmed_worker.JOBS
     assert all(end.culprit.startswith("rank 0 (host ") for end in ends)

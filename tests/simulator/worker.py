@@ -23,18 +23,18 @@ from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.member.crew import DividingDriver
 from omnireduce.runtime.member.engine import GOODBYE_S
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import feed
+from omnireduce.runtime.member.threads import ParallelDriver
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
 from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Leave, Seat, encode_control
 
 from .audit import audit_worker
-from .crew import drawn_crew
 from .plan import JobPlan, ProtocolPlan
+from .threads import drawn_threads
 from .workload import Collective, Tree, Work, tree_of
 from .world import Process, World
 
@@ -301,9 +301,9 @@ class Worker(Process):
             ],
             host=host,
             neighbours=neighbours,
-            crew=drawn_crew(self.world.random(f"{self.name} threads")),
+            threads=drawn_threads(self.world.random(f"{self.name} threads")),
         )
-        self.driver = DividingDriver(
+        self.driver = ParallelDriver(
             self._machine, self.links, self.now,
             on_finish=self._finished, on_end=self._on_end, on_wake=self._wake_other,
         )  # fmt: skip

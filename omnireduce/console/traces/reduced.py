@@ -15,6 +15,8 @@ from omnireduce.runtime.tracing.trace import What
 from omnireduce.wire.words import listed
 
 TOLD = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
+MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes
+MOST_BLOCK_BYTES = 1 << 31
 MOST_SIZES = 8  # each costs seconds to plan for thousands of ranks
 
 
@@ -81,7 +83,8 @@ def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
     if not is_tensor.any():
         raise UsageError(
             f"{folder}: expected all-reduces of tensors, got none among the {is_tensor.size} collectives of job "
-            f"'{origin.job}' (rows, broadcasts and barriers are not planned); trace some steps of the training"
+            f"'{origin.job}'; rows, broadcasts and barriers are not planned, and traces of older versions do not tell. "
+            "Trace some steps of the training"
         )
     blocks = np.stack([each.blocks[is_tensor] for each in told])
     found = _sizes(told[0].nbytes[is_tensor], blocks[0, :, :2], blocks[:, :, 2].mean(0), blocks[:, :, 3].max(0))
@@ -121,9 +124,24 @@ def _told(lane: Lane) -> _Told:
         at = np.flatnonzero(spans["what"] == what)
         of = np.searchsorted(ends, at)  # the next collective to end
         blocks[of[of < ends.size], column] = spans["detail"][at[of < ends.size]]
+    _check(lane, blocks)
     collectives = spans[ends]
     begins = apart(collectives["start"], collectives["end"])
     return _Told(collectives["detail"], blocks, collectives["end"] - begins)
+
+
+def _check(lane: Lane, told: Array) -> None:
+    """Raises UsageError unless what a trace tells of each tensor, (n, TOLD), may be true."""
+    tensors = told[told[:, 0] >= 0]
+    blocks, block_bytes, own, union = tensors.T
+    fit = (blocks <= MOST_BLOCKS) & (block_bytes > 0) & (block_bytes <= MOST_BLOCK_BYTES)
+    fit &= (own >= 0) & (own <= blocks) & (union >= 0) & (union <= blocks)
+    if not fit.all():
+        said = ", ".join(f"{what.name} {detail}" for what, detail in zip(TOLD, tensors[~fit][0].tolist(), strict=True))
+        raise UsageError(
+            f"the trace of {lane.origin} of job '{lane.origin.job}' cannot be true: expected tensors of up to "
+            f"{MOST_BLOCKS} blocks, of which ranks have some, got {said}"
+        )
 
 
 def _sizes(nbytes: Array, shapes: Array, own: Array, union: Array) -> list[Size]:
@@ -147,12 +165,14 @@ def few(sizes: Sequence[Size], most: int) -> list[Size]:
     def total(of: Callable[[Size], float]) -> float:
         return sum(each.times * of(each) for each in rest)
 
-    count, blocks = sum(each.times for each in rest), max(1.0, total(lambda each: each.blocks))
-    nbytes = total(lambda each: each.nbytes)
+    count, blocks = sum(each.times for each in rest), total(lambda each: each.blocks)
+    if not blocks:
+        return kept
+    nbytes, sent = total(lambda each: each.nbytes), total(lambda each: each.blocks * each.block_bytes)
     own = total(lambda each: each.blocks * each.density)
     union = total(lambda each: each.blocks * each.union_density)
     mean = Size(
-        count, round(nbytes / count), max(1, round(blocks / count)), round(nbytes / blocks), own / blocks,
+        count, round(nbytes / count), max(1, round(blocks / count)), round(sent / blocks), own / blocks,
         union / blocks,
     )  # fmt: skip
     return [*kept, mean]

@@ -18,9 +18,9 @@ from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
-from omnireduce.runtime.member.crew import crew_for
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
 from omnireduce.runtime.member.rendezvous import Arrival
+from omnireduce.runtime.member.threads import threads_for
 from omnireduce.runtime.member.traced import Parts, traced
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.base import NO_SLOTS, Link
@@ -70,6 +70,8 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     for link in used:
         touch(link.send_slots)
         touch(link.receive_slots)
+    wanted = 1 if config.trace.folder else config.transport.threads  # a trace shows one line of work
+    threads = threads_for(wanted, used, len(joined.neighbours.ranks))
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
@@ -80,12 +82,17 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         lengths=[_lengths(config.protocol, link) for link in links],
         host=host,
         neighbours=joined.neighbours,
-        crew=crew_for(config.transport.threads, used, len(joined.neighbours.ranks)),
+        threads=threads,
     )
     machine.newcomers = arrival.newcomers
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
     bells = () if arrival.group is None else arrival.group.bells
-    return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, bells))
+    try:
+        return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, bells))
+    except BaseException:
+        if threads is not None:
+            threads.close()
+        raise
 
 
 def _lengths(protocol: Protocol, link: Link) -> Lengths:

@@ -19,11 +19,11 @@ from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.calls import Call
-from omnireduce.runtime.member.crew import DividingDriver
 from omnireduce.runtime.member.handle import Started, check_fits, check_free
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.runtime.member.lookout import Lookout
 from omnireduce.runtime.member.names import Names
+from omnireduce.runtime.member.threads import ParallelDriver
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Cause
 
@@ -46,7 +46,7 @@ class Engine(Interruptible):
         self._machine, self._links = machine, links
         self._longest_spin_s = self._spin_s = spin_s
         self._read_at = 0.0
-        self._driver = DividingDriver(
+        self._driver = ParallelDriver(
             machine, links, time.monotonic,
             on_finish=self._on_finish,
             on_end=self._on_end,
@@ -384,9 +384,9 @@ class Engine(Interruptible):
         with self._lock:
             # The old driver refers back to this engine. Without it the slots are freed with the last reference to the
             # engine, not with the next run of the cycle collector.
-            self._driver = DividingDriver(self._machine, (), time.monotonic)
-            if self._machine.division is not None:
-                self._machine.division.crew.close()
+            self._driver = ParallelDriver(self._machine, (), time.monotonic)
+            if self._machine.parallel is not None:
+                self._machine.parallel.pool.close()
             self._lookout.close()
             if self._machine.host is not None:
                 self._machine.host.close()

@@ -40,15 +40,17 @@ class TracedOperand:
     """`operand` with a recorder. Its collective counts as submitted when this is made. Of one that `is_tensor`, to be
     combined, the trace tells what it was.
 
-    `own`, `union`: how many blocks this rank has brought, and how many the result has, part by part. A part is appended
-    where its blocks pass: here, or in the exchange inside the host. Threads may append at the same time.
+    `own`, `union`: how many blocks this rank has brought, and how many the result has. They are counted where they
+    pass: here, or in the exchange inside the host.
     """
+
+    is_divisible = False  # a rank that is traced has one thread
 
     def __init__(self, operand: Operand, recorder: Recorder, *, is_tensor: bool = False) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
-        self.nbytes, self.blocks, self.has_parts = operand.nbytes, operand.blocks, operand.has_parts
+        self.nbytes, self.blocks = operand.nbytes, operand.blocks
         self._operand, self._recorder, self._submitted = operand, recorder, now()
-        self._is_tensor, self.own, self.union = is_tensor, list[int](), list[int]()
+        self._is_tensor, self.own, self.union = is_tensor, 0, 0
 
     def start(self, shard: int) -> int:
         start = now()
@@ -60,14 +62,14 @@ class TracedOperand:
         start = now()
         packed = self._operand.pack(shard, cursor, span, rows, indices)
         self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
-        self.own.append(packed.block_count)
+        self.own += packed.block_count
         return packed
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start = now()
         self._operand.put(rows, indices, unchanged, left_out)
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
-        self.union.append(indices.size)  # also those that are left out of the message: the result has them
+        self.union += indices.size  # also those that are left out of the message: the result has them
 
     def finish(self) -> None:
         start = now()
@@ -75,7 +77,7 @@ class TracedOperand:
         end = now()
         self._recorder.add(What.SCATTER, start, end)
         if self._is_tensor:
-            counts = self.layout.blocks, self.block_bytes, sum(self.own), sum(self.union)
+            counts = self.layout.blocks, self.block_bytes, self.own, self.union
             for what, detail in zip(OF_TENSOR, counts, strict=True):
                 self._recorder.add(what, end, end, detail=detail)
         self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self.nbytes)
@@ -111,9 +113,9 @@ class TracedExchange(HostExchange):
     def _finish(self, descriptor: Descriptor) -> None:
         operand, s = self._queue[0].collective.operand, self._state[0]
         assert isinstance(operand, TracedOperand)
-        operand.own.append(int(s["staged_blocks"] + s["own_blocks"]))
+        operand.own += int(s["staged_blocks"] + s["own_blocks"])
         results = s["shown_blocks"] if s["shards"] else s["result_blocks"]
-        operand.union.append(int(results + s["collected_blocks"]))
+        operand.union += int(results + s["collected_blocks"])
         super()._finish(descriptor)
 
     def _take_steps(self, step: Callable[[], int], progress: Callable[[], Progress]) -> int:

@@ -8,14 +8,13 @@ which all processes of a host share; `Origin` says how to compare them with thos
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import time
 import zipfile
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +26,7 @@ from omnireduce.errors import ConfigError, UsageError
 log = logging.getLogger("omnireduce")
 now = time.monotonic_ns
 SUFFIX = ".npz"
+MOST_MEMBERS = 1 << 20  # ranks, or shards, of one job
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -66,8 +66,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     kind: Literal["rank", "shard"]
     number: int
-    ranks: int
-    shards: int
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)]
+    shards: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)]
     boot: str = ""
     epoch_ns: int = 0
     began_ns: int = 0
@@ -101,32 +101,30 @@ class Recorder:
         self._path = Path(settings.folder) / f"{origin.job}-{origin.kind}{origin.number}{SUFFIX}"
         self._spans = np.empty(settings.events, SPAN)
         self._columns = [self._spans[name] for name in SPAN.names or ()]
-        self._numbers = itertools.count()
+        self._count = self._missed = 0
 
     def add(self, what: What, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
-        """Record a span. Any thread may call it."""
-        i = next(self._numbers)
-        if i >= len(self._spans):
+        """Record a span. Not to be called by two threads at once."""
+        i = self._count
+        if i == len(self._spans):
+            self._missed += 1
             return
         kinds, peers, details, starts, ends = self._columns
         kinds[i], peers[i], details[i], starts[i], ends[i] = what, peer, detail, start, end
+        self._count = i + 1
 
     def write(self) -> None:
-        """Write the file, all or nothing, in place of an older one, once nobody records any more. Raises nothing: a
-        failure is logged."""
-        added = next(self._numbers)
-        self._numbers = itertools.count(added)
-        spans, missed = self._spans[:added], max(0, added - len(self._spans))
-        origin = msgspec.structs.replace(self._origin, missed=missed, ended_ns=now())
-        if missed:
+        """Write the file, all or nothing, in place of an older one. Raises nothing: a failure is logged."""
+        origin = msgspec.structs.replace(self._origin, missed=self._missed, ended_ns=now())
+        if self._missed:
             log.warning(
                 "the trace of %s, job '%s', is full: it has the first %d spans and misses %d; raise trace.events",
-                origin, origin.job, len(spans), missed,
+                origin, origin.job, self._count, self._missed,
             )  # fmt: skip
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
-                np.savez(file, origin=np.array(msgspec.json.encode(origin).decode()), spans=spans)
+                np.savez(file, origin=np.array(msgspec.json.encode(origin).decode()), spans=self._spans[: self._count])
             partial.replace(self._path)
         except OSError as error:
             log.warning("%s: the trace cannot be written: %s", self._path, error.strerror or error)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
-from omnireduce.protocol.division import Crew
+from omnireduce.protocol.parallel import ThreadPool
 
 T = TypeVar("T")
 
 
-class SimThreads(Crew):
+class SimThreads(ThreadPool):
     """Divides every tensor, however small."""
 
     worth_bytes = 0
@@ -19,14 +19,15 @@ class SimThreads(Crew):
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def run(self, calls: Sequence[Callable[[], T]]) -> Iterator[T]:
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         order = self._random.sample(range(len(calls)), len(calls))
-        return iter([calls[at]() for at in order])
+        found = {at: calls[at]() for at in order}
+        return [found[at] for at in range(len(calls))]
 
     def close(self) -> None:
         """There is no thread."""
 
 
-def drawn_crew(random: Random) -> SimThreads | None:
+def drawn_threads(random: Random) -> SimThreads | None:
     """Every second worker has threads."""
     return SimThreads(random) if random.random() < 0.5 else None

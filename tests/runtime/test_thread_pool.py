@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +19,9 @@ from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
 from omnireduce.protocol.shard_stream import ShardStream
+from omnireduce.runtime.member import assemble, engine
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.crew import MOST_BY_ITSELF, Threads, crew_for
-from omnireduce.runtime.tracing.trace import What, read_trace
+from omnireduce.runtime.member.threads import MOST_BY_ITSELF, Threads, threads_for
 from omnireduce.transport.base import Link
 from omnireduce.transport.inproc import InprocLink, pair
 
@@ -36,8 +35,15 @@ def links(count: int, local: int = 0) -> list[Link]:
     return found
 
 
+def count_of(pool: Threads | None) -> int:
+    if pool is None:
+        return 1
+    pool.close()
+    return pool.count
+
+
 @pytest.mark.parametrize(
-    ("wanted", "processors", "shards", "local", "ranks", "threads"),
+    ("wanted", "cores", "shards", "local", "neighbours", "threads"),
     [
         (0, 16, 8, 0, 1, MOST_BY_ITSELF),
         (0, 16, 8, 0, 3, 2),
@@ -54,10 +60,22 @@ def links(count: int, local: int = 0) -> list[Link]:
     ],
 )
 def test_a_rank_has_its_share_of_the_processors(
-    monkeypatch: pytest.MonkeyPatch, wanted: int, processors: int, shards: int, local: int, ranks: int, threads: int
+    monkeypatch: pytest.MonkeyPatch, wanted: int, cores: int, shards: int, local: int, neighbours: int, threads: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    assert threads_of(crew_for(wanted, links(shards, local), ranks)) == threads
+    monkeypatch.setattr(processors, "LIMIT", Path("/nowhere"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert count_of(threads_for(wanted, links(shards, local), neighbours)) == threads
+
+
+def test_ranks_that_share_no_memory_are_known_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(processors, "LIMIT", Path("/nowhere"))
+    found = []
+    for here in ("4", "2", "nonsense"):
+        for name, value in {"RANK": "0", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": here}.items():
+            monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+        found.append(count_of(threads_for(0, links(8), 1)))
+    assert found == [2, 4, MOST_BY_ITSELF]
 
 
 def test_a_quota_is_a_share_of_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,15 +85,154 @@ def test_a_quota_is_a_share_of_the_processors(monkeypatch: pytest.MonkeyPatch, t
     found = []
     for text in ("max 100000", "450000 100000", "50000 100000", "nonsense"):
         limit.write_text(text)
-        found.append(threads_of(crew_for(0, links(8), 1)))
+        found.append(count_of(threads_for(0, links(8), 1)))
     assert found == [MOST_BY_ITSELF, 2, 1, MOST_BY_ITSELF]
 
 
-def threads_of(crew: Threads | None) -> int:
-    if crew is None:
-        return 1
-    crew.close()
-    return crew.threads
+@pytest.fixture
+def three() -> Iterator[Threads]:
+    pool = Threads(3)
+    yield pool
+    pool.close()
+
+
+def test_calls_run_at_the_same_time(three: Threads) -> None:
+    together = threading.Barrier(3)
+    assert sorted(three.run([lambda: together.wait(WAIT_S)] * 3)) == [0, 1, 2]
+
+
+def test_results_come_in_the_order_of_the_calls(three: Threads) -> None:
+    calls: list[Callable[[], int]] = [lambda number=number: number for number in range(100)]  # type: ignore[misc]
+    assert three.run(calls) == list(range(100))
+
+
+def test_the_first_error_comes_out_when_all_are_done(three: Threads) -> None:
+    done = []
+
+    def call(number: int) -> None:
+        if number in (1, 3):
+            raise ArithmeticError(number)
+        done.append(number)
+
+    with pytest.raises(ArithmeticError, match="1"):
+        three.run([lambda number=number: call(number) for number in range(5)])  # type: ignore[misc]
+    assert sorted(done) == [0, 2, 4]
+
+
+HAMMERED = """
+import random, signal, threading, zlib
+from omnireduce.runtime.member.threads import Threads
+
+chance, data, came, went, armed, interrupted = random.Random(1), bytes(1 << 16), [], [], 0, 0
+
+def call():
+    if threading.current_thread() is threading.main_thread():
+        return zlib.crc32(data)
+    came.append(None)
+    zlib.crc32(data)  # without the interpreter's lock
+    went.append(None)
+
+def handler(*_):
+    global armed, interrupted
+    if armed:  # once, or once more while that is dealt with
+        armed, interrupted = armed - 1, interrupted + 1
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.00001, 0.0001))
+        raise TimeoutError
+
+signal.signal(signal.SIGALRM, handler)
+pool = Threads(3)
+while interrupted < 3000:
+    try:
+        try:
+            armed = 2
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.00002, 0.0006))
+            pool.run([call] * 5)
+            armed = 0
+        except TimeoutError:
+            armed = 0
+    except TimeoutError:
+        armed = 0
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert len(came) == len(went), "a call runs on"
+assert len(went) > 1000, "the other threads did nothing"
+assert pool.run([lambda at=at: at for at in range(5)]) == [0, 1, 2, 3, 4]
+pool.close()
+print("done")
+"""
+
+
+def test_an_interrupt_between_any_two_lines_leaves_no_lock_and_no_call_behind() -> None:
+    with Process(sys.executable, "-c", HAMMERED, from_scratch=True) as process:
+        assert process.line() == "done"
+        assert process.wait() == 0
+
+
+def test_after_an_interrupt_no_call_runs_on(three: Threads) -> None:
+    """One has begun in another thread, and goes on until the interrupt has come; another one never begins."""
+    interrupted, inside, ends = threading.Event(), threading.Barrier(3), []
+
+    def slow() -> None:
+        inside.wait(WAIT_S)
+        assert interrupted.wait(WAIT_S)
+        ends.append("ended")
+
+    def interrupt() -> None:
+        inside.wait(WAIT_S)
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        three.run([interrupt, slow, slow])
+    assert ends == ["ended"] * 2
+
+
+def test_no_thread_outlives_its_pool() -> None:
+    before = threading.active_count()
+    pool = Threads(4)
+    assert threading.active_count() == before + 3
+    pool.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("wanted", "ends"), [(3, True), (0, False)])
+def test_no_room_for_threads(monkeypatch: pytest.MonkeyPatch, wanted: int, ends: bool) -> None:
+    """It is an error, before the first collective, where the user wants them. Else one thread does everything."""
+    before, start = threading.active_count(), threading.Thread.start
+
+    def full(self: threading.Thread) -> None:
+        if threading.active_count() > before:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(processors, "LIMIT", Path("/nowhere"))
+    if ends:
+        with pytest.raises(BlockingIOError, match=r"no room for 3 threads; set transport\.threads = 1"):
+            threads_for(wanted, links(3), 1)
+    else:
+        assert threads_for(wanted, links(3), 1) is None
+    assert threading.active_count() == before
+
+
+def test_a_rank_without_room_for_its_threads_says_so(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise BlockingIOError(11, "no room for 3 threads; set transport.threads = 1")
+
+    monkeypatch.setattr(assemble, "threads_for", full)
+    with pytest.raises(OmniReduceError, match=r"could not begin: no room for 3 threads"):
+        Communicator(configured(daemon.addresses, "transport.threads=3"), rank=0, size=1, job=unique_job())
+
+
+def test_threads_end_when_the_rank_cannot_begin(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    before = threading.active_count()
+    monkeypatch.setattr(engine, "Lookout", full)
+    with pytest.raises(OmniReduceError, match="could not begin"):
+        Communicator(configured(daemon.addresses, *over("tcp"), "transport.threads=3"), rank=0, size=1)
+    assert threading.active_count() == before
 
 
 def test_the_channel_for_urgent_tensors_has_no_threads(daemon: Daemon) -> None:
@@ -85,78 +242,11 @@ def test_the_channel_for_urgent_tensors_has_no_threads(daemon: Daemon) -> None:
     assert threading.active_count() == before
 
 
-@pytest.fixture
-def crew() -> Any:
-    with_three = Threads(3)
-    yield with_three
-    with_three.close()
-
-
-def test_calls_run_at_the_same_time(crew: Threads) -> None:
-    together = threading.Barrier(3)
-    assert sorted(crew.run([lambda: together.wait(WAIT_S)] * 3)) == [0, 1, 2]
-
-
-def test_there_may_be_more_calls_than_threads(crew: Threads) -> None:
-    calls: list[Callable[[], int]] = [lambda number=number: number for number in range(100)]  # type: ignore[misc]
-    assert sorted(crew.run(calls)) == list(range(100))
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_an_error_comes_out_when_the_others_are_done(crew: Threads, wrong: int) -> None:
-    done = []
-
-    def call(number: int) -> None:
-        if number == wrong:
-            raise ArithmeticError("wrong")
-        done.append(number)
-
-    with pytest.raises(ArithmeticError, match="wrong"):
-        list(crew.run([lambda number=number: call(number) for number in range(3)]))  # type: ignore[misc]
-    ends = len(done)
-    crew.close()  # what had not begun never does
-    assert len(done) == ends
-
-
-def test_who_stops_half_way_waits_for_those_that_have_begun(crew: Threads) -> None:
-    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def other() -> None:
-        begun.set()
-        assert may_end.wait(WAIT_S)
-        ended.set()
-
-    results = crew.run([lambda: None, other])
-    next(results)
-    assert begun.wait(WAIT_S)
-    threading.Timer(0.05, may_end.set).start()
-    cast(Any, results).close()
-    assert ended.is_set()
-
-
-def test_no_thread_outlives_its_crew() -> None:
-    before = threading.active_count()
-    crew = Threads(4)
-    assert threading.active_count() == before + 3
-    crew.close()
-    assert threading.active_count() == before
-
-
-def test_no_room_for_threads_is_said_before_the_first_collective(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = threading.active_count()
-    submit = ThreadPoolExecutor.submit
-
-    def full(self: ThreadPoolExecutor, *arguments: Any) -> Any:
-        if threading.active_count() > before:
-            raise RuntimeError("can't start new thread")
-        return submit(self, *arguments)
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", full)
-    with pytest.raises(OmniReduceError, match=r"no room for 2 more threads; set transport\.threads = 1"):
-        Communicator(configured(daemon.addresses, "transport.threads=3"), rank=0, size=1, job=unique_job())
-    assert threading.active_count() == before
+def test_a_traced_rank_has_one_thread(daemon: Daemon, tmp_path: Path) -> None:
+    """Its trace is one line of work: spans of several threads would overlap."""
+    before, settings = threading.active_count(), (*over("tcp"), "transport.threads=3", f"trace.folder={tmp_path}")
+    with Communicator(configured(daemon.addresses, *settings), rank=0, size=1, job=unique_job()):
+        assert threading.active_count() == before
 
 
 @pytest.fixture
@@ -165,9 +255,9 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     run = Threads.run
 
-    def counted(crew: Threads, calls: Any) -> Any:
+    def counted(pool: Threads, calls: Any) -> Any:
         found.append(len(calls))
-        return run(crew, calls)
+        return run(pool, calls)
 
     monkeypatch.setattr(Threads, "run", counted)
     monkeypatch.setattr(Threads, "worth_bytes", 0)
@@ -297,35 +387,31 @@ def test_a_forked_child_ends_though_its_parent_has_threads(threaded: Config, div
         assert work(comm) == 1.0
 
 
-def test_a_process_ends_by_itself_though_it_never_shuts_down(threaded: Config) -> None:
+def test_threads_work_until_the_process_has_ended(threaded: Config) -> None:
+    """Also for a thread that goes on when the main thread has ended, and for what the process does at its exit. Nobody
+    shuts down."""
     script = """
-import sys
+import atexit, sys, threading
 import numpy as np
 import omnireduce as omni
-from omnireduce.runtime.member.crew import Threads
+from omnireduce.runtime.member.threads import Threads
 Threads.worth_bytes = 0
 comm = omni.connect(rank=0, size=1, job=sys.argv[1])
-print(comm.allreduce(np.ones(100 * 256, np.float32))[-1])
+
+def total(name=""):
+    return comm.allreduce(np.ones(100 * 256, np.float32), name=name)[-1]
+
+def later():
+    threading.main_thread().join()
+    print(total("later"), flush=True)
+
+print(total(), flush=True)
+atexit.register(lambda: print(total(), flush=True))
+threading.Thread(target=later).start()
 """
     environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(threaded.cluster.aggregators)}
     environ["OMNIREDUCE_TRANSPORT_THREADS"] = "3"
     environ["OMNIREDUCE_TRANSPORT_HOST_EXCHANGE"] = "off"
     with Process(sys.executable, "-c", script, unique_job(), environ=environ, from_scratch=True) as process:
-        assert process.line() == "1.0"
+        assert [process.line() for _ in range(3)] == ["1.0"] * 3
         assert process.wait() == 0
-
-
-def test_a_trace_has_what_all_threads_did(daemon: Daemon, divided: list[int], tmp_path: Path) -> None:
-    job, settings = unique_job(), (*over("tcp"), "transport.threads=3", f"trace.folder={tmp_path}")
-
-    def work(comm: Communicator) -> None:
-        comm.allreduce(np.ones(600 * BLOCK, np.float32))
-
-    run_job(configured(daemon.addresses, *settings), 1, work, job)
-    _, spans = read_trace(tmp_path / f"{job}-rank0.npz")
-    packed = spans[spans["what"] == What.PACK]
-    assert packed["detail"].sum() == 600
-    assert set(packed["peer"]) == {0, 1, 2}
-    assert [spans["detail"][spans["what"] == what].tolist() for what in (What.OWN, What.UNION)] == [[600], [600]]
-    assert np.all(spans["start"] <= spans["end"])
-    assert divided

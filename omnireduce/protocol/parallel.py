@@ -1,0 +1,52 @@
+"""Work for several shards, which threads do at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from omnireduce.protocol.collective import Collective
+from omnireduce.protocol.effects import Send
+from omnireduce.protocol.shard_stream import ShardStream
+
+T = TypeVar("T")
+
+
+class ThreadPool(Protocol):
+    """Threads that make calls at the same time. That is worth it for a tensor of `worth_bytes` or more."""
+
+    worth_bytes: int
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Make all calls; return their results in the order of the calls. Raises the first error among them. No call
+        runs on when it has returned or raised."""
+        ...
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+class Parallel:
+    """A worker's work for the shards, to which `streams` go, among the threads of `pool`."""
+
+    def __init__(self, pool: ThreadPool, streams: Sequence[ShardStream], under_way: Collection[Collective]) -> None:
+        self.pool, self._streams, self._under_way = pool, streams, under_way
+
+    @property
+    def is_on(self) -> bool:
+        """A collective under way is large, and in all of them the parts of different shards touch nothing in common."""
+        large = any(each.sent.nbytes >= self.pool.worth_bytes for each in self._under_way)
+        return large and all(each.sent.is_divisible for each in self._under_way)
+
+    def pack(self) -> Iterator[Send]:
+        """Pack as long as there are free slots, for several shards at the same time."""
+        while calls := [each.pack for each in self._streams if each.may_pack]:
+            messages = [message for message in self.pool.run(calls) if message is not None]
+            if not messages:
+                return
+            yield from messages
+
+    def place(self, shard: int, slot: int, nbytes: int) -> None:
+        """Do ahead what the machine's `received` does for this shard alone. Threads may do it for different shards at
+        the same time."""
+        self._streams[shard].place(slot, nbytes)

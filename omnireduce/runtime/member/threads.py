@@ -1,0 +1,157 @@
+"""The threads of a rank: they work for different shards at the same time.
+
+A signal handler may raise between any two lines here. So nothing waits in a lock that Python code takes, as those of
+`concurrent.futures` do: an interrupt would leave it locked. Queues and iterators are C code.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from omnireduce.errors import UsageError
+from omnireduce.processors import quota, usable
+from omnireduce.protocol.parallel import Parallel, T, ThreadPool
+from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.runtime.driver import Driver
+from omnireduce.runtime.member.launcher import detect_launch
+from omnireduce.transport.base import Event, Link, Received
+
+MOST_BY_ITSELF = 6  # threads: an eighth of their work is the interpreter's, which serves one at a time
+
+
+def threads_for(wanted: int, links: Sequence[Link], neighbours: int) -> Threads | None:
+    """The threads of a rank with these links, `wanted` or fewer; None where one is enough. 0: the shards on this host
+    need a processor each, its ranks share the others, and half of a share is for the user's own work. `neighbours`: how
+    many ranks share memory here; the launcher may know of more. Raises BlockingIOError when the system has no room for
+    the threads that are wanted.
+    """
+    shards_here = sum(link.kind == "shm" for link in links)
+    share = (min(usable(), quota() or math.inf) - shards_here) / max(neighbours, _launched_here())
+    count = min(wanted or min(int(share / 2), MOST_BY_ITSELF), len(links))
+    if count < 2:
+        return None
+    try:
+        return Threads(count)
+    except RuntimeError as error:  # it says that no thread can be started
+        if not wanted:
+            return None
+        raise BlockingIOError(errno.EAGAIN, f"no room for {count} threads; set transport.threads = 1") from error
+
+
+def _launched_here() -> int:
+    try:
+        return detect_launch().local_size or 1
+    except UsageError:  # who says rank and size in the call need not care for what the launcher says
+        return 1
+
+
+class Threads(ThreadPool):
+    """`count` threads; one is the caller of `run`. Raises RuntimeError when the system has no room for them."""
+
+    worth_bytes = 8 << 20  # below that, to hand work over takes longer than it saves
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._runs: SimpleQueue[_Run | None] = SimpleQueue()
+        self._others: list[threading.Thread] = []
+        try:
+            for _ in range(count - 1):  # not later: in a collective it would be too late to learn that there is no room
+                self._others.append(threading.Thread(target=_help, args=(self._runs,), name="omnireduce", daemon=True))
+                self._others[-1].start()
+        except BaseException:
+            self._others = [each for each in self._others if each.ident is not None]
+            self.close()
+            raise
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        run = _Run(calls)
+        try:
+            for _ in self._others[: len(calls) - 1]:
+                self._runs.put(run)
+            run.make_calls()
+            return run.outcome()
+        finally:
+            try:
+                run.settle()
+            finally:  # after a second interrupt
+                run.settle()
+
+    def close(self) -> None:
+        for _ in self._others:
+            self._runs.put(None)
+        for each in self._others:
+            each.join()
+
+
+def _help(runs: SimpleQueue[_Run | None]) -> None:
+    while (run := runs.get()) is not None:
+        run.help()
+        run = None  # it holds arrays of the user
+
+
+class _Run:
+    """Some calls. Whoever takes part makes the next one, until none is left."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self._size, self._left = len(calls), iter(enumerate(calls))
+        self._done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        self._came: list[None] = []  # an entry for each other thread that has come to help, and for each that has gone
+        self._went: list[None] = []
+
+    def help(self) -> None:
+        """Take part in a thread that no signal handler interrupts."""
+        self._came.append(None)
+        self.make_calls()
+        self._went.append(None)
+
+    def make_calls(self) -> None:
+        for number, call in self._left:
+            try:
+                self._done.put((number, call(), None))
+            except BaseException as error:
+                self._done.put((number, None, error))
+
+    def outcome(self) -> list[Any]:
+        """Wait for all calls; the results, in the order of the calls. Raises the first error among them."""
+        found = sorted((self._done.get() for _ in range(self._size)), key=lambda each: each[0])
+        for _, _, error in found:
+            if error is not None:
+                raise error
+        return [result for _, result, _ in found]
+
+    def settle(self) -> None:
+        """Return when nobody helps any more: they use what the caller may let go. What has not begun never does."""
+        deque(self._left, maxlen=0)
+        while len(self._went) < len(self._came):
+            os.sched_yield()  # only after an interrupt, and for no longer than a call takes
+
+
+class ParallelDriver(Driver):
+    """Drives a worker's machine, and reads from several shards at the same time where that works in parallel."""
+
+    machine: WorkerMachine
+
+    def feed_all(self, peers: Collection[int]) -> None:
+        parallel = self.machine.parallel
+        if parallel is None or len(peers) < 2 or self.machine.ended is not None or not parallel.is_on:
+            super().feed_all(peers)
+            return
+        # First all are read: what the machine says then may go to any link.
+        for peer, events in parallel.pool.run([partial(self._read_ahead, parallel, peer) for peer in sorted(peers)]):
+            self.take(peer, events)
+
+    def _read_ahead(self, parallel: Parallel, peer: int) -> tuple[int, Sequence[Event]]:
+        """Read, and do what concerns this peer alone."""
+        events = self.read(peer)
+        for event in events:
+            if isinstance(event, Received):
+                parallel.place(peer, event.slot, event.nbytes)
+        return peer, events
