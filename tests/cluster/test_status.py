@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import re
+import signal
 import socket
 import threading
 import time
