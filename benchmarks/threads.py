@@ -28,7 +28,7 @@ from benchmarks.rank_alone import rank_alone
 from benchmarks.targets import at_least
 from omnireduce.dtypes import Array
 
-ALONE, WAYS, DENSITIES, SHARDS = "the rank alone", ("shm", "tcp"), (1.0, 0.1, 0.01), 2
+ALONE, WAYS, DENSITIES, SHARDS = "the rank alone", ("shm", "tcp"), (1.0, 0.1, 0.01), 4
 THREADS = (1, 2)
 LEAST = 1.0  # times as fast
 # of each number of threads and each density, ms: every turn, the rank's work in it, and that of the shards

@@ -116,7 +116,7 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 200
     threads: Annotated[
-        int, _meta("of a worker, for different shards at the same time; 0: by processors and ranks", ge=0, le=64)
+        int, _meta("of a worker, which work for different shards; 0: by processors and ranks", "threads", ge=0, le=64)
     ] = 0
     dead_peer_s: Annotated[
         float,

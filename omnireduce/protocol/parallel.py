@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ThreadPool(Protocol):
-    """Threads that make calls at the same time. That is worth it for a tensor of `worth_bytes` or more."""
+    """Threads that make calls at the same time. Tensors of `worth_bytes` or more are worth dividing among them."""
 
     worth_bytes: int
 

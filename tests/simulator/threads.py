@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class SimThreads(ThreadPool):
-    """Divides every tensor, however small."""
+    """Every tensor is divided, however small."""
 
     worth_bytes = 0
 
