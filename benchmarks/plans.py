@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +20,7 @@ from benchmarks.shaped import SHARED_HOSTS
 from benchmarks.targets import Verdict, below
 from benchmarks.testbed import BURST_BYTES
 from omnireduce.planning.candidates import predict_plan
-from omnireduce.planning.model import Hosts, Plan, Prediction
+from omnireduce.planning.model import Costs, Hosts, Plan, Prediction
 from omnireduce.planning.patterns import DrawnPatterns
 
 ITEM_BYTES = 4  # float32
@@ -44,6 +45,11 @@ class Compared(NamedTuple):
         return self.prediction.seconds * 1e3
 
     @property
+    def processor_ms(self) -> float:
+        """What all processes together took."""
+        return float(self.row["cpu_s_per_gb"] * self.row["bytes"] / 1e6)
+
+    @property
     def verdict(self) -> Verdict:
         """Whether the time comes within 10 %."""
         return below(self.name, abs(self.predicted_ms / self.row["ms"] - 1) * 100, MOST_PERCENT, "%")
@@ -54,10 +60,17 @@ def compare_plans(folder: Path) -> list[Compared]:
     be read."""
     found = [folder / name for name in ("testbed.json", "relays.json")]
     rows = [row for path in found if path.exists() for row in json.loads(path.read_text())]
-    return [Compared(row, _predicted(row)) for row in rows if row["entrant"] in OWN and row["kind"] == "dense"]
+    rows = [row for row in rows if row["entrant"] in OWN and row["kind"] == "dense"]
+    costs = Costs().at(speed_of([Compared(row, _predicted(row, Costs())) for row in rows]))
+    return [Compared(row, _predicted(row, costs)) for row in rows]
 
 
-def _predicted(row: dict[str, Any]) -> Prediction:
+def speed_of(found: Sequence[Compared]) -> float:
+    """How fast the processors were, by what all rows took of them: machines that others use, too, differ by hours."""
+    return float(np.median([each.prediction.processor_s * 1e3 / each.processor_ms for each in found] or [1.0]))
+
+
+def _predicted(row: dict[str, Any], costs: Costs) -> Prediction:
     layout, ranks = row["layout"], row["ranks"]
     number = SHARED_HOSTS if layout == "shared" else ranks
     hosts = Hosts(number, os.cpu_count() or 1, row["link_bytes_per_s"], LATENCY_S, BURST_BYTES, one_machine=True)
@@ -68,7 +81,7 @@ def _predicted(row: dict[str, Any]) -> Prediction:
         plan = Plan(1, False, 1, dedicated=True, relays=row["entrant"] == RELAYS)
     block_bytes = BLOCK * ITEM_BYTES
     patterns = DrawnPatterns(row["bytes"] // block_bytes, row["density"], row["overlap"], ranks)
-    return predict_plan(patterns, block_bytes, hosts, plan)
+    return predict_plan(patterns, block_bytes, hosts, plan, costs=costs)
 
 
 def show_plans(console: Console, found: Sequence[Compared]) -> None:
@@ -80,7 +93,7 @@ def show_plans(console: Console, found: Sequence[Compared]) -> None:
     for each in found:
         pairs = [
             (each.row["ms"], each.predicted_ms),
-            (each.row["cpu_s_per_gb"] * each.row["bytes"] / 1e6, each.prediction.processor_s * 1e3),
+            (each.processor_ms, each.prediction.processor_s * 1e3),
         ]
         cells = [(f"{measured:.4g}", f"{guess:.4g}", f"{guess / measured:.2f}") for measured, guess in pairs]
         table.add_row(each.name, *cells[0], *cells[1])

@@ -15,7 +15,7 @@ from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.planning.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
-from omnireduce.planning.model import Hosts
+from omnireduce.planning.model import Costs, Hosts
 from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, TracedPatterns
 from omnireduce.planning.saved import read_all
 from omnireduce.printing import density_text, make_console, short_count, short_time
@@ -40,6 +40,7 @@ class Asked(NamedTuple):
     link_gbps: float
     latency_us: float
     cores: float
+    speed: float
     shards: str
     racks: int
     rack_gbps: float
@@ -49,7 +50,7 @@ def report_plan(asked: Asked, json_path: str | None) -> None:
     """Print the predictions and the best plan. Raises UsageError, FileError."""
     if json_path:
         check_writable(json_path)
-    for name in ("density", "link_gbps", "latency_us", "cores", "rack_gbps"):
+    for name in ("density", "link_gbps", "latency_us", "cores", "speed", "rack_gbps"):
         if not math.isfinite(getattr(asked, name)):
             raise UsageError(f"--{name.replace('_', '-')} {getattr(asked, name):g}: expected a finite number")
     if asked.block_size % 8:
@@ -65,7 +66,7 @@ def report_plan(asked: Asked, json_path: str | None) -> None:
         racks=asked.racks, rack_bytes_per_s=(asked.rack_gbps or asked.link_gbps) * 1e9 / 8,
     )  # fmt: skip
     shards = _parse_shards(asked.shards) or shard_counts(asked.hosts, asked.ranks // asked.hosts)
-    found = study(work, hosts, asked.ranks // asked.hosts, shards)
+    found = study(work, hosts, asked.ranks // asked.hosts, shards, costs=Costs().at(asked.speed))
     _print(make_console(), asked, found, sum(each.nbytes for each in work), reduced)
     if json_path:
         write_json(msgspec.json.encode(_as_json(found, reduced)), json_path)

@@ -158,6 +158,10 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
 @_link_gbps
 @click.option("--latency-us", type=click.FloatRange(0, 1e6), default=50.0, show_default=True, help="Of a link.")
 @click.option("--cores", type=click.FloatRange(0, min_open=True), default=8.0, show_default=True, help="Of each host.")
+@click.option(
+    "--speed", type=click.FloatRange(0.01, 100), default=1.0, show_default=True,
+    help="Of a processor; 1 is one for which a message costs 130 us.",
+)  # fmt: skip
 @click.option("--shards", default="", help="Numbers to try, such as 1,4.  [default: 1, 2, 4, … to hosts]")
 @click.option("--racks", type=click.IntRange(0), default=0, help="Into which the hosts are divided.  [default: none]")
 @click.option("--rack-gbps", type=click.FloatRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")

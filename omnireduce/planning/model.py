@@ -87,6 +87,10 @@ class Costs(NamedTuple):
     message: float = 130e-6
     chunk: float = 110e-6
 
+    def at(self, speed: float) -> Costs:
+        """Those of processors so many times as fast."""
+        return Costs(*(cost / speed for cost in self))
+
 
 class Prediction(NamedTuple):
     """Of one all-reduce, or of several: `seconds`; `link_bytes`, what the busiest link carries in its busier direction;

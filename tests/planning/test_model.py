@@ -51,6 +51,17 @@ def test_ranks_that_are_one_sender_send_what_they_have_together() -> None:
     assert together == pytest.approx(BLOCKS * BLOCK_BYTES * (1 - 0.95**4), rel=0.1)  # half up, and half down
 
 
+@given(speed=st.floats(0.1, 10), density=st.sampled_from([0.01, 0.3, 1.0]))
+def test_slower_processors_work_longer(speed: float, density: float) -> None:
+    own, other = (
+        predicted(Plan(1, False, 4, dedicated=False), Hosts(4, 1, GIGABIT, 1e-4), density, Costs().at(each))
+        for each in (1.0, speed)
+    )
+    assert other.processor_s * speed == pytest.approx(own.processor_s)
+    assert (other.seconds >= own.seconds) == (speed <= 1) or other.seconds == own.seconds
+    assert other.link_bytes == own.link_bytes
+
+
 @given(
     density=st.sampled_from([0.0, 0.01, 0.3, 1.0]), hosts=st.integers(2, 5), ranks=st.integers(1, 3),
     shards=st.integers(1, 6), dedicated=st.booleans(), by_host=st.booleans(), cores=st.sampled_from([0.5, 1, 8]),
