@@ -97,7 +97,7 @@ class WorkerMachine:
         return self._accused is not None and not self._is_old_news
 
     def _warn_at(self, host: HostExchange) -> float:
-        """When to say whom this rank waits for, again each time that the wait has doubled."""
+        """When to say whom this rank waits for, and each time again that the wait has doubled."""
         if not host.is_busy:
             return self._patience.ends_at
         return host.moved_at + max(min(WARN_AFTER_S, self.timeout_s / 2), 2 * (self._said_at - host.moved_at))
@@ -256,7 +256,8 @@ class WorkerMachine:
             yield from self._end(message.cause, told_by=shard)
         elif isinstance(message, Waiting):
             news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
-            self._waiting_for, message = message.who, message.heard_from(self._addresses[shard])
+            self._waiting_for = message.who
+            message = message.heard_from(self._addresses[shard])
             self._streams[shard].heard(now, message)
             if self._under_way and self._streams[shard].owes(self._under_way[0]):
                 self._patience.heard(message, now)
@@ -307,7 +308,8 @@ class WorkerMachine:
 
         A worker that was stopped waits for a moment first: messages may have come meanwhile that it has not read.
         """
-        if self.deadline is None or now < self.deadline:
+        deadline = self.deadline
+        if deadline is None or now < deadline:
             return
         deadline = self._patience.ends_at
         if self._is_judged:

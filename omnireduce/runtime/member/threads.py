@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -131,7 +131,7 @@ class _Run:
         """Return when nobody helps any more: they use what the caller may let go. What has not begun never does."""
         deque(self._left, maxlen=0)
         while len(self._went) < len(self._came):
-            os.sched_yield()  # only after an interrupt, and for no longer than a call takes
+            time.sleep(0)  # without the interpreter's lock; after an interrupt for as long as a call takes
 
 
 class ParallelDriver(Driver):

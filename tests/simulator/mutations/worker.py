@@ -104,8 +104,8 @@ MUTATIONS = (
         "worker never times out",
         _MACHINE,
         "who waits for a hanging peer waits for ever",
-        "        if self.deadline is None or now < self.deadline:\n",
-        "        if self.deadline is None or now < self.deadline + 1e9:\n",
+        "        if deadline is None or now < deadline:\n",
+        "        if deadline is None or now < deadline + 1e9:\n",
     ),
     Mutation(
         "worker counts its pauses",
