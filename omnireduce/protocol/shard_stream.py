@@ -33,7 +33,8 @@ class ShardStream:
         self._result_frontier = 0
         self.heard_at = 0.0  # when anything came
         self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
-        self._placed: deque[Collective | ProtocolError | None] = deque()  # what came of messages that were placed ahead
+        # What came of messages that were placed ahead; a text says what is wrong with one: an error would refer back.
+        self._placed: deque[Collective | str | None] = deque()
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._runs = np.empty((0, 2), np.int64)
 
@@ -106,7 +107,7 @@ class ShardStream:
         try:
             self._placed.append(self._place(slot, nbytes))
         except ProtocolError as error:
-            self._placed.append(error)
+            self._placed.append(str(error))
 
     def received(self, slot: int, nbytes: int) -> Collective | None:
         """Place a result message; return the collective if this shard has now delivered all of it. Raises
@@ -114,8 +115,8 @@ class ShardStream:
         if not self._placed:
             return self._place(slot, nbytes)
         found = self._placed.popleft()
-        if isinstance(found, ProtocolError):
-            raise found
+        if isinstance(found, str):
+            raise ProtocolError(found)
         return found
 
     def _place(self, slot: int, nbytes: int) -> Collective | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, Daemon, Process, configured, run_job, unique_job
+from local_cluster import WAIT_S, Daemon, Process, configured, eventually, run_job, unique_job
 from tensors import sparse
 from transports import KINDS, MEMORY, over
 
@@ -117,6 +120,32 @@ def test_the_first_error_comes_out_when_all_are_done(three: Threads) -> None:
     with pytest.raises(ArithmeticError, match="1"):
         three.run([lambda number=number: call(number) for number in range(5)])  # type: ignore[misc]
     assert sorted(done) == [0, 2, 4]
+
+
+class Held:
+    """What a call refers to, as to slots and the user's arrays."""
+
+    def fail(self) -> None:
+        raise ArithmeticError
+
+    def pass_on(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_keeps_nothing_until_the_cycle_collector_runs(three: Threads, failing: int) -> None:
+    held = Held()
+    gone = weakref.ref(held)
+    calls = [held.pass_on, held.pass_on]
+    calls[failing] = held.fail
+    gc.disable()
+    try:
+        with suppress(ArithmeticError):
+            three.run(calls)
+        del held, calls
+        assert eventually(lambda: gone() is None)  # the other thread lets go of it in its own time
+    finally:
+        gc.enable()
 
 
 HAMMERED = """

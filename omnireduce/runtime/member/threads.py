@@ -122,9 +122,12 @@ class _Run:
     def outcome(self) -> list[Any]:
         """Wait for all calls; the results, in the order of the calls. Raises the first error among them."""
         found = sorted((self._done.get() for _ in range(self._size)), key=lambda each: each[0])
-        for _, _, error in found:
-            if error is not None:
-                raise error
+        errors = [error for _, _, error in found if error is not None]
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                found, errors = [], []  # the error refers to this frame: else only the cycle collector frees both
         return [result for _, result, _ in found]
 
     def settle(self) -> None:

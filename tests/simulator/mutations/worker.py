@@ -50,7 +50,7 @@ MUTATIONS = (
         "worker hides what was wrong with a result placed ahead",
         _STREAM,
         "with threads, a message that breaks the protocol is passed over",
-        "            raise found\n",
+        "            raise ProtocolError(found)\n",
         "            return None\n",
         test="tests/protocol/test_parallel.py::test_a_broken_message_that_is_placed_ahead_raises_in_its_turn",
     ),
