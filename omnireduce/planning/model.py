@@ -89,7 +89,7 @@ class Costs(NamedTuple):
 
     def at(self, speed: float) -> Costs:
         """Those of processors so many times as fast."""
-        return Costs(*(cost / speed for cost in self))
+        return Costs._make(cost / speed for cost in self)
 
 
 class Prediction(NamedTuple):

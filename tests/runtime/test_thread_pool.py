@@ -6,9 +6,11 @@ import gc
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -221,6 +223,26 @@ def test_no_thread_outlives_its_pool() -> None:
     assert threading.active_count() == before + 3
     pool.close()
     assert threading.active_count() == before
+
+
+def test_threads_end_with_a_rank_that_nobody_shuts_down(daemon: Daemon) -> None:
+    before = set(threading.enumerate())
+    comm = Communicator(configured(daemon.addresses, *over("tcp"), "transport.threads=3"), rank=0, size=1)
+    helpers = set(threading.enumerate()) - before
+    assert len(helpers) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of its sockets
+        del comm
+        gc.collect()
+    assert eventually(lambda: not any(each.is_alive() for each in helpers))
+
+
+def test_an_interrupt_counts_more_than_an_error(three: Threads) -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        three.run([partial(fail, ArithmeticError()), partial(fail, KeyboardInterrupt())])
 
 
 @pytest.mark.parametrize(("wanted", "ends"), [(3, True), (0, False)])

@@ -16,7 +16,7 @@ from omnireduce.wire.words import listed
 
 TOLD = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
 MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes
-MOST_BLOCK_BYTES = 1 << 31
+MOST_BLOCK_BYTES = 1 << 30
 MOST_SIZES = 8  # each costs seconds to plan for thousands of ranks
 
 

@@ -10,6 +10,7 @@ import errno
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -62,6 +63,8 @@ class Threads(ThreadPool):
         self.count = count
         self._runs: SimpleQueue[_Run | None] = SimpleQueue()
         self._others: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end, self._runs, count - 1)  # also for a rank that nobody shuts down
+        self._end.atexit = False  # who works at the exit still needs them
         try:
             for _ in range(count - 1):  # not later: in a collective it would be too late to learn that there is no room
                 self._others.append(threading.Thread(target=_help, args=(self._runs,), name="omnireduce", daemon=True))
@@ -85,10 +88,14 @@ class Threads(ThreadPool):
                 run.settle()
 
     def close(self) -> None:
-        for _ in self._others:
-            self._runs.put(None)
+        self._end()
         for each in self._others:
             each.join()
+
+
+def _end(runs: SimpleQueue[_Run | None], others: int) -> None:
+    for _ in range(others):
+        runs.put(None)
 
 
 def _help(runs: SimpleQueue[_Run | None]) -> None:
@@ -123,6 +130,7 @@ class _Run:
         """Wait for all calls; the results, in the order of the calls. Raises the first error among them."""
         found = sorted((self._done.get() for _ in range(self._size)), key=lambda each: each[0])
         errors = [error for _, _, error in found if error is not None]
+        errors.sort(key=lambda error: isinstance(error, Exception))  # Ctrl-C says more than what it may have caused
         if errors:
             try:
                 raise errors[0]

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import time
-import zipfile
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,6 +26,7 @@ log = logging.getLogger("omnireduce")
 now = time.monotonic_ns
 SUFFIX = ".npz"
 MOST_MEMBERS = 1 << 20  # ranks, or shards, of one job
+_Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -65,14 +65,14 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     kind: Literal["rank", "shard"]
-    number: int
+    number: Annotated[int, msgspec.Meta(ge=0, le=MOST_MEMBERS)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)]
     shards: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)]
     boot: str = ""
-    epoch_ns: int = 0
-    began_ns: int = 0
-    ended_ns: int = 0
-    missed: int = 0  # spans that did not fit
+    epoch_ns: _Nanoseconds = 0
+    began_ns: _Nanoseconds = 0
+    ended_ns: _Nanoseconds = 0
+    missed: Annotated[int, msgspec.Meta(ge=0)] = 0  # spans that did not fit
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number}"
@@ -139,8 +139,9 @@ def read_trace(path: Path) -> tuple[Origin, Array]:
             origin, spans = msgspec.json.decode(str(file["origin"]), type=Origin), file["spans"]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, msgspec.MsgspecError) as error:
+    except Exception as error:  # NumPy passes on whatever comes of a damaged file
         raise UsageError(f"{path}: expected a trace, as trace.folder gets them: {error}") from None
-    if spans.dtype != SPAN:
-        raise UsageError(f"{path}: expected spans of {SPAN}, got {spans.dtype}; was it written by another version?")
+    if spans.dtype != SPAN or spans.ndim != 1:
+        got = f"{spans.dtype} {spans.shape}"
+        raise UsageError(f"{path}: expected spans of {SPAN}, got {got}; was it written by another version?")
     return origin, spans
