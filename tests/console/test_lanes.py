@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -164,6 +165,42 @@ def test_folders_that_hold_no_one_run_are_refused(tmp_path: Path) -> None:
     assert len(read_lanes(tmp_path, "two")) == 1
     (tmp_path / "x.npz").write_bytes(b"PK")
     with pytest.raises(UsageError, match=r"x\.npz: expected a trace"):
+        read_lanes(tmp_path)
+
+
+ORIGIN = Origin(job="one", kind="rank", number=0, ranks=1, shards=1)
+
+
+def origin_with(**changed: object) -> np.ndarray:
+    """As a file has it, with values that no recorder writes."""
+    return np.array(json.dumps(json.loads(msgspec.json.encode(ORIGIN)) | changed))
+
+
+@pytest.mark.parametrize(
+    ("origin", "spans", "message"),
+    [
+        (origin_with(), np.zeros((2, 2), SPAN), "expected spans of"),
+        (origin_with(), np.zeros((), SPAN), "expected spans of"),
+        (origin_with(), np.zeros(2, np.int64), "expected spans of .*, got int64"),
+        (origin_with(ranks=0), np.zeros(2, SPAN), "expected a trace"),
+        (origin_with(ranks=1 << 40), np.zeros(2, SPAN), "expected a trace"),
+        (origin_with(number=-4), np.zeros(2, SPAN), "expected a trace"),
+        (origin_with(epoch_ns=1 << 63), np.zeros(2, SPAN), "expected a trace"),
+        (origin_with(missed=-1), np.zeros(2, SPAN), "expected a trace"),
+    ],
+)
+def test_a_trace_that_no_recorder_has_written_is_refused(
+    tmp_path: Path, origin: np.ndarray, spans: np.ndarray, message: str
+) -> None:
+    np.savez(tmp_path / "one-rank0.npz", origin=origin, spans=spans)
+    with pytest.raises(UsageError, match=f"one-rank0.npz: {message}"):
+        read_lanes(tmp_path)
+
+
+def test_an_array_under_the_name_of_a_trace_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    (tmp_path / "array.npy").rename(tmp_path / "one-rank0.npz")
+    with pytest.raises(UsageError, match="expected a trace"):
         read_lanes(tmp_path)
 
 
