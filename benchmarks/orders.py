@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 Order = Callable[..., dict[str, Any]]
 
@@ -33,3 +34,16 @@ def serve(path: str, start: Callable[[], tuple[int, Mapping[str, Order]]]) -> No
         except Exception as error:
             say(error=f"{type(error).__name__}: {error}")
             raise
+
+
+class Turning(Protocol):
+    """A rank that knows one order."""
+
+    def turn(self, *arguments: Any, **options: Any) -> dict[str, Any]: ...
+
+
+def serve_turns(make: Callable[[dict[str, Any]], Turning]) -> None:
+    """Be the rank that `make` makes of the options. The program's arguments are the controller's socket and these."""
+    path, text = sys.argv[1:]
+    options = json.loads(text)
+    serve(path, lambda: (options["rank"], {"turn": make(options).turn}))

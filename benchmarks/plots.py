@@ -169,6 +169,13 @@ def _share_of_bound(rows: list[Row]) -> Figure:
     return figure
 
 
+def _bars(axes: Any, label: str, values: Sequence[tuple[int, float]], number: int, of: int) -> list[float]:
+    """One bar for each (group, value): the bar `number` of the `of` that each group has. Where they are."""
+    at = [group + (number + 0.5) * 0.8 / of - 0.4 for group, _ in values]
+    axes.bar(at, [value for _, value in values], 0.8 / of, label=label)
+    return at
+
+
 def _with_relays(rows: list[Row]) -> Figure:
     """Bars of flat and with relays for each density, and what the racks' links allow."""
     densities = sorted({row["density"] for row in rows}, reverse=True)
@@ -176,8 +183,7 @@ def _with_relays(rows: list[Row]) -> Figure:
     entrants = list(dict.fromkeys(row["entrant"] for row in rows))
     for number, entrant in enumerate(entrants):
         own = [row for row in rows if row["entrant"] == entrant]
-        at = [densities.index(row["density"]) + (number + 0.5) * 0.8 / len(entrants) - 0.4 for row in own]
-        axes.bar(at, [row["ms"] for row in own], 0.8 / len(entrants), label=entrant)
+        at = _bars(axes, entrant, [(densities.index(row["density"]), row["ms"]) for row in own], number, len(entrants))
         label = "the link alone" if number == 0 else None
         axes.plot(at, [row["bound_ms"] for row in own], "k*", label=label)
     axes.set_xticks(range(len(densities)), [f"{density:g}" for density in densities])
@@ -199,8 +205,7 @@ def _steps_per_second(rows: list[Row]) -> Figure:
         entrants = list(dict.fromkeys(row["entrant"] for row in own))
         for number, entrant in enumerate(entrants):
             at = {_place(row): row["steps_per_s"] for row in own if row["entrant"] == entrant}
-            left = [places.index(place) + (number + 0.5) * 0.8 / len(entrants) - 0.4 for place in at]
-            panel.bar(left, list(at.values()), 0.8 / len(entrants), label=entrant)
+            _bars(panel, entrant, [(places.index(place), value) for place, value in at.items()], number, len(entrants))
         rates = [row["steps_per_s"] for row in own]
         if max(rates) > 10 * min(rates):
             panel.set(yscale="log", ylim=(min(rates) / 2, 4 * max(rates)))

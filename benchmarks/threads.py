@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from rich.table import Table
 import omnireduce as omni
 from benchmarks.cases import BLOCK, SIZES
 from benchmarks.group import Group, PeerError, Servers, daemon, service_group
-from benchmarks.orders import serve
+from benchmarks.orders import serve_turns
 from benchmarks.outcomes import show_verdicts
 from benchmarks.rank_alone import rank_alone
 from benchmarks.targets import at_least
@@ -116,15 +114,5 @@ def _entrant(stack: contextlib.ExitStack, way: str, threads: int) -> tuple[Serve
     return shards, stack.enter_context(group)
 
 
-def main() -> None:
-    path, text = sys.argv[1:]
-    options = json.loads(text)
-
-    def start() -> tuple[int, dict[str, Any]]:
-        return options["rank"], {"turn": Rank(options).turn}
-
-    serve(path, start)
-
-
 if __name__ == "__main__":
-    main()
+    serve_turns(Rank)

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from rich.table import Table
 import omnireduce as omni
 from benchmarks.cases import MEMORY
 from benchmarks.group import Group, PeerError, daemon, service_group
-from benchmarks.orders import serve
+from benchmarks.orders import serve_turns
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import below
 
@@ -102,15 +100,5 @@ def _show(console: Console, way: str, rows: dict[str, list[dict[str, float]]]) -
     console.print(table, "")
 
 
-def main() -> None:
-    path, text = sys.argv[1:]
-    options = json.loads(text)
-
-    def start() -> tuple[int, dict[str, Any]]:
-        return options["rank"], {"turn": Rank(options).turn}
-
-    serve(path, start)
-
-
 if __name__ == "__main__":
-    main()
+    serve_turns(Rank)

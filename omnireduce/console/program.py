@@ -144,7 +144,7 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
 
 @main.command(short_help="Predict an all-reduce, say how to place it.")
 @click.argument("files", nargs=-1, metavar="[FILE]...")
-@click.option("--trace", metavar="FOLDER", help="Take the all-reduces of a traced job, whose ranks left files here.")
+@click.option("--trace", metavar="FOLDER", help="Take the all-reduces of a traced job; FOLDER is its trace.folder.")
 @click.option("--job", help="Which job, if there are traces of several.")
 @click.option("--elements", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the tensor.")
 @click.option("--dtype", default="float32", show_default=True)

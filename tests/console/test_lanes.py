@@ -23,7 +23,7 @@ from omnireduce.console.traces.chrome import chrome_trace
 from omnireduce.console.traces.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.errors import UsageError
 from omnireduce.printing import TABLE_WIDTH
-from omnireduce.runtime.tracing.trace import SPAN, Origin, Recorder, What
+from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
 from worker.cli import main
 
 Span = tuple[What, int, int, int, int]  # what, peer, detail, start, end
@@ -65,7 +65,7 @@ ONE_EXCHANGE = (
         (What.CREDIT_IN, 0, 2, 13 * MS, 13 * MS),
         (What.MESSAGE_IN, 0, 50, 13 * MS, 13 * MS),
         (What.SCATTER, -1, 7, 14 * MS, 16 * MS),
-        *((what, -1, 7, 17 * MS, 17 * MS) for what in (What.TENSOR, What.BLOCK, What.OWN, What.UNION)),
+        *((what, -1, 7, 17 * MS, 17 * MS) for what in OF_TENSOR),
         (What.COLLECTIVE, -1, 4096, 0, 17 * MS),
     ),
     lane(

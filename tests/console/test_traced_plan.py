@@ -19,7 +19,7 @@ from omnireduce.config import Trace
 from omnireduce.console.program import main
 from omnireduce.console.traces.reduced import MOST_SIZES, Size, few, read_reduced
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.trace import Origin, Recorder, What
+from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What
 
 BLOCK, RANKS, STEPS = 256, 2, 3
 FEW, MANY = 40, 700  # blocks of two tensors
@@ -125,7 +125,7 @@ def write(folder: Path, ranks: Sequence[Sequence[Told]], job: str = "made", size
             start, end = 2 * at * MS, (2 * at + 1) * MS
             if each.blocks is not None:
                 details = each.blocks, 1024, each.own, each.union
-                for what, detail in zip((What.TENSOR, What.BLOCK, What.OWN, What.UNION), details, strict=True):
+                for what, detail in zip(OF_TENSOR, details, strict=True):
                     recorder.add(what, end, end, detail=detail)
             recorder.add(What.COLLECTIVE, start, end, detail=each.nbytes)
     for recorder in made:

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -107,8 +107,7 @@ def test_calls_run_at_the_same_time(three: Threads) -> None:
 
 
 def test_results_come_in_the_order_of_the_calls(three: Threads) -> None:
-    calls: list[Callable[[], int]] = [lambda number=number: number for number in range(100)]  # type: ignore[misc]
-    assert three.run(calls) == list(range(100))
+    assert three.run([partial(int, number) for number in range(100)]) == list(range(100))
 
 
 def test_the_first_error_comes_out_when_all_are_done(three: Threads) -> None:
@@ -120,7 +119,7 @@ def test_the_first_error_comes_out_when_all_are_done(three: Threads) -> None:
         done.append(number)
 
     with pytest.raises(ArithmeticError, match="1"):
-        three.run([lambda number=number: call(number) for number in range(5)])  # type: ignore[misc]
+        three.run([partial(call, number) for number in range(5)])
     assert sorted(done) == [0, 2, 4]
 
 

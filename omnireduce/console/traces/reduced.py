@@ -11,10 +11,9 @@ import numpy as np
 from omnireduce.console.traces.lanes import Lane, apart, missing, read_lanes
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.trace import What
+from omnireduce.runtime.tracing.trace import OF_TENSOR, What
 from omnireduce.wire.words import listed
 
-TOLD = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
 MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes
 MOST_BLOCK_BYTES = 1 << 30
 MOST_SIZES = 8  # each costs seconds to plan for thousands of ranks
@@ -53,7 +52,7 @@ class Reduced(NamedTuple):
 
 class _Told(NamedTuple):
     """What one rank tells of its collectives, in order: bytes; what its instants say, -1 where there are none, (n,
-    TOLD); for how long each was under way, in nanoseconds."""
+    OF_TENSOR); for how long each was under way, in nanoseconds."""
 
     nbytes: Array
     blocks: Array
@@ -119,8 +118,8 @@ def _together(ranks: Sequence[Lane]) -> list[_Told]:
 def _told(lane: Lane) -> _Told:
     spans = lane.spans
     ends = np.flatnonzero(spans["what"] == What.COLLECTIVE)
-    blocks = np.full((ends.size, len(TOLD)), -1)
-    for column, what in enumerate(TOLD):
+    blocks = np.full((ends.size, len(OF_TENSOR)), -1)
+    for column, what in enumerate(OF_TENSOR):
         at = np.flatnonzero(spans["what"] == what)
         of = np.searchsorted(ends, at)  # the next collective to end
         blocks[of[of < ends.size], column] = spans["detail"][at[of < ends.size]]
@@ -131,13 +130,15 @@ def _told(lane: Lane) -> _Told:
 
 
 def _check(lane: Lane, told: Array) -> None:
-    """Raises UsageError unless what a trace tells of each tensor, (n, TOLD), may be true."""
+    """Raises UsageError unless what a trace tells of each tensor, (n, OF_TENSOR), may be true."""
     tensors = told[told[:, 0] >= 0]
     blocks, block_bytes, own, union = tensors.T
     fit = (blocks <= MOST_BLOCKS) & (block_bytes > 0) & (block_bytes <= MOST_BLOCK_BYTES)
     fit &= (own >= 0) & (own <= blocks) & (union >= 0) & (union <= blocks)
     if not fit.all():
-        said = ", ".join(f"{what.name} {detail}" for what, detail in zip(TOLD, tensors[~fit][0].tolist(), strict=True))
+        said = ", ".join(
+            f"{what.name} {detail}" for what, detail in zip(OF_TENSOR, tensors[~fit][0].tolist(), strict=True)
+        )
         raise UsageError(
             f"the trace of {lane.origin} of job '{lane.origin.job}' cannot be true: expected tensors of up to "
             f"{MOST_BLOCKS} blocks, of which ranks have some, got {said}"

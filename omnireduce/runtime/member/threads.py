@@ -34,9 +34,7 @@ def threads_for(wanted: int, links: Sequence[Link], neighbours: int) -> Threads 
     many ranks share memory here; the launcher may know of more. Raises BlockingIOError when the system has no room for
     the threads that are wanted.
     """
-    shards_here = sum(link.kind == "shm" for link in links)
-    share = (min(usable(), quota() or math.inf) - shards_here) / max(neighbours, _launched_here())
-    count = min(wanted or min(int(share / 2), MOST_BY_ITSELF), len(links))
+    count = min(wanted or _by_processors(links, neighbours), len(links))
     if count < 2:
         return None
     try:
@@ -45,6 +43,12 @@ def threads_for(wanted: int, links: Sequence[Link], neighbours: int) -> Threads 
         if not wanted:
             return None
         raise BlockingIOError(errno.EAGAIN, f"no room for {count} threads; set transport.threads = 1") from error
+
+
+def _by_processors(links: Sequence[Link], neighbours: int) -> int:
+    shards_here = sum(link.kind == "shm" for link in links)
+    share = (min(usable(), quota() or math.inf) - shards_here) / max(neighbours, _launched_here())
+    return min(int(share / 2), MOST_BY_ITSELF)
 
 
 def _launched_here() -> int:

@@ -20,11 +20,10 @@ from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.tracing.links import traced_links
-from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
+from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What, now
 from omnireduce.transport.base import Link
 
 MakeExchange = Callable[[Array, int, Sequence[str], int, int, Neighbours], HostExchange]
-OF_TENSOR = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
 Progress = dict[What, tuple[int, int]]  # of each kind of step: how many were taken, and of how many blocks
 
 

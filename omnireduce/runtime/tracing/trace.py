@@ -56,6 +56,7 @@ class What(IntEnum):
     UNION = 18  # detail: blocks of the result, which are those that any rank has brought
 
 
+OF_TENSOR = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
 SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8"), ("end", "i8")])
 
 
