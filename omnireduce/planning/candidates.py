@@ -9,7 +9,7 @@ from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
 from omnireduce.planning.load import Load, load_of
 from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
-from omnireduce.planning.patterns import Patterns, SummedPatterns
+from omnireduce.planning.patterns import Patterns, RememberedPatterns, SummedPatterns
 from omnireduce.planning.tree import predict_tree
 
 AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
@@ -89,10 +89,9 @@ def study(
     own = union = 0.0
     for tensors in work:
         loads: dict[Plan, Load] = {}  # there is room for those of one tensor
+        patterns = RememberedPatterns(tensors.patterns)
         for at, plan in enumerate(compared):
-            each = predict_plan(
-                tensors.patterns, tensors.block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads
-            )
+            each = predict_plan(patterns, tensors.block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads)
             sums[at] = sums[at].and_then(each, tensors.times)
         first = next(iter(loads.values()))
         own, union = own + tensors.nbytes * first.density, union + tensors.nbytes * first.union_density

@@ -44,8 +44,11 @@ def load_of(patterns: Patterns, senders: int, layout: Layout, windows: int) -> L
     for sender in range(senders):
         owners += patterns.of(sender)
 
+    starts = np.flatnonzero(np.diff(place, prepend=-1))  # of neighbours that belong to one window and shard
+
     def counted(chosen: Array) -> Array:
-        found = np.bincount(place[chosen], minlength=windows * layout.shards)
+        of_neighbours = np.add.reduceat(chosen.view(np.int8), starts, dtype=np.int64) if starts.size else starts
+        found = np.bincount(place[starts], weights=of_neighbours, minlength=windows * layout.shards)
         return found.astype(np.int32).reshape(windows, layout.shards)
 
     alone, shape = owners == 1, (senders, windows, layout.shards)

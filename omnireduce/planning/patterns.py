@@ -12,6 +12,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
 OVERLAPS = ("random", "full", "none")
+REMEMBERED_BYTES = 1 << 28
 LIKELIHOODS = 64  # that blocks can have: exact for 127 ranks, and within 1 % for thousands
 LEAST_ALIKE, MOST_ALIKE = 1e-6, 1e6  # all ranks have the same blocks; all blocks are as likely
 
@@ -109,6 +110,24 @@ def _gauss_nodes(a: float, b: float) -> tuple[Array, Array]:
     beside = np.sqrt(np.concatenate(([4 * a * b / (s * s * (s + 1))], beside)))
     values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, -1))
     return np.clip((values + 1) / 2, 0, 1), vectors[0] ** 2
+
+
+class RememberedPatterns:
+    """The same patterns, of which as many are kept, a bit for each block, as `REMEMBERED_BYTES` hold."""
+
+    def __init__(self, patterns: Patterns) -> None:
+        self.blocks, self._patterns = patterns.blocks, patterns
+        self._known: dict[int, Array] = {}
+        self._most = REMEMBERED_BYTES // (1 + patterns.blocks // 8)
+
+    def of(self, rank: int) -> Array:
+        known = self._known.get(rank)
+        if known is not None:
+            return np.unpackbits(known, count=self.blocks).view(np.bool_)
+        found = self._patterns.of(rank)
+        if len(self._known) < self._most:
+            self._known[rank] = np.packbits(found)
+        return found
 
 
 class KnownPatterns:

@@ -11,7 +11,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
 from omnireduce.planning.load import load_of
-from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, SummedPatterns
+from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, RememberedPatterns, SummedPatterns
 
 
 @st.composite
@@ -47,6 +47,17 @@ def test_blocks_are_drawn_as_asked(overlap: str, union: float) -> None:
     assert [mask.mean() for mask in drawn] == pytest.approx([0.1] * 5, rel=0.05)
     assert np.logical_or.reduce(drawn).mean() == pytest.approx(union, rel=0.05)
     assert np.array_equal(patterns.of(3), drawn[3])
+
+
+@pytest.mark.parametrize("room", [0, 200, 1 << 20])
+def test_patterns_that_are_remembered_are_the_same(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnireduce.planning.patterns.REMEMBERED_BYTES", room)
+    patterns = DrawnPatterns(1001, 0.2, "random", 4)
+    remembered = RememberedPatterns(patterns)
+    for rank in (0, 3, 0, 1, 3):
+        found = remembered.of(rank)
+        assert found.dtype == np.bool_
+        assert np.array_equal(found, patterns.of(rank))
 
 
 def test_a_group_has_what_any_of_it_has() -> None:
