@@ -25,7 +25,7 @@ from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_
 from aggregator.notify import notify, watchdog_s
 from aggregator.pages import make_pages, why_open
 from aggregator.reload import reloaded
-from aggregator.shard import Listeners, open_listeners, run_shard
+from aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
 from aggregator.signals import ignore
 from aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config, parse_address
@@ -39,12 +39,13 @@ STOP_MARGIN_S = 5.0  # how long after drain_s a shard that does not stop is kill
 
 
 class Daemon:
-    """All shards of this host. Raises ConfigError when the secret is missing or cannot be used."""
+    """All shards of this host. Raises ConfigError when the secret is missing or cannot be used, or a codec."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's own; workers have others
         self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
         self._family = Family()
+        own_codecs(config)  # they are loaded before shards are forked
         self._signals, self._signals_in = socket.socketpair()
         self._pulses = [Pulse() for _ in range(config.aggregator.shards)]
         self._systemd_s = watchdog_s()

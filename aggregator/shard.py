@@ -17,7 +17,8 @@ from aggregator.signals import ignore
 from aggregator.uplinks import Callers
 from aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Aggregator, Config
-from omnireduce.errors import TransportError
+from omnireduce.errors import ConfigError, TransportError, UsageError
+from omnireduce.kernels.codecs.table import Codecs, with_own
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.asking.observe import MONITOR
@@ -129,6 +130,14 @@ def begin_shard(config: Config, name: str) -> None:
     allow_all_descriptors()  # every rank of every job needs one
 
 
+def own_codecs(config: Config) -> Codecs:
+    """The codecs that jobs may use. Raises ConfigError."""
+    try:
+        return with_own(config.aggregator.codecs)
+    except UsageError as error:
+        raise ConfigError(f"aggregator.codecs: {error}") from error
+
+
 def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
     """What serves the jobs of a shard, whose process this is."""
     settings = config.aggregator
@@ -144,6 +153,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
         straggler_s=settings.straggler_s,
         traces=ShardTraces(config.trace) if config.trace.folder else None,
+        codecs=own_codecs(config),
     )
     if callers is not None:
         server.call_when_readable(callers.fileno(), callers.hear)

@@ -5,7 +5,8 @@ summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
 `all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
-`threads` what a second thread of a rank gains, `plan` how near predictions come.
+`threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `plan` how near predictions
+come.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.console import Console
 from benchmarks import relays as relays_between
 from benchmarks.all_reduce import measure_all_reduce
 from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
+from benchmarks.codecs import measure as measure_codecs
 from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import OURS, PEERS, labels
@@ -223,11 +225,20 @@ def threads(turns: int) -> None:
     _expect_met(measure_threads, turns)
 
 
+@main.command()
+@click.option("--turns", type=click.IntRange(1), default=7, show_default=True)
+@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+def codecs(turns: int, rate: str) -> None:
+    """Time an all-reduce with each codec, on hosts with shaped links (as root) and over shared memory. Exit status 3
+    when int8 is not as fast as it should be."""
+    _expect_met(lambda console, turns: measure_codecs(console, turns, rate), turns)
+
+
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
     """Measure; end the program if an aim is missed."""
     try:
         is_met = measure(Console(width=120), turns)
-    except (PeerError, OmniReduceError) as error:
+    except (PeerError, OmniReduceError, TestbedError) as error:
         raise click.ClickException(str(error)) from error
     if not is_met:
         sys.exit(3)

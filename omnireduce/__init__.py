@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from omnireduce.errors import (
         AbortedError,
         ClosedError,
+        CodecError,
         CollectiveTimeoutError,
         ConfigError,
         OmniReduceError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
+    from omnireduce.kernels.codecs.base import Codec
     from omnireduce.runtime.member.calls import Rows
     from omnireduce.runtime.member.communicator import Communicator, Statistics
     from omnireduce.runtime.member.groups import Table
@@ -85,6 +87,7 @@ else:
         "omnireduce.errors": (
             "AbortedError",
             "ClosedError",
+            "CodecError",
             "CollectiveTimeoutError",
             "ConfigError",
             "OmniReduceError",
@@ -92,6 +95,7 @@ else:
             "TransportError",
             "UsageError",
         ),
+        "omnireduce.kernels.codecs.base": ("Codec",),
         "omnireduce.runtime.member.calls": ("Rows",),
         "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
         "omnireduce.elastic": ("ElasticState", "NewcomersError", "run_elastic"),
@@ -115,6 +119,8 @@ else:
 __all__ = [
     "AbortedError",
     "ClosedError",
+    "Codec",
+    "CodecError",
     "CollectiveTimeoutError",
     "Communicator",
     "Config",

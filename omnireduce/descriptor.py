@@ -33,9 +33,13 @@ PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")  # parts o
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")
 NUMBER_OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod")
 BOOL_OPS: tuple[Op, ...] = ("any", "all")
+CODED_OPS: tuple[Op, ...] = ("sum", "mean")  # what codecs work on, of float32
 NAME_CHARACTERS = 200
 DTYPE_CHARACTERS = 60
-GROUP_CHARACTERS = 60
+GROUP_CHARACTERS = 40
+CODEC_CHARACTERS = 50
+CODED_ELEMENTS = 1 << 14  # most of a block that a codec encodes: a shard decodes that of all ranks in one step
+MAX_SEED = (1 << 63) - 1
 MAX_DIMENSIONS = 64
 MAX_BLOCK_SIZE = (1 << 31) - 8
 MOVED_BLOCK_BYTES = 1 << 15  # largest block where bytes are moved: it fits any slot
@@ -51,6 +55,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     `block_size`: in elements. `item_bytes`: the size of an element where bytes are moved, else 0. `parts`: how many
     arrays of this shape travel. `group`: where the arrays are some of a group, a text that stands for the whole group,
     else empty. `packets`: how many packets the part of one rank may have; 0 where parts do not travel in packets.
+    `codec`: how blocks travel; empty: as they are. `seed`: of what a codec draws at random.
     """
 
     kind: Kind
@@ -64,9 +69,11 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     parts: int = 1
     group: str = ""
     packets: int = 0
+    codec: str = ""
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        wrong = self._wrong_words() or self._wrong_shape() or self._wrong_numbers()
+        wrong = self._wrong_words() or self._wrong_shape() or self._wrong_numbers() or self._wrong_codec()
         if wrong:
             raise UsageError(wrong)
 
@@ -110,6 +117,19 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
             return f"parts of {self.packets} packets: expected {least} to {most}"
         if self.layout.elements >= MAX_ELEMENTS or self.layout.blocks >= MAX_BLOCKS:
             return f"{self.layout.elements} elements in {self.layout.blocks} blocks: expected fewer than 2**62 in 2**48"
+        return ""
+
+    def _wrong_codec(self) -> str:
+        if not 0 <= self.seed <= MAX_SEED:
+            return f"seed {self.seed}: expected 0 to {MAX_SEED}"
+        if not self.codec:
+            return "a seed without a codec" if self.seed else ""
+        if len(self.codec) > CODEC_CHARACTERS or not (self.codec.isascii() and self.codec.isprintable()):
+            return f"the codec {self.codec[:CODEC_CHARACTERS]!r}: expected up to {CODEC_CHARACTERS} ASCII characters"
+        if self.kind != "allreduce" or self.dtype != "float32" or self.op not in CODED_OPS:
+            return f"no codec works on {self}: expected an allreduce of float32, {' or '.join(CODED_OPS)}"
+        if self.block_size > CODED_ELEMENTS:
+            return f"block_size {self.block_size}: expected at most {CODED_ELEMENTS} with a codec"
         return ""
 
     @property
@@ -186,6 +206,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
         else:
             said += f" of {self.dtype} {self._shape_text}"
         said += f", {self.op}" if self.reduces else ""
+        said += f", codec {self.codec}" if self.codec else ""
         return f"{said}, root {self.root}" if self.kind in ROOTED else said
 
     def __str__(self) -> str:
@@ -225,6 +246,7 @@ def _unshown(each: Descriptor) -> list[str]:
         f"elements of {each.item_bytes} bytes",
         f"{each.parts} parts",
         f"root {each.root}",
+        f"seed {each.seed}",
     ]
 
 

@@ -7,6 +7,7 @@
     AbortedError            a peer, the network or a protocol violation ended a collective
     CollectiveTimeoutError  a collective took too long
     ClosedError             our own code closed the communicator
+    CodecError              a codec of the user's own has failed
 
 `ProtocolError` stays inside: it reaches the caller as an `AbortedError` that names the peer. Messages say what was
 expected, what came and what to do.
@@ -46,6 +47,10 @@ class RefusedError(OmniReduceError):
         self.temporary = temporary
 
 
+class CodecError(OmniReduceError):
+    """A codec of the user's own has raised an error, or gives what no codec may give."""
+
+
 class ProtocolError(OmniReduceError):
     """A peer sent bytes that the protocol does not allow."""
 
@@ -79,3 +84,8 @@ def left_because(error: BaseException) -> str:
     """What the other ranks read when `error` ends a rank: its type and the beginning of its text, in one line."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:LONGEST_TEXT]
     return "left because of " + text.encode(errors="backslashreplace").decode()  # a file's name in it may not be UTF-8
+
+
+def fault_of_codec(error: BaseException) -> str:
+    """What the other ranks read when `error` is that of a codec; empty for any other one."""
+    return left_because(error) if isinstance(error, CodecError) else ""

@@ -16,6 +16,7 @@ from samples import Array
 
 from omnireduce.descriptor import Descriptor, describe
 from omnireduce.dtypes import element_type
+from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.regions import DESCRIPTORS
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
@@ -224,7 +225,7 @@ class InprocCluster:
 
     def submit(self, rank: int, descriptor: Descriptor, operand: Operand) -> None:
         assert operand.block_bytes <= self.workers[rank].largest_block_bytes
-        self.workers[rank].submit(descriptor, operand, self.now)
+        self.workers[rank].submit(descriptor, operand, self.now, BUILT_IN.get(descriptor.codec))
         self._submitted[rank] += 1
 
     def allreduce(
@@ -236,10 +237,12 @@ class InprocCluster:
         op: Any = "sum",
         name: str = "",
         block_size: int = 8,
+        codec: str = "",
+        seed: int = 0,
     ) -> Array:
         """Submit what `Communicator.allreduce` would; the result is there when the run is over."""
         target, element = x if out is None else out, element_type(x.dtype)
-        descriptor = describe("allreduce", name, element.name, x.shape, op, block_size)
+        descriptor = describe("allreduce", name, element.name, x.shape, op, block_size, codec=codec, seed=seed)
         source, flat = x.reshape(-1), target.reshape(-1)
         source = flat if target is x else source
         operand = DenseTensor(source, flat, self.dealing.layout(descriptor), element.zero_mask)

@@ -47,6 +47,8 @@ TEXTS = {
     "cluster.launch": r"[A-Za-z0-9._:@+-]{0,128}",
     "verbs.device": r"[A-Za-z0-9_.-]{1,64}",
     "security.team": r"[A-Za-z0-9_-]{0,64}",
+    "protocol.codec": r"none|int8|[a-z_][a-z0-9_.]{0,20}:[A-Za-z_][A-Za-z0-9_]{0,20}",
+    "aggregator.codecs": r"[a-z_][a-z0-9_.]{0,20}:[A-Za-z_][A-Za-z0-9_]{0,20}",
     **dict.fromkeys(FILES, r"[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,40}"),
 }
 

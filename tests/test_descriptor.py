@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from samples import DTYPES
 
 from omnireduce.descriptor import (
+    CODEC_CHARACTERS,
     GROUP_CHARACTERS,
     MAX_BLOCK_SIZE,
     MAX_DIMENSIONS,
+    MAX_SEED,
     NAME_CHARACTERS,
     Descriptor,
     decode_descriptor,
@@ -57,6 +59,18 @@ def test_the_longest_call_fits(kind: Any, dimensions: list[int]) -> None:
         kind, name, "bfloat16" if reduces else longest, tuple(dimensions), "mean" if reduces else "sum",
         MAX_BLOCK_SIZE, 2**32 - 1, 0 if reduces else 2**31 - 8 if many else 1, 2**32 - 1 if many else 1,
         "g" * GROUP_CHARACTERS,
+    )  # fmt: skip
+    assert len(called.encoded) <= EXTRA_BYTES
+    assert decode_descriptor(called.encoded) == called
+    assert len(str(called)) < 1000
+
+
+@pytest.mark.parametrize("dimensions", [[2] * 61 + [1] * 3, [0] * 63 + [2**61], [2**32, 2**29]])
+def test_the_longest_call_with_a_codec_fits(dimensions: list[int]) -> None:
+    name = "\U0001f600" * NAME_CHARACTERS
+    called = Descriptor(
+        "allreduce", name, "float32", tuple(dimensions), "mean", 1 << 14, 2**32 - 1, 0, 1, "g" * GROUP_CHARACTERS,
+        codec="c" * CODEC_CHARACTERS, seed=MAX_SEED,
     )  # fmt: skip
     assert len(called.encoded) <= EXTRA_BYTES
     assert decode_descriptor(called.encoded) == called
@@ -175,9 +189,9 @@ def test_dtypes_in_words() -> None:
 
 
 def test_calls_travel_as_before() -> None:
-    """The bytes of protocol version 10: whoever changes them raises PROTOCOL_VERSION."""
+    """The bytes of protocol version 16: whoever changes them raises PROTOCOL_VERSION."""
     called = Descriptor("allreduce_rows", "w", "float32", (125, 8))
-    assert called.encoded.hex() == "9bae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000"
+    assert called.encoded.hex() == "9dae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000a000"
 
 
 def test_the_same_call_is_described_once() -> None:

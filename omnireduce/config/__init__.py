@@ -1,7 +1,5 @@
-"""The configuration. `schema` and `security` define the keys, with the help of `meta`. `keys` says what each key
-allows.
-
-`loading` reads it.
+"""The configuration. `schema`, `protocol` and `security` define the keys, with the help of `meta`. `keys` says what
+each key allows. `loading` reads it.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from omnireduce.config.loading import (
     split_list,
     whole_bytes,
 )
+from omnireduce.config.protocol import Protocol
 from omnireduce.config.schema import (
     Aggregator,
     Bench,
@@ -23,7 +22,6 @@ from omnireduce.config.schema import (
     Config,
     Elastic,
     Log,
-    Protocol,
     Trace,
     Train,
     Transport,

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from omnireduce.config.meta import ADDRESS_ALLOWED
 from omnireduce.config.meta import meta as _meta
+from omnireduce.config.protocol import OwnCodec, Protocol
 from omnireduce.config.security import Metrics, Security
 
 Dtype = Literal[
@@ -166,78 +167,6 @@ class Verbs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 6
 
 
-class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Blocks, slots and stripes; the same on every worker of a job."""
-
-    block_size: Annotated[
-        int, _meta("size of a block, the unit of sparsity", "elements", ge=8, le=65536, multiple_of=8)
-    ] = 256
-    slot_bytes: Annotated[
-        int,
-        _meta(
-            "size of a slot, the buffer of one message; a block of 8-byte elements and its framing must fit",
-            "bytes",
-            ge=65536,
-            le=67108864,
-            multiple_of=4096,
-        ),
-    ] = 3 << 19
-    slots: Annotated[int, _meta("slots, and so credits, of one link in one direction", "slots", ge=2, le=64)] = 3
-    tcp_message_bytes: Annotated[
-        int,
-        _meta(
-            "the longest message over tcp; a message has a 64th of what goes to its shard, but no less than a quarter "
-            "of this; elsewhere a message may fill its slot",
-            "bytes",
-            ge=4096,
-            le=67108864,
-        ),
-    ] = 1 << 20
-    scan_span: Annotated[
-        int,
-        _meta("blocks scanned before a slot is sent that is not full yet", "blocks", ge=1, le=2**31),
-    ] = 16_384
-    stripe_blocks: Annotated[
-        int,
-        _meta(
-            "consecutive blocks that go to the same shard; of tensors that several hosts sum, a chunk instead",
-            "blocks",
-            ge=1,
-            le=2**20,
-        ),
-    ] = 64
-    whole_bytes: Annotated[
-        int,
-        _meta(
-            "tensors of up to so many bytes go to the first shard as a whole, where all aggregators are reached by "
-            "loopback",
-            "bytes",
-            ge=0,
-            le=2**30,
-        ),
-    ] = 1 << 20
-    urgent_bytes: Annotated[
-        int,
-        _meta(
-            "arrays of up to so many bytes that allreduce sums have a channel of their own, and do not wait behind "
-            "larger ones; to aggregators and teams it is a second job, JOB+urgent; the same on every worker. 0: none",
-            "bytes",
-            ge=0,
-            le=2**20,
-        ),
-    ] = 0
-    max_part_bytes: Annotated[
-        int,
-        _meta(
-            "the most that one rank may send as an object or as its part of allgather_ragged; the others set so much "
-            "memory aside only when it comes",
-            "bytes",
-            ge=1024,
-            le=2**34,
-        ),
-    ] = 1 << 30
-
-
 class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The aggregator daemon."""
 
@@ -255,6 +184,14 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _meta(
             "aggregators above this one, which is then a relay: it sends them the sums of its workers, as one worker "
             "would, and passes their results on. Shard i of a job goes on to address i; none: this is no relay"
+        ),
+    ] = ()
+    codecs: Annotated[
+        tuple[OwnCodec, ...],
+        Meta(max_length=64),
+        _meta(
+            "codecs beyond those that are built in which jobs may use, each module:Class; the daemon runs their code, "
+            "and it must be importable"
         ),
     ] = ()
     max_jobs: Annotated[int, _meta("jobs served at once; more are refused", "jobs", ge=1, le=65536)] = 64

@@ -109,4 +109,5 @@ def _claimed(file: int, kernel: Kernel) -> Iterator[bool]:
 def _byte_of(kernel: Kernel) -> int:
     """A number that two processes have in common for one kernel and types of arguments, and for few others."""
     types = [getattr(argument, "dtype", type(argument)) for argument in kernel.args]
-    return zlib.crc32(repr((kernel.func.__name__, types)).encode()) >> 1
+    owner = type(getattr(kernel.func, "__self__", None)).__name__  # of codecs
+    return zlib.crc32(repr((owner, kernel.func.__name__, types)).encode()) >> 1

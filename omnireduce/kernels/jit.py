@@ -1,4 +1,4 @@
-"""The compiler behind every kernel: the three decorators, and the hints that Python has no words for.
+"""The compiler behind every kernel: the decorators, and the hints that Python has no words for.
 
 Kernels release the GIL and are cached on disk. An edit to any file of this folder makes all of them compile anew,
 because a compiled kernel holds the code of the kernels that it calls. NUMBA_DISABLE_JIT=1 runs the same code as plain
@@ -43,6 +43,11 @@ def inlined(function: F) -> F:
     return _compiled(function, forceinline=True)
 
 
+def reordering(function: F) -> F:
+    """A kernel whose float sums may be added in any order, so that they vectorise. Not for what ranks must agree on."""
+    return _compiled(function, fastmath={"reassoc", "nsz"})
+
+
 def entry(function: F) -> F:
     """A large kernel that Python calls, and no kernel may call. Its file has none of the code that compilers want:
     loaded, that takes ten times as much memory as the machine code."""
@@ -74,9 +79,10 @@ def _machine_code_only(result: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def source_stamp() -> tuple[tuple[str, float, int], ...]:
-    """What tells this state of the folder from others: numba looks only at the file of each kernel."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+    """What tells this state of the kernels from others: numba looks only at the file of each kernel."""
+    here = Path(__file__).parent
+    files = sorted(here.rglob("*.py"))
+    return tuple((str(file.relative_to(here)), file.stat().st_mtime, file.stat().st_size) for file in files)
 
 
 def _locked(access: Callable[..., Any], how: int) -> Callable[..., Any]:

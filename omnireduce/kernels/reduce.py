@@ -160,7 +160,7 @@ def reduce_planned(op: int, arena: Array, plan: Array, own: Array, out: Array) -
 
 
 @kernel
-def _decode_half(brain: bool, stored: Array, values: Array, bits: Array) -> None:
+def decode_half(brain: bool, stored: Array, values: Array, bits: Array) -> None:
     """16-bit floats in `stored` (uint16) to float32 in `values`; `bits` is the same memory as uint32."""
     if brain:
         for i in range(stored.size):
@@ -176,7 +176,7 @@ def _decode_half(brain: bool, stored: Array, values: Array, bits: Array) -> None
 
 
 @kernel
-def _encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None:
+def encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None:
     """float32 to 16-bit floats, rounded to nearest even. Overwrites `values`."""
     for i in range(stored.size):
         word = bits[i]
@@ -213,9 +213,9 @@ def reduce_half_block(
     for r in range(part.size):
         at, row = part[r], min(present, 1)
         if at >= 0:
-            _decode_half(brain, span_of(arena, at, size), row_of(scratch, row), row_of(bits, row))
+            decode_half(brain, span_of(arena, at, size), row_of(scratch, row), row_of(bits, row))
         elif at == OWN:
-            _decode_half(brain, own, row_of(scratch, row), row_of(bits, row))
+            decode_half(brain, own, row_of(scratch, row), row_of(bits, row))
         elif op == PROD:
             scratch[row, :] = 0
         else:
@@ -224,7 +224,7 @@ def reduce_half_block(
             _accumulate(op, row_of(scratch, 0), row_of(scratch, 1))
         present += 1
     _finish(op, row_of(scratch, 0), present, part.size, divisor)
-    _encode_half(brain, row_of(scratch, 0), row_of(bits, 0), total)
+    encode_half(brain, row_of(scratch, 0), row_of(bits, 0), total)
 
 
 @kernel

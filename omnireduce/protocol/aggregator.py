@@ -9,8 +9,10 @@ import numpy as np
 from omnireduce.descriptor import Descriptor, decode_descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.protocol.account import Account, Wait
 from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
+from omnireduce.protocol.coding import codec_of
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
 from omnireduce.protocol.gathering import THROUGH
 from omnireduce.protocol.hosts import Dealing
@@ -39,7 +41,7 @@ class AggregatorMachine:
     tensors are dealt to shards, of which this one is number `shard`. A mean is a sum divided by `divisor` (None: by the
     number of members). Where hosts or relays send sums, the ranks `delegates` send them. With relays, `readers` get
     the results of what every rank sends for itself. To ranks in `inline` results go as bytes, not in slots that all
-    ranks share: they leave out what these ranks have already.
+    ranks share: they leave out what these ranks have already. Blocks may travel by `codecs`.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
     the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
@@ -53,7 +55,7 @@ class AggregatorMachine:
         *, lengths: Lengths | None = None, shard: int = 0, dealing: Dealing = ONE_SHARD, delegates: Sequence[int] = (),
         readers: Sequence[int] | None = None, inline: Iterable[int] = (), warn_after_s: float = 1.0,
         budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
-        divisor: int | None = None,
+        divisor: int | None = None, codecs: Codecs = BUILT_IN,
     ) -> None:  # fmt: skip
         self._ranks = [Inbox(name) for name in members]
         self._numbers = numbers or range(len(members))
@@ -79,7 +81,7 @@ class AggregatorMachine:
         self._extra = b""  # what stands behind the next result
         self._awaited: Collection[object] = ()  # results that come from elsewhere
         self._quiet = Quiet(warn_after_s)
-        self.account = Account(self._numbers)
+        self.account, self._codecs = Account(self._numbers), codecs
         self.ended: End | None = None
 
     @property
@@ -285,7 +287,8 @@ class AggregatorMachine:
             )
         if header.collective < self._number:
             raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
-        self._current = self._senders.begin(descriptor)
+        codec = codec_of(descriptor, self._codecs) if descriptor.codec else None
+        self._current = self._senders.begin(descriptor, header.collective, codec)
         self._descriptor, self._number = descriptor, header.collective
         self._first = rank, extra
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from omnireduce.descriptor import Descriptor
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.draws import stream_key
 from omnireduce.protocol.operands import HostSum, Operand, RowBlocks
 from omnireduce.protocol.rows import RowSum
 
@@ -17,7 +19,8 @@ def sum_of_host(operand: Operand) -> HostSum | RowSum:
 @dataclass(slots=True, eq=False)
 class Collective:
     """One collective under way on this worker. `sender`: the number that shards know it by; `host_sum`: what they get
-    of a host of several ranks, in place of the operand of one."""
+    of a host of several ranks, in place of the operand of one. `codec`: how its blocks travel; `key`: of what it draws.
+    """
 
     number: int
     descriptor: Descriptor
@@ -25,10 +28,16 @@ class Collective:
     sender: int
     parts_left: int = 0  # shards, and exchanges in the host, from which results are still to come
     host_sum: HostSum | RowSum | None = None
+    codec: Codec | None = None
     sent: Operand = field(init=False)  # what goes to the shards
+    key: int = 0
 
     def __post_init__(self) -> None:
         self.sent = self.operand if self.host_sum is None else self.host_sum
+
+    def use(self, codec: Codec) -> None:
+        """Let the blocks travel as `codec` says."""
+        self.codec, self.key = codec, stream_key(self.descriptor.seed, self.number, self.sender)
 
     def __str__(self) -> str:
         return f"collective {self.number} ({self.descriptor})"

@@ -7,16 +7,21 @@ from typing import NamedTuple
 import numpy as np
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import BYTES, Array
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.draws import SUM, stream_key
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
+from omnireduce.protocol.coding import FLOAT_BYTES, Coder
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.wire.blocks import HEADER_BYTES, capacity
 
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
 HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
+CODED_WORK = 4  # of one byte of float32 that is decoded and encoded
 FORMATS = 16  # that are kept: programs mix few
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are combined in one step
+_NO_NUMBERS = np.empty(0, np.int64)
 
 
 class Format(NamedTuple):
@@ -24,7 +29,8 @@ class Format(NamedTuple):
 
     `source`: the receive slots, (elements,). `rows`: the results, (slots, capacity of a slot, block size). `capacity`:
     blocks of a result. `columns`: elements of a block that are combined in one step. `byte_work`, `block_work`: what
-    one byte, and one block of all senders, counts for the budget.
+    one byte, and one block of all senders, counts for the budget. `coder`: of blocks that are encoded. These are seen
+    as so many bytes.
     """
 
     block_size: int
@@ -37,6 +43,7 @@ class Format(NamedTuple):
     columns: int
     byte_work: int
     block_work: int
+    coder: Coder | None
 
 
 class Combiner:
@@ -55,46 +62,55 @@ class Combiner:
         self._senders, self._slots, self._results = senders, slots, results
         self._lengths, self._most_blocks, self._piece_bytes = lengths, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
-        self._formats: dict[tuple[str, int], Format] = {}  # by dtype and block size, the one used last behind
+        self._formats: dict[tuple[str, int, str], Format] = {}  # by dtype, block size and codec, the last used behind
 
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
         return self._scratch.nbytes
 
-    def begin(self, descriptor: Descriptor) -> Format:
-        """Make ready for a collective; return how its blocks lie."""
-        key = descriptor.element.name, descriptor.layout.block_size
-        self._format = self._formats.pop(key) if key in self._formats else self._new_format(descriptor)
+    def begin(self, descriptor: Descriptor, number: int = 0, codec: Codec | None = None) -> Format:
+        """Make ready for collective `number`; return how its blocks lie. Raises CodecError."""
+        key = descriptor.element.name, descriptor.layout.block_size, descriptor.codec
+        self._format = self._formats.pop(key) if key in self._formats else self._new_format(descriptor, codec)
+        self._key = 0 if codec is None else stream_key(descriptor.seed, number, SUM)
         self._formats[key] = self._format
         if len(self._formats) > FORMATS:
             del self._formats[next(iter(self._formats))]
         self._op = op_code(descriptor.op, descriptor.element)
+        self._mean_of = self._divisor if descriptor.op == "mean" else 1
         return self._format
 
-    def _new_format(self, descriptor: Descriptor) -> Format:
-        element, block_bytes = descriptor.element, descriptor.block_bytes
-        fitting = capacity(self._slots.shape[1], block_bytes)
-        blocks = self._results[:, HEADER_BYTES : HEADER_BYTES + fitting * block_bytes].view(element.storage)
-        byte_work = HALF_WORK if element.is_half else 1
+    def _new_format(self, descriptor: Descriptor, codec: Codec | None) -> Format:
+        element, block_bytes, block_size = descriptor.element, descriptor.block_bytes, descriptor.layout.block_size
+        storage, coder, byte_work = element.storage, None, HALF_WORK if element.is_half else 1
         columns = max(1, self._piece_bytes // (self._senders * element.storage.itemsize))
+        if codec is not None:
+            coder, storage = Coder(descriptor.codec, codec, block_size), BYTES
+            byte_work = max(1, CODED_WORK * FLOAT_BYTES * block_size // coder.block_bytes)
+            block_size = block_bytes = columns = coder.block_bytes
+        fitting = capacity(self._slots.shape[1], block_bytes)
+        blocks = self._results[:, HEADER_BYTES : HEADER_BYTES + fitting * block_bytes].view(storage)
         return Format(
-            block_size=descriptor.layout.block_size,
+            block_size=block_size,
             block_bytes=block_bytes,
             half=element.is_half,
             brain=element.name == "bfloat16",
-            source=self._slots.reshape(-1).view(element.storage),
+            source=self._slots.reshape(-1).view(storage),
             rows=blocks.reshape(len(blocks), fitting, -1),
             capacity=min(fitting, self._most_blocks, self._lengths.most(block_bytes)),
             columns=min(columns, HALF_COLUMNS) if element.is_half else columns,
             byte_work=byte_work,
             block_work=self._senders * (block_bytes * byte_work + BLOCK_WORK),
+            coder=coder,
         )
 
-    def combine(self, parts: Array, out: Array) -> None:
-        """Combine `parts`, as `Union.plan` lists them, into `out`, (blocks, block size)."""
+    def combine(self, parts: Array, out: Array, numbers: Array) -> None:
+        """Combine `parts`, as `Union.plan` lists them, into `out`, (blocks, block size). `numbers`: of the blocks."""
         form = self._format
-        if form.half:
+        if form.coder is not None:
+            form.coder.combine(form.source, parts, out, divisor=self._mean_of, numbers=numbers, key=self._key)
+        elif form.half:
             scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
             reduce_half_blocks(
                 self._op, form.brain, form.source, parts, out,
@@ -106,5 +122,5 @@ class Combiner:
     def combine_piece(self, part: Array, row: Array, column: int) -> int:
         """Combine one block from element `column` on, as far as one step goes; return how far that was."""
         piece: Array = row[column : column + self._format.columns].reshape(1, -1)
-        self.combine(np.where(part == ABSENT, ABSENT, part + column), piece)
+        self.combine(np.where(part == ABSENT, ABSENT, part + column), piece, _NO_NUMBERS)
         return column + piece.size

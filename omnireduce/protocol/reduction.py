@@ -9,6 +9,7 @@ import numpy as np
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
+from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
 from omnireduce.kernels.runs import list_runs
 from omnireduce.layout import Stripes
@@ -75,13 +76,16 @@ class Reduction:
         own = self._numbers.nbytes + self._runs.nbytes + self._parts.nbytes
         return own + self.union.work_bytes + self._combiner.work_bytes
 
-    def begin(self, descriptor: Descriptor, stripes: Stripes, *, marks: bool = True) -> None:
-        """Start a collective whose blocks are all of `stripes`. `marks`: results say which blocks one sender alone has
-        brought."""
-        self._format = form = self._combiner.begin(descriptor)
+    def begin(
+        self, descriptor: Descriptor, stripes: Stripes,
+        *, number: int = 0, codec: Codec | None = None, marks: bool = True,
+    ) -> None:  # fmt: skip
+        """Start collective `number`, whose blocks are all of `stripes` and travel as `codec` says. `marks`: results say
+        which blocks one sender alone has brought. Raises CodecError."""
+        self._format = form = self._combiner.begin(descriptor, number, codec)
         self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes))
-        # 16-bit floats go through float32 and back, which may change the bits of a NaN
-        self._sole_is_result = marks and descriptor.op == "sum" and not form.half
+        # 16-bit floats go through float32 and back, which may change the bits of a NaN; a rank has no encoded blocks
+        self._sole_is_result = marks and descriptor.op == "sum" and not form.half and codec is None
         self.written = 0
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.sent_blocks = 0  # of this collective, without `written`
@@ -120,7 +124,8 @@ class Reduction:
             return self._merge_piece(slot)
         added = self._plan(min(len(self._parts), self._room - first, max(1, most // form.block_work)))
         if added:
-            self._combiner.combine(self._parts[:added], form.rows[slot, first : first + added])
+            out, numbers = form.rows[slot, first : first + added], self._numbers[first : first + added]
+            self._combiner.combine(self._parts[:added], out, numbers)
             self._use(added)
         return added * form.block_work
 

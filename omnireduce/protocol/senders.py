@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from omnireduce.descriptor import Descriptor
+from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.reduction import Reduction
 
@@ -37,8 +38,8 @@ class Senders:
         self.places = {rank: rank for rank in self.ranks}  # in the reduction
         self.waits = False
 
-    def begin(self, descriptor: Descriptor) -> Reduction:
-        """Begin a collective."""
+    def begin(self, descriptor: Descriptor, number: int, codec: Codec | None) -> Reduction:
+        """Begin collective `number`, whose blocks travel as `codec` says. Raises CodecError."""
         by_host = self.delegates != () and descriptor.summed_by_host
         self.waits = by_host and not descriptor.has_rows and self.has_hosts
         self.ranks = self.delegates if by_host else self._everybody
@@ -46,5 +47,5 @@ class Senders:
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
         self.reduction = self._of_hosts if by_host else self._of_ranks
         stripes = self._dealing.layout(descriptor).stripes(self._shard)
-        self.reduction.begin(descriptor, stripes, marks=self._marks)
+        self.reduction.begin(descriptor, stripes, number=number, codec=codec, marks=self._marks)
         return self.reduction

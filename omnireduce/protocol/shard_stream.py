@@ -6,11 +6,12 @@ from collections import deque
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.layout import Stripes
+from omnireduce.protocol.coding import Coder
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
 from omnireduce.protocol.lengths import Lengths
@@ -37,6 +38,7 @@ class ShardStream:
         self._placed: deque[Collective | str | None] = deque()
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._runs = np.empty((0, 2), np.int64)
+        self._coder: Coder | None = None  # the one used last
 
     def submit(self, collective: Collective) -> None:
         self._outgoing.append(collective)
@@ -79,8 +81,9 @@ class ShardStream:
             return None
         collective, extra = self._outgoing[0], b""
         operand, host_sum = collective.sent, collective.host_sum
-        blocks = operand.layout.blocks
-        most = self._lengths.blocks(operand.block_bytes, self._sent_blocks, self._sent_frontier, blocks)
+        blocks, coder = operand.layout.blocks, None if collective.codec is None else self._coder_of(collective)
+        block_bytes = operand.block_bytes if coder is None else coder.block_bytes
+        most = self._lengths.blocks(block_bytes, self._sent_blocks, self._sent_frontier, blocks)
         if host_sum is not None:
             cursor = max(self._cursor, host_sum.start(self.shard))
             if not host_sum.is_worth_packing(cursor, self._span, most):
@@ -89,12 +92,14 @@ class ShardStream:
         if self._cursor < 0:
             self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
         memory = self._send_slots[slot]
-        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)[:most]
+        rows = block_rows(memory, block_bytes, operand.row_dtype if coder is None else BYTES)[:most]
         indices = self._scratch(len(rows))
-        count, self._cursor, frontier = operand.pack(self.shard, self._cursor, self._span, rows, indices)
+        where = self.shard, self._cursor, self._span, rows, indices
+        packed = operand.pack(*where) if coder is None else coder.pack(operand, *where, collective.key)
+        count, self._cursor, frontier = packed
         indices, layout = indices[:count], operand.layout
         runs = self._runs[: list_runs(indices, layout.shards, layout.stripe_blocks, self._runs)]
-        nbytes = seal(memory, collective.number, frontier, indices, operand.block_bytes, extra, runs=runs)
+        nbytes = seal(memory, collective.number, frontier, indices, block_bytes, extra, runs=runs)
         self._sent_frontier = frontier
         self._sent_blocks += count
         if frontier == blocks:
@@ -125,10 +130,10 @@ class ShardStream:
         if not self._incoming or header.collective != self._incoming[0].number or message_extra(memory, header):
             raise ProtocolError(f"a result out of order: {header}")
         collective = self._incoming[0]
-        operand = collective.sent
-        blocks = operand.layout.blocks
+        operand, coder = collective.sent, None if collective.codec is None else self._coder_of(collective)
+        blocks, block_bytes = operand.layout.blocks, operand.block_bytes if coder is None else coder.block_bytes
         packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
-        if header.block_bytes != operand.block_bytes or not self._result_frontier <= header.frontier <= packed:
+        if header.block_bytes != block_bytes or not self._result_frontier <= header.frontier <= packed:
             raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
         indices = self._scratch(header.block_count)[: header.block_count]
         unchanged = self._unchanged[: header.block_count]
@@ -142,13 +147,26 @@ class ShardStream:
             raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")
         if header.left_out and header.left_out != np.count_nonzero(unchanged):
             raise ProtocolError(f"a result that leaves out other blocks than those of this rank alone: {header}")
-        rows = block_rows(memory, operand.block_bytes, operand.row_dtype)
-        operand.put(rows, indices, unchanged, header.left_out > 0)
+        rows = block_rows(memory, block_bytes, operand.row_dtype if coder is None else BYTES)
+        if coder is None:
+            operand.put(rows, indices, unchanged, header.left_out > 0)
+        elif header.left_out:
+            raise ProtocolError(f"a result that leaves out blocks which are encoded: {header}")
+        else:
+            coder.put(operand, rows, indices)
         self._result_frontier = header.frontier
         if header.frontier < blocks:
             return None
         self._result_frontier = 0
         return self._incoming.popleft()
+
+    def _coder_of(self, collective: Collective) -> Coder:
+        """What encodes the blocks of a collective that has a codec. Raises CodecError."""
+        descriptor = collective.descriptor
+        if self._coder is None or not self._coder.suits(descriptor):
+            assert collective.codec is not None
+            self._coder = Coder(descriptor.codec, collective.codec, descriptor.layout.block_size)
+        return self._coder
 
     @staticmethod
     def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:

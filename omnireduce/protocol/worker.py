@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.collective import Collective, sum_of_host
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
@@ -31,17 +32,14 @@ class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
-    in errors; `me` names this worker, whose number is `rank`. Messages to shard i are as long as `lengths[i]` says
-    (nothing given: no longer than fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`:
-    with what the ranks of this host exchange tensors. If they are all ranks of the job, shards get none. Else, as
-    `neighbours` says, shards get tensors by host: one of its ranks sends the sum of all. `threads` work for the shards.
+    in errors; `me` names this worker, whose number is `rank`. `lengths[i]`: how long messages to shard i are (without
+    it as fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`: with what the ranks of
+    this host exchange tensors. If they are all ranks of the job, shards get none. Else shards get tensors by host, as
+    `neighbours` says: one of its ranks sends the sum of all. `threads` work for the shards.
     """
 
     def __init__(
-        self,
-        slots: Sequence[tuple[Array, Array]],
-        addresses: Sequence[str],
-        me: str,
+        self, slots: Sequence[tuple[Array, Array]], addresses: Sequence[str], me: str,
         *,
         rank: int,
         scan_span: int,
@@ -50,9 +48,9 @@ class WorkerMachine:
         host: HostExchange | None = None,
         neighbours: Neighbours | None = None,
         threads: ThreadPool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         long = lengths or [Lengths(send.shape[1], send.shape[1]) for send, _ in slots]
-        self._streams = [ShardStream(i, send, receive, scan_span, long[i]) for i, (send, receive) in enumerate(slots)]
+        self._streams = [ShardStream(i, *both, scan_span, long[i]) for i, both in enumerate(slots)]
         self.rank, self.host = rank, host
         self._neighbours = neighbours or Neighbours((rank,))
         largest = [largest_block(send.shape[1]) for send, _ in slots]
@@ -107,10 +105,12 @@ class WorkerMachine:
         """Every shard has confirmed that this worker left."""
         return len(self._goodbyes) == len(self._streams)
 
-    def submit(self, descriptor: Descriptor, operand: Operand, now: float) -> int:
-        """Queue a collective and return its number."""
+    def submit(self, descriptor: Descriptor, operand: Operand, now: float, codec: Codec | None = None) -> int:
+        """Queue a collective, whose blocks travel as `codec` says, and return its number."""
         assert self.ended is None, "submit after the end"
         collective = self._new_collective(descriptor, operand)
+        if codec is not None:
+            collective.use(codec)
         taking_part = self._taking_part(collective)
         collective.parts_left = len(taking_part) + (0 if self.host is None else self.host.submit(collective, now))
         self._next += 1
@@ -367,16 +367,16 @@ class WorkerMachine:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"{oldest} not complete after {self.timeout_s:g} s"
-        if late := self.host and self.host.waited_for(except_left=FAILED):
-            return Cause(self._named(late), reason, timeout=True)
+        if ranks := self.host and self.host.waited_for(except_left=FAILED):
+            return Cause(self._named(ranks), reason, timeout=True)
         if self._is_old_news:  # no rank is late, and the first aggregator hangs
             reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
             return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
         owing = [each for each in self._streams if each.owes(oldest)]
         if oldest.host_sum is not None and not owing:
             assert self.host is not None
-            others = self._named(self.host.owed()) or self._sender(None)
-            return self._patience.cause_behind(reason, self._streams, others)
+            late = self._named(self.host.owed()) or self._sender(None)
+            return self._patience.cause_behind(reason, self._streams, late)
         return self._patience.cause(now, reason, owing)
 
     def _end_if_retired(self) -> Iterator[Effect]:

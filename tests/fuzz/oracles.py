@@ -112,7 +112,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 15
+        hello.version == 16
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255

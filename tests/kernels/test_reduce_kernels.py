@@ -106,7 +106,7 @@ def all_halves() -> Array:
 def test_decoding_all_16_bit_floats(name: str) -> None:
     stored = all_halves()
     values = np.zeros(stored.size, np.float32)
-    kernels._decode_half(name == "bfloat16", stored, values, values.view(np.uint32))
+    kernels.decode_half(name == "bfloat16", stored, values, values.view(np.uint32))
     with np.errstate(invalid="ignore"):  # signalling NaN
         expected = stored.view(HALVES[name]).astype(np.float32)
     assert_same_values(values, expected)
@@ -129,7 +129,7 @@ def test_encoding_all_16_bit_floats_and_all_roundings_between_them(name: str) ->
         values = np.concatenate([values, awkward_values("float32"), nans])
         expected: Any = values.astype(HALVES[name])
     found = np.zeros(values.size, np.uint16)
-    kernels._encode_half(name == "bfloat16", values, values.view(np.uint32), found)
+    kernels.encode_half(name == "bfloat16", values, values.view(np.uint32), found)
     assert_same_values(found.view(HALVES[name]), expected)
     numbers = is_number(expected)
     assert bits(found[numbers]) == bits(expected[numbers])

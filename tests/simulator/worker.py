@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
+from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffect, Meet, perform
 from omnireduce.protocol.effects import End, Tell, error_of
 from omnireduce.protocol.exchange import HostExchange
@@ -361,7 +362,7 @@ class Worker(Process):
             descriptor = what.descriptor()
             layout = self._dealing.layout(descriptor)
             work = Work(what, *self.place, layout, self._pool)
-            number = self._machine.submit(descriptor, work.operand, now)
+            number = self._machine.submit(descriptor, work.operand, now, BUILT_IN.get(what.codec))
             self._under_way[number] = work
             self._think_until = now + self._random.uniform(0, self.job.think_s)
             if self._submitted == len(self.program) // 2:

@@ -27,6 +27,7 @@ KINDS = {
     "allgather": 1,
     "barrier": 1,
 }  # and how often each is drawn
+EXACT, LARGEST_EXACT = ("bf16", "fp16", "int8"), 127  # codecs that send integers of up to so much as they are
 GUARD, GUARD_BYTE = 512, 0xA5  # bytes around every target, to see what is written outside
 JUNK_BYTE = 0x5A  # what a target holds that only takes a result
 
@@ -46,6 +47,7 @@ class Collective:
     folded: bool = False  # as many elements, in another shape
     awkward: float = 0.0  # the share of blocks with NaN, infinities, subnormals or the limits of integers
     launch: int = 0  # launches bring other data to what looks the same
+    codec: str = ""  # of those that send small integers exactly, so that the oracle need not know it
 
     def descriptor(self) -> Descriptor:
         kind: Any = self.kind
@@ -53,11 +55,12 @@ class Collective:
         rows = self.elements // self.block_size, self.block_size
         shape = rows if kind == "allreduce_rows" else (1, self.elements) if self.folded else (self.elements,)
         item_bytes = 0 if kind in REDUCING else 1
-        return describe(kind, f"x{self.seed}", self.dtype, shape, op, self.block_size, 0, item_bytes)
+        return describe(kind, f"x{self.seed}", self.dtype, shape, op, self.block_size, 0, item_bytes, codec=self.codec)
 
     def __str__(self) -> str:
         where = "" if self.root < 0 else f" from rank {self.root}"
-        return f"{self.kind}{where} {self.op} {self.dtype}[{self.elements}], blocks of {self.block_size}"
+        codec = f", codec {self.codec}" if self.codec else ""
+        return f"{self.kind}{where} {self.op} {self.dtype}[{self.elements}], blocks of {self.block_size}{codec}"
 
 
 def draw_collective(rng: random.Random, ranks: int) -> Collective:
@@ -73,6 +76,9 @@ def draw_collective(rng: random.Random, ranks: int) -> Collective:
     if kind in ("broadcast", "allgather"):
         root = rng.randrange(ranks) if kind == "broadcast" else -1
         return Collective(kind, "sum", "uint8", elements, block_size, rng.choice([0.05, 1.0]), seed, root)
+    if kind == "allreduce" and rng.random() < 0.2:
+        codec, density = rng.choice(EXACT), rng.choice([0.0, 0.05, 0.3, 1.0])
+        return Collective(kind, "sum", "float32", elements, block_size, density, seed, codec=codec)
     dtype = rng.choice(["float32", *ELEMENT_TYPES])
     ops = ["sum", "sum", "min", "max", "prod", *(["mean"] if ELEMENT_TYPES[dtype].is_float else [])]
     op = rng.choice(ops) if kind == "allreduce" else "sum"
@@ -87,6 +93,9 @@ def _contribution(what: Collective, rank: int, ranks: int) -> Array:
         return np.zeros(what.elements, dtype)
     rng = np.random.default_rng([what.seed, rank, *[what.launch] * (what.launch > 0)])
     data = sparse_tensor(rng, what.dtype, what.elements, what.block_size, what.density, what.awkward)
+    if what.codec:
+        most = max(1, LARGEST_EXACT // ranks)
+        data = np.where(data != 0, rng.integers(-most, most + 1, what.elements), data).astype(dtype)
     if what.kind == "allgather":  # a rank brings its own part
         parts = np.array_split(np.arange(what.elements), ranks)
         others = np.ones(what.elements, np.bool_)

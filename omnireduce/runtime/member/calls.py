@@ -12,9 +12,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.descriptor import Descriptor, Kind, describe, dtype_text
-from omnireduce.dtypes import BYTES, Array, element_type
+from omnireduce.descriptor import CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
+from omnireduce.dtypes import BYTES, Array, ElementType, element_type
 from omnireduce.errors import UsageError
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.layout import Layout
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.operands import DenseTensor, Operand
@@ -41,7 +43,7 @@ class Call(NamedTuple, Generic[T]):
     """A collective that can be started: what travels, this rank's part of it, and what the caller gets in the end.
 
     The arrays that it `reads` and `writes` are its own until it is finished; `put_back` is the last that it does to
-    them. `result` gives the same object each time.
+    them. `result` gives the same object each time. `codec`: how its blocks travel, if not as they are.
     """
 
     descriptor: Descriptor
@@ -50,6 +52,7 @@ class Call(NamedTuple, Generic[T]):
     reads: tuple[Array, ...] = ()
     writes: tuple[Array, ...] = ()
     put_back: Callable[[], None] = lambda: None
+    codec: Codec | None = None
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
@@ -74,7 +77,7 @@ class WithPool(Protocol):
 class Place(NamedTuple):
     """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
     elements; `dealing`: which shard gets what; parts that travel in packets have up to `part_bytes`; `with_pool` lends
-    memory for results."""
+    memory for results; sums of float32 travel by `codec`, and `codec_seed` is that of what it draws."""
 
     rank: int
     size: int
@@ -83,6 +86,8 @@ class Place(NamedTuple):
     dealing: Dealing
     part_bytes: int
     with_pool: WithPool
+    codec: str = NONE
+    codec_seed: int = 0
 
     def layout(self, descriptor: Descriptor) -> Layout:
         return self.dealing.layout(descriptor)
@@ -98,12 +103,14 @@ def reduction(
     out: NDArray[S] | None = None,
     block_size: int | None = None,
     group: str = "",
+    codec: str | None = None,
 ) -> Call[NDArray[S]]:
     """All elements of `x` combined, in place or in `out`."""
     element = element_type(check_array(x, "x").dtype)
     block_size = place.block_size if block_size is None else whole(block_size, "block_size")
     name, op = check_name(name, place.owner), check_op(op)
-    called = describe(kind, name, element.name, x.shape, op, block_size, group=group)
+    codec, seed = _codec_of(place, kind, element, op, codec)
+    called = describe(kind, name, element.name, x.shape, op, block_size, group=group, codec=codec, seed=seed)
     source = flat_view(x, "x", writable=out is None, instead="pass out=")
     target = source
     if out is not None:
@@ -114,7 +121,26 @@ def reduction(
             raise UsageError("out overlaps x; to work in place, call without out=")
     operand = DenseTensor(source, target, place.layout(called), element.zero_mask)
     reads, result = () if target is source else (source,), x if out is None else out
-    return Call(called, operand, lambda: result, reads, (target,))
+    return Call(called, operand, lambda: result, reads, (target,), codec=codec_named(codec) if codec else None)
+
+
+def _codec_of(place: Place, kind: Kind, element: ElementType, op: Op, wanted: str | None) -> tuple[str, int]:
+    """The name of the codec for a call that wants this one, empty for none, and the seed. The codec of the
+    configuration is for the calls that codecs work on."""
+    if wanted is None and kind == "allreduce" and element.name == "float32" and op in CODED_OPS:
+        wanted = place.codec
+    if wanted is None or check_codec(wanted) == NONE:
+        return "", 0
+    return wanted, place.codec_seed
+
+
+def check_codec(name: object) -> str:
+    """The name of a codec, or "none". Raises UsageError for anything else."""
+    if not isinstance(name, str):
+        raise UsageError(f"codec is a {type(name).__name__}; expected a str")
+    if name != NONE:
+        codec_named(name)
+    return name
 
 
 def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:

@@ -93,6 +93,7 @@ def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Po
             joined.neighbours.hosts, shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         ),
         part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),
+        codec=protocol.codec, codec_seed=protocol.codec_seed,
     )  # fmt: skip
 
 

@@ -16,11 +16,12 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.errors import ClosedError, RefusedError, UsageError, left_because
+from omnireduce.errors import ClosedError, ConfigError, RefusedError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
+from omnireduce.runtime.member.calls import check_codec
 from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
 from omnireduce.runtime.member.collectives import Collectives, Member
 from omnireduce.runtime.member.embedded import Embedded, embed
@@ -108,6 +109,7 @@ class Communicator(Collectives):
         if config.elastic.enabled and config.elastic.smallest > size:
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
+        _check_codec(config)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest = name, size
         self._pools = Pool(), Pool()  # of each channel
@@ -324,6 +326,13 @@ class Communicator(Collectives):
             sum(each.machine.submitted for each in channels),
             tuple(sum(those) for those in zip(*(each.shard_bytes for each in channels), strict=True)),
         )
+
+
+def _check_codec(config: Config) -> None:
+    try:
+        check_codec(config.protocol.codec)
+    except UsageError as error:
+        raise ConfigError(f"protocol.codec: {error}") from error
 
 
 def _telling(communicator: Communicator) -> Callable[[], None]:

@@ -218,13 +218,17 @@ class Child:
 
     def __init__(self, config: Config) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = [config.protocol.codec] if config.protocol.has_own else []
+        codecs = dict.fromkeys([*config.aggregator.codecs, *own])
+        # Where this rank finds the modules of its codecs, the aggregator must find them, too.
+        where = {"PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)} if codecs else {}
         try:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-c", PROGRAM, TREE],
-                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True,
+                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True, env=os.environ | where,
                 )  # fmt: skip
-            self._order(config)
+            self._order(replace(config, aggregator=replace(config.aggregator, codecs=tuple(codecs))))
         except BaseException:
             self._socket.close()
             raise

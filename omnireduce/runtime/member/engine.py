@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from omnireduce.errors import ClosedError, OmniReduceError
+from omnireduce.errors import ClosedError, OmniReduceError, fault_of_codec
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.worker import WorkerMachine
@@ -109,7 +109,7 @@ class Engine(Interruptible):
             now = time.monotonic()
             try:
                 for call, handle in zip(calls, handles, strict=True):
-                    number = self._machine.submit(call.descriptor, call.operand, now)
+                    number = self._machine.submit(call.descriptor, call.operand, now, call.codec)
                     self._handles[number] = handle
                 spins_long = self._machine.host is not None or sum(each.operand.nbytes for each in calls) <= SMALL_BYTES
                 self._spin_s = self._longest_spin_s / (1 if spins_long else 10)
@@ -121,7 +121,7 @@ class Engine(Interruptible):
                     self._driver.turn()
             except BaseException as error:
                 self._cut_by = error.__class__.__name__
-                self._leave()
+                self._leave(fault_of_codec(error))
                 raise
         return handles
 
@@ -143,7 +143,7 @@ class Engine(Interruptible):
                 in_time = self._wait(handle, deadline)
             except BaseException as error:
                 self._cut_by = error.__class__.__name__
-                self._leave()
+                self._leave(fault_of_codec(error))
                 raise
             finally:
                 self._waiters -= 1
@@ -229,7 +229,7 @@ class Engine(Interruptible):
                         self._drive(lambda: self._waiters > 0 or not self._machine.under_way, None)
             except BaseException as error:
                 self._cut_by = error.__class__.__name__
-                self._leave()
+                self._leave(fault_of_codec(error))
                 raise
 
     # driving; all with the lock held, which is released while blocked
@@ -319,9 +319,9 @@ class Engine(Interruptible):
     def _leave(self, reason: str | Cause = "") -> None:
         """End the job, unless it is over; without a `reason`, because this process wants so."""
         try:
-            reason = reason or self._ended_there or ""
-            if self._cut_by:
+            if self._cut_by and not reason:
                 reason = f"interrupted by {self._cut_by}"
+            reason = reason or self._ended_there or ""
             if self._asked_to_leave:
                 reason = ""
             self._left = self._left or (not reason and self._machine.ended is None)

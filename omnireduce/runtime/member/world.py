@@ -101,7 +101,7 @@ def shutdown() -> None:
 
 
 @overload
-def allreduce(x: G, *, op: Op = ..., name: str = ..., priority: int | None = ...) -> G: ...
+def allreduce(x: G, *, op: Op = ..., name: str = ..., priority: int | None = ..., codec: str | None = ...) -> G: ...
 @overload
 def allreduce(
     x: NDArray[S],
@@ -111,6 +111,7 @@ def allreduce(
     name: str = ...,
     block_size: int | None = ...,
     priority: int | None = ...,
+    codec: str | None = ...,
 ) -> NDArray[S]: ...
 def allreduce(
     x: Any,
@@ -120,13 +121,18 @@ def allreduce(
     name: str = "",
     block_size: int | None = None,
     priority: int | None = None,
+    codec: str | None = None,
 ) -> Any:
     """See `Communicator.allreduce`."""
-    return _communicator().allreduce(x, out=out, op=op, name=name, block_size=block_size, priority=priority)
+    return _communicator().allreduce(
+        x, out=out, op=op, name=name, block_size=block_size, priority=priority, codec=codec
+    )
 
 
 @overload
-def allreduce_async(x: G, *, op: Op = ..., name: str = ..., priority: int | None = ...) -> Handle[G]: ...
+def allreduce_async(
+    x: G, *, op: Op = ..., name: str = ..., priority: int | None = ..., codec: str | None = ...
+) -> Handle[G]: ...
 @overload
 def allreduce_async(
     x: NDArray[S],
@@ -136,6 +142,7 @@ def allreduce_async(
     name: str = ...,
     block_size: int | None = ...,
     priority: int | None = ...,
+    codec: str | None = ...,
 ) -> Handle[NDArray[S]]: ...
 def allreduce_async(
     x: Any,
@@ -145,9 +152,12 @@ def allreduce_async(
     name: str = "",
     block_size: int | None = None,
     priority: int | None = None,
+    codec: str | None = None,
 ) -> Handle[Any]:
     """See `Communicator.allreduce_async`."""
-    return _communicator().allreduce_async(x, out=out, op=op, name=name, block_size=block_size, priority=priority)
+    return _communicator().allreduce_async(
+        x, out=out, op=op, name=name, block_size=block_size, priority=priority, codec=codec
+    )
 
 
 def allreduce_rows(indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = "") -> Rows[S]:

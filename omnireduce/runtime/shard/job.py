@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from omnireduce.config import Verbs
 from omnireduce.dtypes import Array
-from omnireduce.errors import TransportError
+from omnireduce.errors import CodecError, TransportError
+from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End, Warn
@@ -68,6 +69,9 @@ def why_broken_off(error: Exception, job: Job | None) -> str:
     if isinstance(error, MemoryError):
         about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
         return f"out of memory: {error}".rstrip(": ")
+    if isinstance(error, CodecError):
+        about.error("%s: %s", what, error, exc_info=error.__cause__, extra=tagged("codec_failed"))
+        return str(error)
     about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
     return "internal error; its log has the details"
 
@@ -93,7 +97,8 @@ class Job:
     belong to rank r. On a relay they belong to its member r, and `above` is what it is part of: then the uplinks follow
     in `links`. Raises OSError and MemoryError.
 
-    After `straggler_s` without a result the log names the ranks that a collective waits for.
+    After `straggler_s` without a result the log names the ranks that a collective waits for. Blocks may travel by
+    `codecs`.
     """
 
     def __init__(
@@ -110,7 +115,9 @@ class Job:
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,
         budget: Budget = BUDGET,
+        codecs: Codecs = BUILT_IN,
     ) -> None:
+        self._codecs = codecs
         self.log = BoundLog(
             logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
         )
@@ -167,6 +174,7 @@ class Job:
             budget=self._budget,
             reduction=Reduction if self._trace is None else self._trace.reduction,
             numbers=[hello.rank for hello in hellos],
+            codecs=self._codecs,
         )
 
     def _below(self, above: Above, undo: ExitStack) -> Callable[..., AggregatorMachine]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from omnireduce.config import Verbs
+from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.logs import tagged
 from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
 from omnireduce.protocol.aggregator import BUDGET
@@ -47,8 +48,8 @@ class ShardServer:
 
     `name`: its address in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may join,
     and may be replaced; `verbs` allows RDMA, `traces` records every job. With an `upstream` this shard is a relay. The
-    log says whom a collective waits for after `straggler_s`. `budget`: of one job in a turn. A simulation brings
-    `clock`, `selector` and links.
+    log says whom a collective waits for after `straggler_s`. `budget`: of one job in a turn. Jobs may use
+    `codecs`. A simulation brings `clock`, `selector` and links.
     """
 
     def __init__(
@@ -65,13 +66,21 @@ class ShardServer:
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,
         budget: Budget = BUDGET,
+        codecs: Codecs = BUILT_IN,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
         self._clock, self._drain_s, self._wake_at = clock, drain_s, clock()
         self._make_job: JobFactory = partial(
-            Job, clock=clock, on_end=self._job_ended, verbs=verbs, straggler_s=straggler_s, traces=traces, budget=budget
+            Job,
+            clock=clock,
+            on_end=self._job_ended,
+            verbs=verbs,
+            straggler_s=straggler_s,
+            traces=traces,
+            budget=budget,
+            codecs=codecs,
         )
         self._pages = StatusPages(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())

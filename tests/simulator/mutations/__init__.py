@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import aggregator, hosts, joining, kernels, membership, relays, runtime, worker
+from . import aggregator, coding, hosts, joining, kernels, membership, relays, runtime, worker
 from .base import Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Mutation"]
 MUTATIONS: tuple[Mutation, ...] = (
     *worker.MUTATIONS,
     *aggregator.MUTATIONS,
+    *coding.MUTATIONS,
     *kernels.MUTATIONS,
     *hosts.MUTATIONS,
     *membership.MUTATIONS,

@@ -1,0 +1,48 @@
+"""bfloat16 and float16: half the bytes, rounded to the nearest, ties to even.
+
+bfloat16 has the range of float32 and 8 bits of precision: a relative error of 2^-9 at most, for numbers that are not
+subnormal. float16 has 11 bits, 2^-12, but becomes infinite from 65,520 on and loses precision below 2^-14. Infinities
+and NaN stay what they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.jit import kernel, row_of
+from omnireduce.kernels.reduce import decode_half, encode_half
+
+
+@kernel
+def _encode(brain: bool, values: Array, bits: Array, encoded: Array) -> None:
+    for k in range(len(values)):
+        encode_half(brain, row_of(values, k), row_of(bits, k), row_of(encoded, k))
+
+
+@kernel
+def _add(brain: bool, encoded: Array, where: Array, totals: Array, scratch: Array, bits: Array) -> None:
+    """`scratch`: float32 (block size,), and `bits` the same memory as uint32."""
+    for k in range(len(where)):
+        decode_half(brain, row_of(encoded, k), scratch, bits)
+        total = row_of(totals, where[k])
+        for i in range(total.size):
+            total[i] += scratch[i]
+
+
+class Half(Codec):
+    """16-bit floats: bfloat16 if it is `brain`, else float16."""
+
+    def __init__(self, *, brain: bool) -> None:
+        self._brain = brain
+
+    def block_bytes(self, block_size: int) -> int:
+        return 2 * block_size
+
+    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+        _encode(self._brain, values, values.view(np.uint32), encoded.view(np.uint16))
+
+    def add(self, encoded: Array, where: Array, totals: Array) -> None:
+        scratch = np.empty(totals.shape[1], np.float32)
+        _add(self._brain, encoded.view(np.uint16), where, totals, scratch, scratch.view(np.uint32))

@@ -1,0 +1,118 @@
+"""8-bit integers with one scale, a power of two, for each block: a quarter of the bytes and one more.
+
+    numbers (int8 each) | exponent (uint8)        a number q stands for q * 2^(exponent - 133)
+
+The exponent is that of the largest element of the block, so that this one becomes 64 to 127. An element that is not
+finite becomes NaN, for which -128 stands; it has no part in the scale. Numbers are rounded to the nearest, ties to
+even: an error of half a scale at most, of a whole one next to the largest float32. That is 1/128 of the largest element
+or less, or 2^-133 if this is more. What was encoded once stays the same when it is encoded again.
+
+Each rank sends its own scale with each block, and the aggregator adds in float32. So no sum can overflow, nothing has
+to be agreed in advance, and ranks with small gradients lose nothing to those with large ones. SwitchML agrees on one
+scale a message ahead, because a switch can add integers only: Sapio et al., "Scaling Distributed Machine Learning with
+In-Network Aggregation", NSDI 2021.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.powers import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
+from omnireduce.kernels.jit import inlined, kernel, row_of
+
+NOT_A_NUMBER, LARGEST = -128, 127
+SCALES = np.exp2(np.arange(256) - 133.0).astype(np.float32)
+_LIMITS = (LARGEST * SCALES[:255]).view(np.int32)  # bits of the largest element that has this scale
+# 1 / scale as two factors, because 2^133 is no float32
+_DOWN = 133 - np.arange(256)
+_FIRST, _SECOND = (np.exp2(each.astype(np.float64)).astype(np.float32) for each in (_DOWN // 2, _DOWN - _DOWN // 2))
+_ROUNDING = np.float32(3 << 22)  # added to a small number it leaves it rounded, in the last bits of the sum
+_ROUNDING_BITS = 0x4B40_0000
+
+
+@inlined
+def _largest(word: Array) -> np.int32:
+    """The bits of the largest magnitude; not finite if any element is not."""
+    largest = np.int32(0)
+    for i in range(word.size):
+        magnitude = np.int32(word[i] & np.int32(MAGNITUDE))
+        if magnitude > largest:
+            largest = magnitude
+    return largest
+
+
+@inlined
+def _largest_finite(word: Array) -> np.int32:
+    largest = np.int32(0)
+    for i in range(word.size):
+        magnitude = np.int32(word[i] & np.int32(MAGNITUDE))
+        if largest < magnitude < np.int32(INFINITE):
+            largest = magnitude
+    return largest
+
+
+@kernel
+def _encode(values: Array, bits: Array, numbers: Array, encoded: Array) -> None:
+    """`bits`: `values` as int32. `numbers`: `encoded` as int8. Each loop is one that vectorises."""
+    size = values.shape[1]
+    for k in range(len(values)):
+        row, word, out = row_of(values, k), row_of(bits, k), row_of(numbers, k)
+        largest = _largest(word)
+        is_finite = largest < np.int32(INFINITE)
+        if not is_finite:
+            largest = _largest_finite(word)
+        exponent = largest >> np.int32(FRACTION_BITS)
+        if exponent < LARGEST_EXPONENT and largest > _LIMITS[exponent]:
+            exponent += np.int32(1)
+        first, second = _FIRST[exponent], _SECOND[exponent]
+        for i in range(size):
+            row[i] = (row[i] * first) * second + _ROUNDING
+        for i in range(size):
+            number = np.int32(word[i] - np.int32(_ROUNDING_BITS))
+            out[i] = np.int8(min(max(number, np.int32(-LARGEST)), np.int32(LARGEST)))
+        if not is_finite:
+            for i in range(size):
+                if word[i] & MAGNITUDE >= INFINITE:
+                    out[i] = np.int8(NOT_A_NUMBER)
+        encoded[k, size] = exponent
+
+
+@inlined
+def _value(number: np.int8, scale: np.float32) -> np.float32:
+    return np.float32(number) * scale if number != NOT_A_NUMBER else np.float32(np.nan)
+
+
+@kernel
+def _add(numbers: Array, encoded: Array, where: Array, totals: Array) -> None:
+    for k in range(len(where)):
+        row, total = row_of(numbers, k), row_of(totals, where[k])
+        scale = SCALES[encoded[k, total.size]]
+        for i in range(total.size):
+            total[i] += _value(row[i], scale)
+
+
+@kernel
+def _decode(numbers: Array, encoded: Array, values: Array) -> None:
+    for k in range(len(values)):
+        row, out = row_of(numbers, k), row_of(values, k)
+        scale = SCALES[encoded[k, out.size]]
+        for i in range(out.size):
+            out[i] = _value(row[i], scale)
+
+
+class Int8(Codec):
+    """8-bit integers with a scale for each block."""
+
+    def block_bytes(self, block_size: int) -> int:
+        return block_size + 1
+
+    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+        _encode(values, values.view(np.int32), encoded.view(np.int8), encoded)
+
+    def add(self, encoded: Array, where: Array, totals: Array) -> None:
+        _add(encoded.view(np.int8), encoded, where, totals)
+
+    def decode(self, encoded: Array, values: Array) -> None:
+        _decode(encoded.view(np.int8), encoded, values)

@@ -1,0 +1,51 @@
+"""One bit for each element: a vote. 1/32 of the bytes.
+
+A set bit says that the element is below zero. All others count as positive: zeros, too, and NaN. The sum of a block is
+the vote of the ranks that have sent it: -1 where most elements are below zero, else 1. Where no rank has sent the
+block, it is 0.
+
+After Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.jit import kernel, row_of
+
+BITS = 8  # of a byte, the lowest one first
+
+
+@kernel
+def _encode(values: Array, encoded: Array) -> None:
+    for k in range(len(values)):
+        row, out = row_of(values, k), row_of(encoded, k)
+        for byte in range(out.size):
+            found = 0
+            for bit in range(BITS):
+                found |= (row[BITS * byte + bit] < 0) << bit
+            out[byte] = found
+
+
+@kernel
+def _add(encoded: Array, where: Array, totals: Array) -> None:
+    for k in range(len(where)):
+        row, total = row_of(encoded, k), row_of(totals, where[k])
+        for byte in range(row.size):
+            for bit in range(BITS):
+                total[BITS * byte + bit] += np.float32(1) - np.float32(2) * np.float32((row[byte] >> bit) & 1)
+
+
+class Sign(Codec):
+    """Signs, and their majority."""
+
+    def block_bytes(self, block_size: int) -> int:
+        return block_size // BITS
+
+    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+        _encode(values, encoded)
+
+    def add(self, encoded: Array, where: Array, totals: Array) -> None:
+        _add(encoded, where, totals)

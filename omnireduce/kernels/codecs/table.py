@@ -1,0 +1,82 @@
+"""Codecs by name: those that are built in, and classes of a user's own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.half import Half
+from omnireduce.kernels.codecs.int8 import Int8
+from omnireduce.kernels.codecs.natural import Natural
+from omnireduce.kernels.codecs.sign import Sign
+from omnireduce.kernels.codecs.ternary import Ternary
+
+Codecs = Mapping[str, Codec]
+NONE = "none"  # the name for float32 as it is
+BUILT_IN: Codecs = {
+    "bf16": Half(brain=True),
+    "fp16": Half(brain=False),
+    "int8": Int8(),
+    "natural": Natural(),
+    "sign": Sign(),
+    "ternary": Ternary(),
+}
+
+
+def with_own(names: Iterable[str]) -> Codecs:
+    """The built-in codecs and those of these `names`, each "module:Class". Raises UsageError."""
+    return {**BUILT_IN, **{name: codec_named(name) for name in names}}
+
+
+@lru_cache(64)
+def codec_named(name: str) -> Codec:
+    """The codec with this name, or of this "module:Class", ready for use. Raises UsageError."""
+    if name in BUILT_IN:
+        _try_out(BUILT_IN[name])
+        return BUILT_IN[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise UsageError(f"codec '{name}': expected {', '.join((NONE, *BUILT_IN))}, or module:Class")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module is a user's own, and may raise anything
+        raise UsageError(f"the codec '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Codec)):
+        raise UsageError(f"the codec '{name}' is a {found!r}; expected a class that derives from omnireduce.Codec")
+    try:
+        codec: Codec = found()
+        _try_out(codec)
+        return codec
+    except Exception as error:
+        raise UsageError(f"the codec '{name}' cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _try_out(codec: Codec) -> None:
+    """Call each method once: what is compiled at its first call is not compiled in the middle of a collective."""
+    values, where = np.zeros((1, 8), np.float32), np.zeros(1, np.int64)
+    encoded = np.zeros((1, codec.block_bytes(8)), np.uint8)
+    codec.encode(values, encoded, np.zeros(1, np.uint64))
+    codec.add(encoded, where, values)
+    codec.decode(encoded, values)
+
+
+def there_and_back(name: str, x: Array, block_size: int, keys: Array | None = None) -> Array:
+    """What the blocks of `x`, float32 (elements,), stand for once they are encoded: an array like it. `keys`: uint64
+    (blocks,), of what is drawn; without them, 0. Raises UsageError for an unknown codec."""
+    codec, blocks = codec_named(name), -(-x.size // block_size)
+    values = np.zeros((blocks, block_size), np.float32)
+    values.reshape(-1)[: x.size] = x
+    encoded = np.empty((blocks, codec.block_bytes(block_size)), np.uint8)
+    has_data = values.any(axis=1)  # a block of zeros does not travel
+    codec.encode(values, encoded, np.zeros(blocks, np.uint64) if keys is None else keys)
+    codec.decode(encoded, values)
+    values[~has_data] = 0
+    found: Array = values.reshape(-1)[: x.size]
+    return found

@@ -1,0 +1,84 @@
+"""-1, 0 or 1, times one scale for each block: five elements in a byte, a 19th of the bytes of 256 elements.
+
+    scale (float32) | digits (uint8 for five elements, to base 3: 0, 1, 2 stand for -1, 0, 1)
+
+The scale is the largest element of the block. An element becomes its sign times the scale with the probability
+|element| / scale, else 0: right on average, to 2^-24 of the scale. A block with NaN or infinities becomes NaN as a
+whole.
+
+After Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NIPS 2017.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.draws import drawn
+from omnireduce.kernels.codecs.powers import INFINITE, MAGNITUDE
+from omnireduce.kernels.jit import inlined, kernel, row_of
+
+SCALE_BYTES, IN_BYTE, BASE = 4, 5, 3
+NOT_A_NUMBER = 0x7FC0_0000  # the bits of such a float32
+_UNIT = np.float32(2.0**-24)  # random numbers are multiples of it
+
+
+@inlined
+def _draw_digits(row: Array, scale: np.float32, key: np.uint64, digits: Array) -> None:
+    for i in range(row.size):
+        uniform = np.float32(np.int32(drawn(key, i) >> np.uint64(40))) * _UNIT
+        stands = np.int32(uniform < abs(row[i]) / scale)
+        digits[i] = 1 + stands * (np.int32(row[i] > 0) - np.int32(row[i] < 0))
+
+
+@kernel
+def _encode(values: Array, bits: Array, encoded: Array, scale: Array, scale_bits: Array, keys: Array) -> None:
+    """`bits`: `values` as int32. `scale`: float32 (1,); `scale_bits` the same memory as int32."""
+    size = values.shape[1]
+    digits = np.ones(-(-size // IN_BYTE) * IN_BYTE, np.uint8)  # what fills the last byte up stands for nothing
+    for k in range(len(values)):
+        row, word, out, largest = row_of(values, k), row_of(bits, k), row_of(encoded, k), np.int32(0)
+        for i in range(size):
+            largest = max(largest, word[i] & np.int32(MAGNITUDE))
+        is_finite = largest < INFINITE
+        scale_bits[0] = largest if is_finite else np.int32(NOT_A_NUMBER)
+        if is_finite:
+            _draw_digits(row, scale[0], keys[k], digits)
+        for byte in range(SCALE_BYTES):
+            out[byte] = scale_bits[0] >> 8 * byte & 0xFF
+        for byte in range(out.size - SCALE_BYTES):
+            found = np.uint8(0)
+            for i in range(IN_BYTE):
+                found = found * np.uint8(BASE) + digits[IN_BYTE * byte + IN_BYTE - 1 - i]
+            out[SCALE_BYTES + byte] = found
+
+
+@kernel
+def _add(encoded: Array, where: Array, totals: Array, scale: Array, scale_bytes: Array) -> None:
+    """`scale`: float32 (1,); `scale_bytes` the same memory as uint8."""
+    for k in range(len(where)):
+        row, total = row_of(encoded, k), row_of(totals, where[k])
+        for byte in range(SCALE_BYTES):
+            scale_bytes[byte] = row[byte]
+        for byte in range(SCALE_BYTES, row.size):
+            digits, start = np.int64(row[byte]), IN_BYTE * (byte - SCALE_BYTES)
+            for i in range(start, min(start + IN_BYTE, total.size)):
+                total[i] += scale[0] * np.float32(digits % BASE - 1)
+                digits //= BASE
+
+
+class Ternary(Codec):
+    """Signs and zeros, rounded at random."""
+
+    def block_bytes(self, block_size: int) -> int:
+        return SCALE_BYTES + -(-block_size // IN_BYTE)
+
+    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+        scale = np.empty(1, np.float32)
+        with np.errstate(over="ignore"):  # of random numbers, with the JIT off
+            _encode(values, values.view(np.int32), encoded, scale, scale.view(np.int32), keys)
+
+    def add(self, encoded: Array, where: Array, totals: Array) -> None:
+        scale = np.empty(1, np.float32)
+        _add(encoded, where, totals, scale, scale.view(np.uint8))

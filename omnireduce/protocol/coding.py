@@ -1,0 +1,135 @@
+"""Blocks on their way: float32 in a tensor or a sum, encoded in a message.
+
+A few blocks at a time go through memory that stays in the cache: packed there and encoded from there, or decoded there
+and put into the tensor. So a scan, a sum or a scatter knows nothing of codecs, and a codec nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import Array
+from omnireduce.errors import CodecError, ProtocolError
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.draws import block_keys
+from omnireduce.kernels.codecs.table import Codecs
+from omnireduce.kernels.pack import gather_rows
+from omnireduce.protocol.operands import Operand, Packed
+
+PIECE_BYTES = 1 << 19  # of float32 that are encoded, or decoded, in one step
+FLOAT_BYTES = 4
+
+
+def codec_of(descriptor: Descriptor, known: Codecs) -> Codec:
+    """How the blocks of a peer's collective travel, which has a codec. Raises ProtocolError for one that is not
+    `known`."""
+    if descriptor.codec not in known:
+        raise ProtocolError(
+            f"the codec '{descriptor.codec}' is not known here; expected {', '.join(known)}. A codec of your own "
+            "belongs into aggregator.codecs of each aggregator"
+        )
+    return known[descriptor.codec]
+
+
+class Coder:
+    """Encodes and decodes blocks of one size, and has the memory that this takes. Raises CodecError where the codec
+    fails."""
+
+    def __init__(self, name: str, codec: Codec, block_size: int) -> None:
+        self.name, self._codec, self.block_size = name, codec, block_size
+        self._calling = _Calling(name)
+        with self._calling:
+            self.block_bytes = codec.block_bytes(block_size)
+        if not (isinstance(self.block_bytes, int) and 1 <= self.block_bytes <= FLOAT_BYTES * block_size):
+            raise CodecError(
+                f"the codec '{name}' says that {block_size} elements take {self.block_bytes!r} bytes; expected an int "
+                f"from 1 to {FLOAT_BYTES * block_size}"
+            )
+        self._most = max(1, PIECE_BYTES // (FLOAT_BYTES * block_size))
+        self._plain = np.empty((self._most, block_size), np.float32)
+        self._gathered = np.empty((self._most, self.block_bytes), np.uint8)
+
+    def suits(self, descriptor: Descriptor) -> bool:
+        return (self.name, self.block_size) == (descriptor.codec, descriptor.layout.block_size)
+
+    def pack(
+        self, operand: Operand, shard: int, cursor: int, span: int, rows: Array, indices: Array, key: int
+    ) -> Packed:
+        """As `operand.pack`; `rows`, uint8 (rows, block bytes), are encoded. `key`: of this rank's stream."""
+        count, stripes = 0, operand.layout.stripes(shard)
+        while True:
+            room = min(self._most, len(rows) - count)
+            own: Array = indices[count : count + room]
+            plain = self._plain.view(operand.row_dtype)[:room]
+            packed = operand.pack(shard, cursor, span, plain, own)
+            fresh = packed.block_count
+            with self._calling:
+                self._codec.encode(self._plain[:fresh], rows[count : count + fresh], block_keys(key, own[:fresh]))
+            count += fresh
+            span -= stripes.count(packed.cursor) - stripes.count(cursor)
+            cursor = packed.cursor
+            if fresh < room or count == len(rows) or span <= 0:
+                return Packed(count, cursor, packed.frontier)
+
+    def put(self, operand: Operand, rows: Array, indices: Array) -> None:
+        """As `operand.put`, of `rows`, uint8 (blocks, block bytes), that are encoded."""
+        for piece in self._pieces(len(indices)):
+            own = indices[piece]
+            plain = self._plain[: own.size]
+            with self._calling:
+                self._codec.decode(rows[piece], plain)
+            operand.put(plain.view(operand.row_dtype), own, np.zeros(own.size, np.bool_), left_out=False)
+
+    def combine(self, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array, key: int) -> None:
+        """Combine `parts`, as `Union.plan` lists them, of `slots`, uint8 (bytes,), into `out`, uint8 (blocks, block
+        bytes). A mean is their sum, divided by `divisor`. `numbers`: of the blocks; `key`: of the stream of sums."""
+        for piece in self._pieces(len(parts)):
+            some = parts[piece]
+            totals = self._plain[: len(some)]
+            self._add_all(slots, some, totals)
+            if divisor != 1:
+                totals /= divisor
+            with self._calling:
+                self._codec.encode(totals, out[piece], block_keys(key, numbers[piece]))
+
+    def _add_all(self, slots: Array, parts: Array, totals: Array) -> None:
+        is_first = True
+        for starts in parts.T:
+            where = np.flatnonzero(starts >= 0)
+            encoded = self._rows_at(slots, starts[where]) if where.size else self._gathered[:0]
+            with self._calling:
+                if is_first and where.size == len(totals):
+                    self._codec.decode(encoded, totals)
+                else:
+                    if is_first:
+                        totals[:] = 0
+                    self._codec.add(encoded, where, totals)
+            is_first = False
+
+    def _rows_at(self, slots: Array, starts: Array) -> Array:
+        """The encoded blocks that begin there: uint8 (blocks, block bytes). Those of one message ascend."""
+        first, stop = int(starts[0]), int(starts[-1]) + self.block_bytes
+        if stop - first == starts.size * self.block_bytes:  # one behind the other
+            return slots[first:stop].reshape(starts.size, self.block_bytes)
+        gathered = self._gathered[: starts.size]
+        gather_rows(slots, starts, gathered)
+        return gathered
+
+    def _pieces(self, blocks: int) -> Iterator[slice]:
+        return (slice(at, min(at + self._most, blocks)) for at in range(0, blocks, self._most))
+
+
+class _Calling:
+    """Around a call of a codec, which may be a user's own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise CodecError(f"the codec '{self._name}' failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,41 @@
+"""Bugs of blocks that travel encoded."""
+
+from __future__ import annotations
+
+from .base import Mutation
+
+_CODING = "omnireduce.protocol.coding"
+_STREAM = "omnireduce.protocol.shard_stream"
+
+MUTATIONS = (
+    Mutation(
+        "coder takes some blocks for all",
+        _CODING,
+        "the blocks of the first rank, if it lacks some, are added to the wrong ones",
+        "if is_first and where.size == len(totals):",
+        "if is_first and where.size:",
+    ),
+    Mutation(
+        "coder puts all pieces to the first places",
+        _CODING,
+        "of a message that takes several steps only the first blocks get results",
+        "            own = indices[piece]\n",
+        "            own = indices[: piece.stop - piece.start]\n",
+        test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
+    ),
+    Mutation(
+        "coder forgets what it had packed",
+        _CODING,
+        "of a message that takes several steps only the last blocks are encoded",
+        "self._codec.encode(self._plain[:fresh], rows[count : count + fresh], block_keys(key, own[:fresh]))",
+        "self._codec.encode(self._plain[:fresh], rows[:fresh], block_keys(key, own[:fresh]))",
+        test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
+    ),
+    Mutation(
+        "stream keeps its coder for another codec",
+        _STREAM,
+        "a tensor is encoded as the one before it",
+        "if self._coder is None or not self._coder.suits(descriptor):",
+        "if self._coder is None:",
+    ),
+)
