@@ -1,0 +1,40 @@
+"""Compression: which part of a gradient is sent, in which form, and what is kept of the rest.
+
+selectors     what to send: elements, or blocks
+codecs        how blocks travel (omnireduce/kernels/codecs, because aggregators use them, too)
+memories      what is kept for later
+compressed    all three together, on a communicator
+"""
+
+from omnireduce.compression.compressed import Compression
+from omnireduce.compression.memories import DgcMomentum, Memory, NoMemory, Residual
+from omnireduce.compression.selectors import (
+    Adaptive,
+    BlockTopK,
+    DgcSampling,
+    Everything,
+    GuardedThreshold,
+    RandomK,
+    Selector,
+    Threshold,
+    TopK,
+)
+from omnireduce.kernels.codecs.base import Codec
+
+__all__ = [
+    "Adaptive",
+    "BlockTopK",
+    "Codec",
+    "Compression",
+    "DgcMomentum",
+    "DgcSampling",
+    "Everything",
+    "GuardedThreshold",
+    "Memory",
+    "NoMemory",
+    "RandomK",
+    "Residual",
+    "Selector",
+    "Threshold",
+    "TopK",
+]

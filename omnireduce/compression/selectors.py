@@ -1,0 +1,237 @@
+"""Selectors: which part of a gradient to send now. The rest is for a memory.
+
+A selector returns the places that it has selected, ascending. These are places of elements in the flat array, or
+numbers of blocks. It reads the array and changes nothing. NaN counts as the largest of all: it is sent at once, so that
+all ranks see it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.kernels.select import (
+    BINS,
+    LANES,
+    MAGNITUDE,
+    SHIFT,
+    count_at_least,
+    count_magnitudes,
+    list_at_least,
+    sum_squares,
+)
+
+Unit = Literal["elements", "blocks"]
+BLOCK = 256  # elements
+
+
+class Selector(ABC):
+    """Selects a part of each gradient. `unit`: what it selects; of blocks, `block_size` is how many elements one has,
+    and the last one may be short. `is_common`: all ranks select the same places."""
+
+    unit: Unit = "elements"
+    block_size = 1
+    is_common = False
+
+    @abstractmethod
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        """The places that are selected in `x`, float32 (elements,), ascending: int64 (n,).
+
+        `name` and `step` say which gradient this is, and of which step.
+        """
+
+
+def share(ratio: object) -> float:
+    """`ratio` as a number. Raises UsageError unless it is above 0 and at most 1."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise UsageError(f"ratio {ratio!r}: expected more than 0 and at most 1")
+    return float(ratio)
+
+
+def wanted(ratio: float, count: int) -> int:
+    """How many of `count` a selector with this ratio selects: one at least, if there is one."""
+    return min(count, max(1, int(count * ratio)))
+
+
+def largest(x: Array, k: int) -> Array:
+    """Where the `k` largest magnitudes of `x`, float32 (n,), are: int64 (k,), ascending. Of equal ones the first ones
+    are taken."""
+    if k >= x.size:
+        return np.arange(x.size)
+    bits = x.view(np.int32)
+    counts = np.zeros((LANES, BINS), np.int64)
+    count_magnitudes(bits, counts)
+    above = np.cumsum(counts.sum(axis=0)[::-1])[::-1]  # how many are in this bin or a higher one
+    bin_of_last = int(np.flatnonzero(above >= k)[-1])
+    found = np.empty(int(above[bin_of_last]), np.int64)
+    list_at_least(bits, bin_of_last << SHIFT, found)
+    magnitudes = bits[found] & MAGNITUDE
+    least = np.partition(magnitudes, found.size - k)[found.size - k]
+    ties = np.flatnonzero(magnitudes == least)
+    spare = int(np.count_nonzero(magnitudes >= least)) - k
+    chosen = magnitudes >= least
+    chosen[ties[len(ties) - spare :]] = False
+    places: Array = found[chosen]
+    return places
+
+
+def at_least(x: Array, magnitude: float, *, beyond: bool = False) -> Array:
+    """Where the magnitude of `x`, float32 (n,), is so large, or `beyond` it: int64, ascending."""
+    bits = x.view(np.int32)
+    least = _bits_of(magnitude) + beyond
+    found = np.empty(count_at_least(bits, least), np.int64)
+    list_at_least(bits, least, found)
+    return found
+
+
+def _bits_of(magnitude: float) -> int:
+    return int(np.float32(magnitude).view(np.int32))
+
+
+class Everything(Selector):
+    """Selects all."""
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        return np.arange(x.size)
+
+
+class TopK(Selector):
+    """The elements with the largest magnitudes, a share `ratio` of all: max(1, int(elements * ratio))."""
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self.ratio = share(ratio)
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        return largest(x, wanted(self.ratio, x.size))
+
+
+class BlockTopK(Selector):
+    """The blocks with the largest norms, a share `ratio` of all. They travel as blocks, without a list of elements."""
+
+    unit: Unit = "blocks"
+
+    def __init__(self, ratio: float = 0.01, block_size: int = BLOCK) -> None:
+        self.ratio, self.block_size = share(ratio), block_size
+        if block_size < 8 or block_size % 8:
+            raise UsageError(f"block_size {block_size}: expected a multiple of 8")
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        squares = block_squares(x, self.block_size)
+        return largest(squares, wanted(self.ratio, squares.size))
+
+
+def block_squares(x: Array, block_size: int) -> Array:
+    """The squared norm of each block of `x`, float32 (elements,), the short last one included: float32 (blocks,)."""
+    whole = x.size // block_size
+    squares = np.empty(whole + (x.size % block_size > 0), np.float32)
+    sum_squares(x[: whole * block_size].reshape(whole, block_size), squares[:whole])
+    if whole < squares.size:
+        sum_squares(x[whole * block_size :].reshape(1, -1), squares[whole:])
+    return squares
+
+
+class RandomK(Selector):
+    """Elements drawn at random, a share `ratio` of all. All ranks draw the same ones, from the seed, the name and the
+    step; no generator of the caller is touched."""
+
+    is_common = True
+
+    def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
+        self.ratio, self.seed = share(ratio), seed
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        text = f"{self.seed} {step} {name}".encode()
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+        rng = np.random.Generator(np.random.Philox(key=key))
+        drawn = rng.choice(x.size, wanted(self.ratio, x.size), replace=False, shuffle=False) if x.size else np.empty(0)
+        return np.sort(drawn.astype(np.int64))
+
+
+class Threshold(Selector):
+    """The elements whose magnitude is above `threshold`: any number of them, also none."""
+
+    def __init__(self, threshold: float = 0.01) -> None:
+        self.threshold = _positive(threshold)
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        return at_least(x, self.threshold, beyond=True)
+
+
+class GuardedThreshold(Threshold):
+    """The elements whose magnitude is above `threshold`; if these are less than a share `ratio` of all, the largest
+    ones, so many: a threshold that is too high sends something all the same."""
+
+    def __init__(self, threshold: float = 0.01, ratio: float = 0.01) -> None:
+        super().__init__(threshold)
+        self.ratio = share(ratio)
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        least, bits = wanted(self.ratio, x.size), x.view(np.int32)
+        if count_at_least(bits, _bits_of(self.threshold) + 1) < least:
+            return largest(x, least)
+        return super().select(x, name, step)
+
+
+class DgcSampling(Selector):
+    """About a share `ratio` of the elements, above a threshold that a sample of 1 % of them gives.
+
+    The threshold is multiplied by 1.3 or 0.7, up to ten times, until 0.7 to 1.3 times as many as wanted are above it.
+    After Lin et al., "Deep Gradient Compression", ICLR 2018.
+    """
+
+    SAMPLE, UP, DOWN, ROUNDS = 0.01, 1.3, 0.7, 10
+
+    def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
+        self.ratio = share(ratio)
+        self._sampler = RandomK(self.SAMPLE, seed)
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        if not x.size:
+            return np.empty(0, np.int64)
+        sample = np.ascontiguousarray(x[self._sampler.select(x, name, step)])
+        magnitudes = np.abs(sample[largest(sample, wanted(self.ratio, sample.size))])
+        threshold, aim = float(np.min(magnitudes)), self.ratio * x.size
+        for _ in range(self.ROUNDS):
+            count = count_at_least(x.view(np.int32), _bits_of(threshold))
+            if self.DOWN * aim <= count <= self.UP * aim or not threshold:
+                break
+            threshold *= self.UP if count > aim else self.DOWN
+        return at_least(x, threshold)
+
+
+class Adaptive(Selector):
+    """About a share `ratio` of the elements, above a threshold that follows the gradients from step to step.
+
+    The first step of a name selects exactly so many. Each next one takes the threshold of the last one, and moves it by
+    how far the last one was off. So it reads the gradient once. What is more than `most` times as many as wanted is not
+    sent: then it selects exactly, and starts anew.
+    """
+
+    MOST, GAIN = 4.0, 0.5
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self.ratio = share(ratio)
+        self._thresholds: dict[str, float] = {}
+
+    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+        aim = wanted(self.ratio, x.size)
+        threshold = self._thresholds.get(name, np.nan)
+        count = count_at_least(x.view(np.int32), _bits_of(threshold)) if threshold > 0 else 0
+        if not aim / self.MOST <= count <= aim * self.MOST or not x.size:
+            found = largest(x, aim)
+            self._thresholds[name] = float(np.abs(x[found]).min()) if found.size else np.nan
+            return found
+        found = at_least(x, threshold)
+        self._thresholds[name] = threshold * (count / aim) ** self.GAIN
+        return found
+
+
+def _positive(threshold: object) -> float:
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < np.inf:
+        raise UsageError(f"threshold {threshold!r}: expected a number from 0 on")
+    return float(threshold)
