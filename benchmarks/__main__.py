@@ -5,8 +5,8 @@ summary.json which targets are met.
 `plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
 `all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
-`threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `plan` how near predictions
-come.
+`threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `selectors` what it takes to
+select, `plan` how near predictions come.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
 from benchmarks.plans import compare_plans, show_plans
 from benchmarks.profiling import profile_case
+from benchmarks.selectors import measure as measure_selectors
 from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
@@ -232,6 +233,17 @@ def codecs(turns: int, rate: str) -> None:
     """Time an all-reduce with each codec, on hosts with shaped links (as root) and over shared memory. Exit status 3
     when int8 is not as fast as it should be."""
     _expect_met(lambda console, turns: measure_codecs(console, turns, rate), turns)
+
+
+@main.command()
+@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
+def selectors(turns: int) -> None:
+    """Time the selection of a part of a tensor, against torch.topk and against a bare scan. Exit status 3 when it is
+    not as fast as it should be."""
+    try:
+        _expect_met(measure_selectors, turns)
+    except ImportError as error:
+        raise click.ClickException(f"{error}; `make torch` installs it") from error
 
 
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:

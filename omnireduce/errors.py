@@ -81,9 +81,14 @@ class CollectiveTimeoutError(AbortedError):
 
 
 def left_because(error: BaseException) -> str:
-    """What the other ranks read when `error` ends a rank: its type and the beginning of its text, in one line."""
+    """What the other ranks read when `error` ends a rank."""
+    return f"left because of {in_a_line(error)}"
+
+
+def in_a_line(error: BaseException) -> str:
+    """The type of an error and the beginning of its text, in one line that can be sent."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:LONGEST_TEXT]
-    return "left because of " + text.encode(errors="backslashreplace").decode()  # a file's name in it may not be UTF-8
+    return text.encode(errors="backslashreplace").decode()  # a file's name in it may not be UTF-8
 
 
 def fault_of_codec(error: BaseException) -> str:

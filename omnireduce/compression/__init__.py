@@ -4,10 +4,12 @@ selectors     what to send: elements, or blocks
 codecs        how blocks travel (omnireduce/kernels/codecs, because aggregators use them, too)
 memories      what is kept for later
 compressed    all three together, on a communicator
+powersgd      matrices as thin factors
 """
 
 from omnireduce.compression.compressed import Compression
 from omnireduce.compression.memories import DgcMomentum, Memory, NoMemory, Residual
+from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import (
     Adaptive,
     BlockTopK,
@@ -32,6 +34,7 @@ __all__ = [
     "GuardedThreshold",
     "Memory",
     "NoMemory",
+    "PowerSgd",
     "RandomK",
     "Residual",
     "Selector",

@@ -1,10 +1,11 @@
 """Memories: what of a gradient was not sent, and how it comes back in a later step.
 
-In each step a memory first gives what is to be sent of, `compensate`. Then it is told what was sent of that, and keeps
-the rest: `keep_elements` after a selector, `keep_rest` after a codec. What it keeps it knows by the name of the
-gradient. It differs between ranks: save `state_dict` on each of them.
+In each step a memory first gives what is to be sent of, `compensate`. Once that has been sent, it is told what: by
+`keep_selected` after a selector, by `keep_rest` after a codec. Then it keeps the rest. Until then it keeps what it had:
+where a collective fails, the step can be made again.
 
-Arrays are flat, contiguous and of float32.
+What it keeps it knows by the name of the gradient. It differs between ranks: save `state_dict` on each of them. Arrays
+are flat, contiguous and of float32.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Memory(ABC):
 
     def __init__(self) -> None:
         self._kept: State = {sort: {} for sort in self.sorts}
+        self._next: State = {sort: {} for sort in self.sorts}  # what is kept once something has been sent
 
     @abstractmethod
     def compensate(self, gradient: Array, name: str) -> Array:
@@ -43,14 +45,24 @@ class Memory(ABC):
     def keep_rest(self, name: str, sent: Array) -> None:
         """`sent` stands for what `compensate` gave; keep the difference."""
 
-    def _of(self, sort: str, name: str, like: Array) -> Array:
-        """What is kept: zeros at first. Raises UsageError for a gradient of another size than before."""
+    def _both(self, sort: str, name: str, like: Array) -> tuple[Array, Array]:
+        """What is kept, zeros at first, and room for what comes next. Raises UsageError for a gradient of another size
+        than before."""
         kept = self._kept[sort].get(name)
         if kept is None:
             kept = self._kept[sort][name] = np.zeros_like(like)
         if kept.shape != like.shape:
             raise UsageError(f"gradient '{name}' has {like.size} elements; it had {kept.size} before")
-        return kept
+        room = self._next[sort].get(name)
+        if room is None or room.shape != like.shape:
+            room = self._next[sort][name] = np.empty_like(like)
+        return kept, room
+
+    def _commit(self, name: str) -> None:
+        """Keep what comes next, but nothing that is not finite: it was sent, and must not come back in each step."""
+        for sort in self.sorts:
+            drop_overflow(self._next[sort][name])
+            self._kept[sort][name], self._next[sort][name] = self._next[sort][name], self._kept[sort][name]
 
     def state_dict(self) -> State:
         """A copy of all that is kept, for `load_state_dict`."""
@@ -66,8 +78,9 @@ class Memory(ABC):
     def forget(self, names: Iterable[str]) -> None:
         """Keep nothing of these gradients any more."""
         for name in list(names):
-            for kept in self._kept.values():
-                kept.pop(name, None)
+            for sort in self.sorts:
+                self._kept[sort].pop(name, None)
+                self._next[sort].pop(name, None)
 
 
 class NoMemory(Memory):
@@ -92,69 +105,76 @@ class Residual(Memory):
 
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
         super().__init__()
-        self.beta, self.gamma = np.float32(beta), np.float32(gamma)
+        self.beta, self.gamma = finite(beta, "beta"), finite(gamma, "gamma")
 
     def compensate(self, gradient: Array, name: str) -> Array:
-        left = self._of("residuals", name, gradient)
+        left, x = self._both("residuals", name, gradient)
         with overflowing():
-            if self.beta != 1:
-                left *= self.beta
-            left += gradient if self.gamma == 1 else gradient * self.gamma
-        return left
+            np.multiply(left, self.beta, out=x)
+            x += gradient if self.gamma == 1 else gradient * self.gamma
+        return x
 
     def keep_selected(self, name: str, places: Array, selector: Selector) -> None:
-        left = self._kept["residuals"][name]
-        clear(left, places, selector)
-        drop_overflow(left)
+        clear(self._next["residuals"][name], places, selector)
+        self._commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:
-        left = self._kept["residuals"][name]
+        x = self._next["residuals"][name]
         with overflowing():
-            left -= sent
-        drop_overflow(left)
+            x -= sent
+        self._commit(name)
 
 
 class DgcMomentum(Memory):
     """Momentum where few elements are sent: each element's own, until it is sent.
 
-    v = momentum × v + gradient, u = u + v, and u is sent of; where it was sent, u and v become 0. `clip`: before that
-    the gradient is scaled down to this norm divided by the square root of the number of `ranks`, if its norm is larger.
-    After Lin et al., "Deep Gradient Compression", ICLR 2018.
+    v = momentum × v + gradient, u = u + v, and u is sent of; where it was sent, u and v become 0, and of u what was
+    rounded off stays. `clip`: before that a gradient with a larger norm is scaled down to this one. The authors take
+    the norm for the sum of N ranks, divided by the square root of N. After Lin et al., "Deep Gradient Compression",
+    ICLR 2018.
     """
 
     sorts = ("momenta", "sums")
 
-    def __init__(self, momentum: float = 0.9, clip: float | None = None, ranks: int = 1) -> None:
+    def __init__(self, momentum: float = 0.9, clip: float | None = None) -> None:
         super().__init__()
-        if clip is not None and not clip > 0:
+        self.momentum = finite(momentum, "momentum")
+        self.clip = None if clip is None else float(finite(clip, "clip"))
+        if self.clip is not None and self.clip <= 0:
             raise UsageError(f"clip {clip!r}: expected a norm above 0, or None")
-        self.momentum, self.clip = np.float32(momentum), None if clip is None else clip / ranks**0.5
 
     def compensate(self, gradient: Array, name: str) -> Array:
-        velocity, total = self._of("momenta", name, gradient), self._of("sums", name, gradient)
+        (momentum, velocity), (left, total) = (self._both(sort, name, gradient) for sort in self.sorts)
         with overflowing():
-            velocity *= self.momentum
+            np.multiply(momentum, self.momentum, out=velocity)
             velocity += self._clipped(gradient)
-            total += velocity
+            np.add(left, velocity, out=total)
         return total
 
     def _clipped(self, gradient: Array) -> Array:
+        """NaN and infinities have no part in the norm, and stay what they are."""
         if self.clip is None:
             return gradient
-        norm = float(np.linalg.norm(gradient))
+        norm = float(np.linalg.norm(gradient[np.isfinite(gradient)].astype(np.float64)))
         return gradient if norm <= self.clip else gradient * np.float32(self.clip / norm)
 
     def keep_selected(self, name: str, places: Array, selector: Selector) -> None:
-        for kept in self._kept.values():
-            clear(kept[name], places, selector)
-            drop_overflow(kept[name])
+        for sort in self.sorts:
+            clear(self._next[sort][name], places, selector)
+        self._commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:
-        total = self._kept["sums"][name]
         with overflowing():
-            total -= sent
-        for kept in self._kept.values():
-            drop_overflow(kept[name])
+            self._next["sums"][name] -= sent
+        self._next["momenta"][name][sent != 0] = 0
+        self._commit(name)
+
+
+def finite(number: object, what: str) -> np.float32:
+    """A factor. Raises UsageError for what is none."""
+    if isinstance(number, bool) or not isinstance(number, int | float | np.floating) or not np.isfinite(number):
+        raise UsageError(f"{what} {number!r}: expected a finite number")
+    return np.float32(number)
 
 
 def overflowing() -> np.errstate:
@@ -163,7 +183,7 @@ def overflowing() -> np.errstate:
 
 
 def drop_overflow(x: Array) -> None:
-    """Zero what is not finite of `x`, float32 (elements,): it was sent, and must not come back in each later step."""
+    """Zero what is not finite of `x`, float32 (elements,)."""
     with overflowing():
         is_finite = np.isfinite(np.dot(x, x))
     if not is_finite:  # or so large that only its square is not

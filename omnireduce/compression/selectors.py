@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from omnireduce.compression.sums import check_values
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.select import (
@@ -25,6 +26,7 @@ from omnireduce.kernels.select import (
     list_at_least,
     sum_squares,
 )
+from omnireduce.runtime.member.numbers import whole
 
 Unit = Literal["elements", "blocks"]
 BLOCK = 256  # elements
@@ -38,17 +40,21 @@ class Selector(ABC):
     block_size = 1
     is_common = False
 
-    @abstractmethod
     def select(self, x: Array, name: str = "", step: int = 0) -> Array:
         """The places that are selected in `x`, float32 (elements,), ascending: int64 (n,).
 
-        `name` and `step` say which gradient this is, and of which step.
+        `name` and `step` say which gradient this is, and of which step. Raises UsageError for another array.
         """
+        return self.choose(check_values(x), name, step)
+
+    @abstractmethod
+    def choose(self, x: Array, name: str, step: int) -> Array:
+        """What `select` returns, for an array that is as it should be."""
 
 
 def share(ratio: object) -> float:
     """`ratio` as a number. Raises UsageError unless it is above 0 and at most 1."""
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float | np.floating) or not 0 < ratio <= 1:
         raise UsageError(f"ratio {ratio!r}: expected more than 0 and at most 1")
     return float(ratio)
 
@@ -96,7 +102,7 @@ def _bits_of(magnitude: float) -> int:
 class Everything(Selector):
     """Selects all."""
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         return np.arange(x.size)
 
 
@@ -106,7 +112,7 @@ class TopK(Selector):
     def __init__(self, ratio: float = 0.01) -> None:
         self.ratio = share(ratio)
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         return largest(x, wanted(self.ratio, x.size))
 
 
@@ -116,11 +122,11 @@ class BlockTopK(Selector):
     unit: Unit = "blocks"
 
     def __init__(self, ratio: float = 0.01, block_size: int = BLOCK) -> None:
-        self.ratio, self.block_size = share(ratio), block_size
+        self.ratio, self.block_size = share(ratio), whole(block_size, "block_size")
         if block_size < 8 or block_size % 8:
             raise UsageError(f"block_size {block_size}: expected a multiple of 8")
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         squares = block_squares(x, self.block_size)
         return largest(squares, wanted(self.ratio, squares.size))
 
@@ -144,7 +150,7 @@ class RandomK(Selector):
     def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
         self.ratio, self.seed = share(ratio), seed
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         text = f"{self.seed} {step} {name}".encode()
         key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
         rng = np.random.Generator(np.random.Philox(key=key))
@@ -158,7 +164,7 @@ class Threshold(Selector):
     def __init__(self, threshold: float = 0.01) -> None:
         self.threshold = _positive(threshold)
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         return at_least(x, self.threshold, beyond=True)
 
 
@@ -170,11 +176,11 @@ class GuardedThreshold(Threshold):
         super().__init__(threshold)
         self.ratio = share(ratio)
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         least, bits = wanted(self.ratio, x.size), x.view(np.int32)
         if count_at_least(bits, _bits_of(self.threshold) + 1) < least:
             return largest(x, least)
-        return super().select(x, name, step)
+        return super().choose(x, name, step)
 
 
 class DgcSampling(Selector):
@@ -190,7 +196,7 @@ class DgcSampling(Selector):
         self.ratio = share(ratio)
         self._sampler = RandomK(self.SAMPLE, seed)
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         if not x.size:
             return np.empty(0, np.int64)
         sample = np.ascontiguousarray(x[self._sampler.select(x, name, step)])
@@ -208,8 +214,8 @@ class Adaptive(Selector):
     """About a share `ratio` of the elements, above a threshold that follows the gradients from step to step.
 
     The first step of a name selects exactly so many. Each next one takes the threshold of the last one, and moves it by
-    how far the last one was off. So it reads the gradient once. What is more than `most` times as many as wanted is not
-    sent: then it selects exactly, and starts anew.
+    how far the last one was off. So it reads the gradient once. Where it finds more than `MOST` times as
+    many as wanted, or as few, it selects exactly and starts anew.
     """
 
     MOST, GAIN = 4.0, 0.5
@@ -218,7 +224,7 @@ class Adaptive(Selector):
         self.ratio = share(ratio)
         self._thresholds: dict[str, float] = {}
 
-    def select(self, x: Array, name: str = "", step: int = 0) -> Array:
+    def choose(self, x: Array, name: str, step: int) -> Array:
         aim = wanted(self.ratio, x.size)
         threshold = self._thresholds.get(name, np.nan)
         count = count_at_least(x.view(np.int32), _bits_of(threshold)) if threshold > 0 else 0
@@ -232,6 +238,8 @@ class Adaptive(Selector):
 
 
 def _positive(threshold: object) -> float:
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < np.inf:
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float | np.floating):
+        raise UsageError(f"threshold {threshold!r}: expected a number from 0 on")
+    if not 0 <= threshold < np.inf:
         raise UsageError(f"threshold {threshold!r}: expected a number from 0 on")
     return float(threshold)

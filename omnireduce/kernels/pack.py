@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import LINE_BYTES, kernel, prefetch, prefetch_to_write, row_of, span_of
+from omnireduce.kernels.jit import LINE_BYTES, kernel, prefetch, prefetch_to_write
 
 LINE = LINE_BYTES // 8  # words
 AHEAD = 1024  # words between what is scanned and what is fetched: the processor alone looks less far
@@ -110,16 +110,6 @@ def pack_noted(
         if shards > 1 and cursor % stripe == 0:
             cursor += (shards - 1) * stripe
     return count, min(cursor, limit)
-
-
-@kernel
-def gather_rows(slots: Array, starts: Array, rows: Array) -> None:
-    """Copy to each of `rows` what lies from its start on. `slots`: uint8 (bytes,); `starts`: int64 (n,); `rows`: uint8
-    (n, row bytes)."""
-    for k in range(starts.size):
-        row, out = span_of(slots, starts[k], rows.shape[1]), row_of(rows, k)
-        for i in range(out.size):
-            out[i] = row[i]
 
 
 @kernel

@@ -14,7 +14,7 @@ from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
-from omnireduce.kernels.pack import gather_rows, pack_blocks, pack_noted, pack_rows
+from omnireduce.kernels.pack import pack_blocks, pack_noted, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleeps, get_counter, set_counter
 from omnireduce.kernels.runs import expand_runs, list_runs
@@ -71,7 +71,6 @@ def _of_aggregator() -> Iterator[Kernel]:
         reduce_half_blocks, OPS["sum"], True, half, parts, half.reshape(1, 8), scratch, scratch.view(np.uint32), 1
     )
 
-    yield partial(gather_rows, row[0], np.zeros(1, np.int64), row.copy())
     yield from _of_codecs()
 
 
@@ -80,8 +79,7 @@ def _of_codecs() -> Iterator[Kernel]:
     for codec in BUILT_IN.values():
         encoded = np.zeros((1, codec.block_bytes(8)), np.uint8)
         yield partial(codec.encode, values, encoded, keys)
-        yield partial(codec.add, encoded, where, values)
-        yield partial(codec.decode, encoded, values)
+        yield partial(codec.sum, encoded.reshape(-1), where.reshape(1, 1), values)
 
 
 def _of_worker() -> Iterator[Kernel]:

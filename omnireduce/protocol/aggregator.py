@@ -9,10 +9,11 @@ import numpy as np
 from omnireduce.descriptor import Descriptor, decode_descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.kernels.codecs.draws import SUM
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.protocol.account import Account, Wait
 from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
-from omnireduce.protocol.coding import codec_of
+from omnireduce.protocol.coding import coding_of
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
 from omnireduce.protocol.gathering import THROUGH
 from omnireduce.protocol.hosts import Dealing
@@ -82,6 +83,7 @@ class AggregatorMachine:
         self._awaited: Collection[object] = ()  # results that come from elsewhere
         self._quiet = Quiet(warn_after_s)
         self.account, self._codecs = Account(self._numbers), codecs
+        self._encodes_as = SUM  # what codecs draw for it, nobody else draws
         self.ended: End | None = None
 
     @property
@@ -287,8 +289,8 @@ class AggregatorMachine:
             )
         if header.collective < self._number:
             raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
-        codec = codec_of(descriptor, self._codecs) if descriptor.codec else None
-        self._current = self._senders.begin(descriptor, header.collective, codec)
+        coding = coding_of(descriptor, self._codecs, header.collective, self._encodes_as) if descriptor.codec else ()
+        self._current = self._senders.begin(descriptor, *coding)
         self._descriptor, self._number = descriptor, header.collective
         self._first = rank, extra
 

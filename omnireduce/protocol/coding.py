@@ -12,45 +12,53 @@ import numpy as np
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
-from omnireduce.errors import CodecError, ProtocolError
+from omnireduce.errors import CodecError, ProtocolError, in_a_line
 from omnireduce.kernels.codecs.base import Codec
-from omnireduce.kernels.codecs.draws import block_keys
+from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import Codecs
-from omnireduce.kernels.pack import gather_rows
 from omnireduce.protocol.operands import Operand, Packed
 
 PIECE_BYTES = 1 << 19  # of float32 that are encoded, or decoded, in one step
 FLOAT_BYTES = 4
 
 
-def codec_of(descriptor: Descriptor, known: Codecs) -> Codec:
-    """How the blocks of a peer's collective travel, which has a codec. Raises ProtocolError for one that is not
-    `known`."""
+def coding_of(descriptor: Descriptor, known: Codecs, number: int, sender: int) -> tuple[Codec, int]:
+    """How the blocks of collective `number` of peers travel, which has a codec, and the key of what `sender` draws.
+    Raises ProtocolError for a codec that is not `known`."""
     if descriptor.codec not in known:
         raise ProtocolError(
             f"the codec '{descriptor.codec}' is not known here; expected {', '.join(known)}. A codec of your own "
-            "belongs into aggregator.codecs of each aggregator"
+            "belongs in aggregator.codecs of each aggregator"
         )
-    return known[descriptor.codec]
+    return known[descriptor.codec], stream_key(descriptor.seed, number, sender)
+
+
+class Scratch:
+    """The memory that it takes to encode and to decode, for one at a time."""
+
+    def __init__(self) -> None:
+        self.plain = np.empty(PIECE_BYTES // FLOAT_BYTES, np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.plain.nbytes
 
 
 class Coder:
-    """Encodes and decodes blocks of one size, and has the memory that this takes. Raises CodecError where the codec
-    fails."""
+    """Encodes and decodes blocks of one size in `scratch`. Raises CodecError where the codec fails."""
 
-    def __init__(self, name: str, codec: Codec, block_size: int) -> None:
+    def __init__(self, name: str, codec: Codec, block_size: int, scratch: Scratch) -> None:
         self.name, self._codec, self.block_size = name, codec, block_size
         self._calling = _Calling(name)
         with self._calling:
             self.block_bytes = codec.block_bytes(block_size)
         if not (isinstance(self.block_bytes, int) and 1 <= self.block_bytes <= FLOAT_BYTES * block_size):
             raise CodecError(
-                f"the codec '{name}' says that {block_size} elements take {self.block_bytes!r} bytes; expected an int "
-                f"from 1 to {FLOAT_BYTES * block_size}"
+                f"the codec '{name}' does not say how many bytes {block_size} elements take; expected an int from 1 to "
+                f"{FLOAT_BYTES * block_size}"
             )
-        self._most = max(1, PIECE_BYTES // (FLOAT_BYTES * block_size))
-        self._plain = np.empty((self._most, block_size), np.float32)
-        self._gathered = np.empty((self._most, self.block_bytes), np.uint8)
+        self._most = scratch.plain.size // block_size
+        self._plain = scratch.plain[: self._most * block_size].reshape(self._most, block_size)
 
     def suits(self, descriptor: Descriptor) -> bool:
         return (self.name, self.block_size) == (descriptor.codec, descriptor.layout.block_size)
@@ -66,8 +74,9 @@ class Coder:
             plain = self._plain.view(operand.row_dtype)[:room]
             packed = operand.pack(shard, cursor, span, plain, own)
             fresh = packed.block_count
-            with self._calling:
-                self._codec.encode(self._plain[:fresh], rows[count : count + fresh], block_keys(key, own[:fresh]))
+            if fresh:
+                with self._calling:
+                    self._codec.encode(self._plain[:fresh], rows[count : count + fresh], block_keys(key, own[:fresh]))
             count += fresh
             span -= stripes.count(packed.cursor) - stripes.count(cursor)
             cursor = packed.cursor
@@ -89,34 +98,12 @@ class Coder:
         for piece in self._pieces(len(parts)):
             some = parts[piece]
             totals = self._plain[: len(some)]
-            self._add_all(slots, some, totals)
+            with self._calling:
+                self._codec.sum(slots, some, totals)
             if divisor != 1:
                 totals /= divisor
             with self._calling:
                 self._codec.encode(totals, out[piece], block_keys(key, numbers[piece]))
-
-    def _add_all(self, slots: Array, parts: Array, totals: Array) -> None:
-        is_first = True
-        for starts in parts.T:
-            where = np.flatnonzero(starts >= 0)
-            encoded = self._rows_at(slots, starts[where]) if where.size else self._gathered[:0]
-            with self._calling:
-                if is_first and where.size == len(totals):
-                    self._codec.decode(encoded, totals)
-                else:
-                    if is_first:
-                        totals[:] = 0
-                    self._codec.add(encoded, where, totals)
-            is_first = False
-
-    def _rows_at(self, slots: Array, starts: Array) -> Array:
-        """The encoded blocks that begin there: uint8 (blocks, block bytes). Those of one message ascend."""
-        first, stop = int(starts[0]), int(starts[-1]) + self.block_bytes
-        if stop - first == starts.size * self.block_bytes:  # one behind the other
-            return slots[first:stop].reshape(starts.size, self.block_bytes)
-        gathered = self._gathered[: starts.size]
-        gather_rows(slots, starts, gathered)
-        return gathered
 
     def _pieces(self, blocks: int) -> Iterator[slice]:
         return (slice(at, min(at + self._most, blocks)) for at in range(0, blocks, self._most))
@@ -131,5 +118,5 @@ class _Calling:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            raise CodecError(f"the codec '{self._name}' failed: {type(error).__name__}: {error}") from error
+        if isinstance(error, Exception | SystemExit):
+            raise CodecError(f"the codec '{self._name}' failed: {in_a_line(error)}") from error

@@ -9,16 +9,15 @@ import numpy as np
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.kernels.codecs.base import Codec
-from omnireduce.kernels.codecs.draws import SUM, stream_key
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
-from omnireduce.protocol.coding import FLOAT_BYTES, Coder
+from omnireduce.protocol.coding import FLOAT_BYTES, Coder, Scratch
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.wire.blocks import HEADER_BYTES, capacity
 
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
 HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
-CODED_WORK = 4  # of one byte of float32 that is decoded and encoded
+CODED_WORK = 2  # of one byte of float32 that is decoded and encoded
 FORMATS = 16  # that are kept: programs mix few
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are combined in one step
 _NO_NUMBERS = np.empty(0, np.int64)
@@ -62,19 +61,21 @@ class Combiner:
         self._senders, self._slots, self._results = senders, slots, results
         self._lengths, self._most_blocks, self._piece_bytes = lengths, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
+        self._coding: Scratch | None = None  # once a codec is used
         self._formats: dict[tuple[str, int, str], Format] = {}  # by dtype, block size and codec, the last used behind
 
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        return self._scratch.nbytes
+        return self._scratch.nbytes + (0 if self._coding is None else self._coding.nbytes)
 
-    def begin(self, descriptor: Descriptor, number: int = 0, codec: Codec | None = None) -> Format:
-        """Make ready for collective `number`; return how its blocks lie. Raises CodecError."""
-        key = descriptor.element.name, descriptor.layout.block_size, descriptor.codec
-        self._format = self._formats.pop(key) if key in self._formats else self._new_format(descriptor, codec)
-        self._key = 0 if codec is None else stream_key(descriptor.seed, number, SUM)
-        self._formats[key] = self._format
+    def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Format:
+        """Make ready for a collective whose blocks travel as `codec` says; return how they lie. `key`: of what it draws
+        for sums. Raises CodecError."""
+        kind = descriptor.element.name, descriptor.layout.block_size, descriptor.codec
+        self._format = self._formats.pop(kind) if kind in self._formats else self._new_format(descriptor, codec)
+        self._formats[kind] = self._format
+        self._key = key
         if len(self._formats) > FORMATS:
             del self._formats[next(iter(self._formats))]
         self._op = op_code(descriptor.op, descriptor.element)
@@ -86,7 +87,8 @@ class Combiner:
         storage, coder, byte_work = element.storage, None, HALF_WORK if element.is_half else 1
         columns = max(1, self._piece_bytes // (self._senders * element.storage.itemsize))
         if codec is not None:
-            coder, storage = Coder(descriptor.codec, codec, block_size), BYTES
+            self._coding = self._coding or Scratch()
+            coder, storage = Coder(descriptor.codec, codec, block_size, self._coding), BYTES
             byte_work = max(1, CODED_WORK * FLOAT_BYTES * block_size // coder.block_bytes)
             block_size = block_bytes = columns = coder.block_bytes
         fitting = capacity(self._slots.shape[1], block_bytes)

@@ -78,11 +78,11 @@ class Reduction:
 
     def begin(
         self, descriptor: Descriptor, stripes: Stripes,
-        *, number: int = 0, codec: Codec | None = None, marks: bool = True,
+        *, codec: Codec | None = None, key: int = 0, marks: bool = True,
     ) -> None:  # fmt: skip
-        """Start collective `number`, whose blocks are all of `stripes` and travel as `codec` says. `marks`: results say
-        which blocks one sender alone has brought. Raises CodecError."""
-        self._format = form = self._combiner.begin(descriptor, number, codec)
+        """Start a collective whose blocks are all of `stripes` and travel as `codec` says; `key`: of what it draws for
+        sums. `marks`: results say which blocks one sender alone has brought. Raises CodecError."""
+        self._format = form = self._combiner.begin(descriptor, codec, key)
         self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes))
         # 16-bit floats go through float32 and back, which may change the bits of a NaN; a rank has no encoded blocks
         self._sole_is_result = marks and descriptor.op == "sum" and not form.half and codec is None

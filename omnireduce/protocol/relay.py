@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
+from omnireduce.kernels.codecs.draws import SUM
 from omnireduce.protocol.account import Wait
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
@@ -74,6 +75,7 @@ class RelayMachine(AggregatorMachine):
         self._up = len(members)  # how many members there are, and the first uplink
         self._down = ResultSlots(len(results))  # slots with results that members still read
         self._heads = [NO_HEADER] * len(members)  # of the message of each member that is open
+        self._encodes_as = SUM + 1 + self._numbers[0]
         self._passes = False  # the current collective is not summed here
         self.passing: list[set[int]] = [set() for _ in members]  # receive slots of which the messages are on their way
         self._awaited: deque[_Awaited] = deque()

@@ -38,8 +38,9 @@ class Senders:
         self.places = {rank: rank for rank in self.ranks}  # in the reduction
         self.waits = False
 
-    def begin(self, descriptor: Descriptor, number: int, codec: Codec | None) -> Reduction:
-        """Begin collective `number`, whose blocks travel as `codec` says. Raises CodecError."""
+    def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Reduction:
+        """Begin a collective whose blocks travel as `codec` says; `key`: of what it draws for sums. Raises
+        CodecError."""
         by_host = self.delegates != () and descriptor.summed_by_host
         self.waits = by_host and not descriptor.has_rows and self.has_hosts
         self.ranks = self.delegates if by_host else self._everybody
@@ -47,5 +48,5 @@ class Senders:
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
         self.reduction = self._of_hosts if by_host else self._of_ranks
         stripes = self._dealing.layout(descriptor).stripes(self._shard)
-        self.reduction.begin(descriptor, stripes, number=number, codec=codec, marks=self._marks)
+        self.reduction.begin(descriptor, stripes, codec=codec, key=key, marks=self._marks)
         return self.reduction

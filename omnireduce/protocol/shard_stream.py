@@ -11,7 +11,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.layout import Stripes
-from omnireduce.protocol.coding import Coder
+from omnireduce.protocol.coding import Coder, Scratch
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
 from omnireduce.protocol.lengths import Lengths
@@ -39,6 +39,7 @@ class ShardStream:
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._runs = np.empty((0, 2), np.int64)
         self._coder: Coder | None = None  # the one used last
+        self._memory: Scratch | None = None  # for it
 
     def submit(self, collective: Collective) -> None:
         self._outgoing.append(collective)
@@ -165,7 +166,8 @@ class ShardStream:
         descriptor = collective.descriptor
         if self._coder is None or not self._coder.suits(descriptor):
             assert collective.codec is not None
-            self._coder = Coder(descriptor.codec, collective.codec, descriptor.layout.block_size)
+            self._memory = self._memory or Scratch()
+            self._coder = Coder(descriptor.codec, collective.codec, descriptor.layout.block_size, self._memory)
         return self._coder
 
     @staticmethod

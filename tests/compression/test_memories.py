@@ -77,9 +77,29 @@ def test_momentum_is_kept_until_it_is_sent() -> None:
 
 
 def test_a_long_gradient_is_clipped() -> None:
-    memory = DgcMomentum(0.9, clip=10.0, ranks=4)
+    memory = DgcMomentum(0.9, clip=5.0)
     assert memory.compensate(np.array([6, 8], np.float32), "w").tolist() == [3, 4]
     assert memory.compensate(np.array([3, 4], np.float32), "v").tolist() == [3, 4]
+
+
+def test_what_is_not_finite_has_no_part_in_the_norm() -> None:
+    x = DgcMomentum(0.9, clip=5.0).compensate(np.array([6, np.nan, 8, np.inf], np.float32), "w")
+    assert x[[0, 2]].tolist() == [3, 4]
+    assert not np.isfinite(x[[1, 3]]).any()
+    large = DgcMomentum(0.9, clip=1.0).compensate(np.array([1e20, 1e18], np.float32), "w")
+    assert large[0] == pytest.approx(1.0, rel=1e-3)
+    assert large[1] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [Residual, DgcMomentum])
+def test_a_step_that_was_not_sent_can_be_made_again(make: type[Memory]) -> None:
+    once, twice, selector = make(), make(), TopK(0.3)
+    for step, gradient in enumerate(gradients(3, 5, 40)):
+        if step % 2:
+            twice.compensate(gradient, "w")
+        for memory in (once, twice):
+            memory.keep_selected("w", selector.select(memory.compensate(gradient, "w")), selector)
+    assert all((once.state_dict()[sort]["w"] == twice.state_dict()[sort]["w"]).all() for sort in once.sorts)
 
 
 @pytest.mark.parametrize("memory", [Residual(), DgcMomentum()], ids=["Residual", "DgcMomentum"])
@@ -119,3 +139,12 @@ def test_a_state_of_another_memory_and_a_gradient_of_another_size() -> None:
     with pytest.raises(UsageError, match="gradient 'w' has 5 elements; it had 4 before"):
         memory.compensate(np.ones(5, np.float32), "w")
     assert NoMemory().state_dict() == {}
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, True, "1"])
+def test_factors_are_finite_numbers(wrong: object) -> None:
+    for make in (lambda: Residual(beta=wrong), lambda: DgcMomentum(wrong), lambda: DgcMomentum(clip=wrong)):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="expected a finite number"):
+            make()
+    with pytest.raises(UsageError, match="expected a norm above 0"):
+        DgcMomentum(clip=-1.0)

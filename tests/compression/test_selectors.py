@@ -145,8 +145,17 @@ def test_places_ascend_and_the_array_stays(selector: Selector, seed: int, size: 
         (Threshold, (float("nan"),), "threshold nan"),
         (BlockTopK, (0.1, 12), "block_size 12: expected a multiple of 8"),
         (GuardedThreshold, (1.0, True), "ratio True"),
+        (BlockTopK, (0.1, 256.0), "block_size is 256.0, a float"),
     ],
 )
 def test_wrong_arguments(make: Any, arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         make(*arguments)
+
+
+@pytest.mark.parametrize("x", [np.ones(4), np.ones((2, 2), np.float32), np.ones(8, np.float32)[::2], [1.0]])
+def test_arrays_of_another_kind_are_refused(x: Any) -> None:
+    for selector in ALL:
+        with pytest.raises(UsageError, match="expected a flat, contiguous array of float32"):
+            selector.select(x)
+    assert TopK(np.float32(0.5)).select(np.ones(4, np.float32)).tolist() == [0, 1]

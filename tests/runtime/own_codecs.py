@@ -26,7 +26,7 @@ class Unlucky(Doubles):
 
     def add(self, encoded: Array, where: Array, totals: Array) -> None:
         if len(encoded) > 1:
-            raise ArithmeticError("out of luck")
+            raise ArithmeticError("out of luck \udcff" + "x" * 200_000)
 
 
 class Clumsy(Doubles):

@@ -80,6 +80,9 @@ def test_wrong_codecs_are_refused_and_the_job_goes_on(daemon: Daemon) -> None:
                 comm.allreduce(wrong, codec="int8")
         with pytest.raises(UsageError, match="expected at most 16384 with a codec"):
             comm.allreduce(x, codec="int8", block_size=1 << 15)
+        for group, op in (([np.ones(8)], "sum"), ([x], "max")):
+            with pytest.raises(UsageError, match="codec 'int8' works on no array of the group"):
+                comm.allreduce(group, op=op, codec="int8")  # type: ignore[call-overload]
         assert set(comm.allreduce(x, codec="int8")) == {2.0}
 
     run_job(configured(daemon.addresses, BY_SHARDS), 2, run)
@@ -131,7 +134,9 @@ def test_a_codec_of_ones_own() -> None:
         for text in start_job(configured(daemon.addresses, BY_SHARDS), 2, run).results():
             assert "the codec 'own_codecs:Unlucky' failed: ArithmeticError: out of luck" in text
         assert run_job(config, 1, lambda comm: comm.size) == [1]  # the daemon goes on
-        assert "codec_failed" not in daemon.log or "Traceback" in daemon.log
+        assert "event=codec_failed" in daemon.log
+        assert "shard_died" not in daemon.log
+        assert "Traceback" in daemon.log
 
 
 @pytest.mark.usefixtures("importable")
@@ -157,6 +162,17 @@ def test_an_aggregator_that_does_not_name_a_codec_refuses_it(daemon: Daemon) -> 
 def test_an_unknown_codec_in_the_configuration_of_a_worker(daemon: Daemon) -> None:
     with pytest.raises(ConfigError, match=r"protocol\.codec: the codec 'nowhere:Codec' cannot be loaded"):
         Communicator(configured(daemon.addresses, "protocol.codec=nowhere:Codec"), rank=0, size=1)
+
+
+def test_blocks_that_are_too_large_for_codecs(daemon: Daemon) -> None:
+    with pytest.raises(ConfigError, match=r"protocol\.block_size 32768: expected at most 16384 with a codec"):
+        Communicator(configured(daemon.addresses, "protocol.codec=int8", "protocol.block_size=32768"), rank=0, size=1)
+
+    def run(comm: Communicator) -> Array:
+        return comm.allreduce(np.full(8, 1.001, np.float32), block_size=1 << 15)
+
+    config = configured(daemon.addresses, BY_SHARDS, "protocol.codec=sign")
+    assert run_job(config, 1, run)[0][0] == np.float32(1.001)
 
 
 def test_an_unknown_codec_in_the_configuration_of_a_daemon() -> None:

@@ -8,15 +8,14 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 
-MOST_ELEMENTS = 1 << 14  # of a block that is encoded: a shard decodes that of all ranks in one step
-
 
 class Codec(ABC):
     """How a block of float32 travels. A class of a user's own derives from this, and has no arguments.
 
     Arrays are C-contiguous. `values` and `totals`: float32, (blocks, block size). `encoded`: uint8, (blocks,
-    `block_bytes(block size)`), which may begin at any address that is even. Methods may be called from several threads,
-    for different arrays. On an aggregator they see what other processes have sent: any bytes at all.
+    `block_bytes(block size)`), which begins at an even address if a block takes an even number of bytes. There is one
+    block at least. Methods may be called from several threads, for different arrays. On an aggregator they see what
+    other processes have sent: any bytes at all. A codec is tried with a block of 8 elements when it is loaded.
     """
 
     @abstractmethod
@@ -36,3 +35,28 @@ class Codec(ABC):
         """Write what each block of `encoded` stands for to `values`."""
         values[:] = 0
         self.add(encoded, np.arange(len(encoded)), values)
+
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+        """Write to each of `totals` the sum of its parts, in their order. `parts`: int64 (blocks, senders), where in
+        `slots`, uint8 (bytes,), an encoded block begins; negative: there is none."""
+        row = np.arange(self.block_bytes(totals.shape[1]))
+        totals[:] = 0
+        for starts in parts.T:
+            where = np.flatnonzero(starts >= 0)
+            if where.size:
+                self.add(slots[starts[where, None] + row], where, totals)
+
+
+class Compiled(Codec):
+    """A codec whose sum is one kernel."""
+
+    def add(self, encoded: Array, where: Array, totals: Array) -> None:
+        values = np.empty((len(encoded), totals.shape[1]), np.float32)
+        self.decode(encoded, values)
+        totals[where] += values
+
+    def decode(self, encoded: Array, values: Array) -> None:
+        self.sum(encoded.reshape(-1), np.arange(len(encoded)).reshape(-1, 1) * encoded.shape[1], values)
+
+    @abstractmethod
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None: ...

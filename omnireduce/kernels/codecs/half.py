@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.codecs.base import Codec
-from omnireduce.kernels.jit import kernel, row_of
+from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.jit import kernel, row_of, span_of
 from omnireduce.kernels.reduce import decode_half, encode_half
 
 
@@ -22,16 +22,20 @@ def _encode(brain: bool, values: Array, bits: Array, encoded: Array) -> None:
 
 
 @kernel
-def _add(brain: bool, encoded: Array, where: Array, totals: Array, scratch: Array, bits: Array) -> None:
-    """`scratch`: float32 (block size,), and `bits` the same memory as uint32."""
-    for k in range(len(where)):
-        decode_half(brain, row_of(encoded, k), scratch, bits)
-        total = row_of(totals, where[k])
+def _sum(brain: bool, slots: Array, parts: Array, totals: Array, scratch: Array, bits: Array) -> None:
+    """`slots`: as uint16. `scratch`: float32 (block size,), and `bits` the same memory as uint32."""
+    for k in range(len(parts)):
+        total = row_of(totals, k)
         for i in range(total.size):
-            total[i] += scratch[i]
+            total[i] = 0
+        for sender in range(parts.shape[1]):
+            if parts[k, sender] >= 0:
+                decode_half(brain, span_of(slots, parts[k, sender] // 2, total.size), scratch, bits)
+                for i in range(total.size):
+                    total[i] += scratch[i]
 
 
-class Half(Codec):
+class Half(Compiled):
     """16-bit floats: bfloat16 if it is `brain`, else float16."""
 
     def __init__(self, *, brain: bool) -> None:
@@ -43,6 +47,6 @@ class Half(Codec):
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:
         _encode(self._brain, values, values.view(np.uint32), encoded.view(np.uint16))
 
-    def add(self, encoded: Array, where: Array, totals: Array) -> None:
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
         scratch = np.empty(totals.shape[1], np.float32)
-        _add(self._brain, encoded.view(np.uint16), where, totals, scratch, scratch.view(np.uint32))
+        _sum(self._brain, slots.view(np.uint16), parts, totals, scratch, scratch.view(np.uint32))

@@ -4,7 +4,7 @@
 
 The exponent is that of the largest element of the block, so that this one becomes 64 to 127. An element that is not
 finite becomes NaN, for which -128 stands; it has no part in the scale. Numbers are rounded to the nearest, ties to
-even: an error of half a scale at most, of a whole one next to the largest float32. That is 1/128 of the largest element
+even: an error of half a scale at most, of a whole one next to the largest float32. That is 1/127 of the largest element
 or less, or 2^-133 if this is more. What was encoded once stays the same when it is encoded again.
 
 Each rank sends its own scale with each block, and the aggregator adds in float32. So no sum can overflow, nothing has
@@ -18,9 +18,9 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.powers import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
-from omnireduce.kernels.jit import inlined, kernel, row_of
+from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
 
 NOT_A_NUMBER, LARGEST = -128, 127
 SCALES = np.exp2(np.arange(256) - 133.0).astype(np.float32)
@@ -79,30 +79,22 @@ def _encode(values: Array, bits: Array, numbers: Array, encoded: Array) -> None:
         encoded[k, size] = exponent
 
 
-@inlined
-def _value(number: np.int8, scale: np.float32) -> np.float32:
-    return np.float32(number) * scale if number != NOT_A_NUMBER else np.float32(np.nan)
-
-
 @kernel
-def _add(numbers: Array, encoded: Array, where: Array, totals: Array) -> None:
-    for k in range(len(where)):
-        row, total = row_of(numbers, k), row_of(totals, where[k])
-        scale = SCALES[encoded[k, total.size]]
+def _sum(numbers: Array, slots: Array, parts: Array, totals: Array) -> None:
+    """`numbers`: `slots` as int8."""
+    for k in range(len(parts)):
+        total = row_of(totals, k)
         for i in range(total.size):
-            total[i] += _value(row[i], scale)
+            total[i] = 0
+        for sender in range(parts.shape[1]):
+            start = parts[k, sender]
+            if start >= 0:
+                row, scale = span_of(numbers, start, total.size), SCALES[slots[start + total.size]]
+                for i in range(total.size):
+                    total[i] += np.float32(row[i]) * scale if row[i] != NOT_A_NUMBER else np.float32(np.nan)
 
 
-@kernel
-def _decode(numbers: Array, encoded: Array, values: Array) -> None:
-    for k in range(len(values)):
-        row, out = row_of(numbers, k), row_of(values, k)
-        scale = SCALES[encoded[k, out.size]]
-        for i in range(out.size):
-            out[i] = _value(row[i], scale)
-
-
-class Int8(Codec):
+class Int8(Compiled):
     """8-bit integers with a scale for each block."""
 
     def block_bytes(self, block_size: int) -> int:
@@ -111,8 +103,5 @@ class Int8(Codec):
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:
         _encode(values, values.view(np.int32), encoded.view(np.int8), encoded)
 
-    def add(self, encoded: Array, where: Array, totals: Array) -> None:
-        _add(encoded.view(np.int8), encoded, where, totals)
-
-    def decode(self, encoded: Array, values: Array) -> None:
-        _decode(encoded.view(np.int8), encoded, values)
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+        _sum(slots.view(np.int8), slots, parts, totals)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import drawn
 from omnireduce.kernels.codecs.powers import FRACTION, FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE, POWERS
-from omnireduce.kernels.jit import inlined, kernel, row_of
+from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
 
 LARGEST_CODE, NOT_A_NUMBER, INFINITY = 125, 126, 127
 MAGNITUDE_CODE, NEGATIVE = 127, 128  # the bits of a code
@@ -70,16 +70,21 @@ def _value(code: np.int64, top: np.int64) -> np.float32:
 
 
 @kernel
-def _add(encoded: Array, where: Array, totals: Array) -> None:
-    for k in range(len(where)):
-        row, total = row_of(encoded, k), row_of(totals, where[k])
-        top = np.int64(row[total.size])
+def _sum(slots: Array, parts: Array, totals: Array) -> None:
+    for k in range(len(parts)):
+        total = row_of(totals, k)
         for i in range(total.size):
-            value = _value(np.int64(row[i] & MAGNITUDE_CODE), top)
-            total[i] += -value if row[i] & NEGATIVE else value
+            total[i] = 0
+        for sender in range(parts.shape[1]):
+            start = parts[k, sender]
+            if start >= 0:
+                row, top = span_of(slots, start, total.size), np.int64(slots[start + total.size])
+                for i in range(total.size):
+                    value = _value(np.int64(row[i] & MAGNITUDE_CODE), top)
+                    total[i] += -value if row[i] & NEGATIVE else value
 
 
-class Natural(Codec):
+class Natural(Compiled):
     """Powers of two, rounded at random."""
 
     def block_bytes(self, block_size: int) -> int:
@@ -89,5 +94,5 @@ class Natural(Codec):
         with np.errstate(over="ignore"):  # of random numbers, with the JIT off
             _encode(values.view(np.int32), encoded, keys)
 
-    def add(self, encoded: Array, where: Array, totals: Array) -> None:
-        _add(encoded, where, totals)
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+        _sum(slots, parts, totals)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.codecs.base import Codec
-from omnireduce.kernels.jit import kernel, row_of
+from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.jit import kernel, row_of, span_of
 
 BITS = 8  # of a byte, the lowest one first
 
@@ -30,15 +30,20 @@ def _encode(values: Array, encoded: Array) -> None:
 
 
 @kernel
-def _add(encoded: Array, where: Array, totals: Array) -> None:
-    for k in range(len(where)):
-        row, total = row_of(encoded, k), row_of(totals, where[k])
-        for byte in range(row.size):
-            for bit in range(BITS):
-                total[BITS * byte + bit] += np.float32(1) - np.float32(2) * np.float32((row[byte] >> bit) & 1)
+def _sum(slots: Array, parts: Array, totals: Array) -> None:
+    for k in range(len(parts)):
+        total = row_of(totals, k)
+        for i in range(total.size):
+            total[i] = 0
+        for sender in range(parts.shape[1]):
+            if parts[k, sender] >= 0:
+                row = span_of(slots, parts[k, sender], total.size // BITS)
+                for byte in range(row.size):
+                    for bit in range(BITS):
+                        total[BITS * byte + bit] += np.float32(1) - np.float32(2) * np.float32((row[byte] >> bit) & 1)
 
 
-class Sign(Codec):
+class Sign(Compiled):
     """Signs, and their majority."""
 
     def block_bytes(self, block_size: int) -> int:
@@ -47,5 +52,5 @@ class Sign(Codec):
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:
         _encode(values, encoded)
 
-    def add(self, encoded: Array, where: Array, totals: Array) -> None:
-        _add(encoded, where, totals)
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+        _sum(slots, parts, totals)

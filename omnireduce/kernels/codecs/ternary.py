@@ -1,4 +1,4 @@
-"""-1, 0 or 1, times one scale for each block: five elements in a byte, a 19th of the bytes of 256 elements.
+"""-1, 0 or 1, times one scale for each block: five elements in a byte, an 18th of the bytes of 256 elements.
 
     scale (float32) | digits (uint8 for five elements, to base 3: 0, 1, 2 stand for -1, 0, 1)
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import drawn
 from omnireduce.kernels.codecs.powers import INFINITE, MAGNITUDE
-from omnireduce.kernels.jit import inlined, kernel, row_of
+from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
 
 SCALE_BYTES, IN_BYTE, BASE = 4, 5, 3
 NOT_A_NUMBER = 0x7FC0_0000  # the bits of such a float32
@@ -55,20 +55,30 @@ def _encode(values: Array, bits: Array, encoded: Array, scale: Array, scale_bits
 
 
 @kernel
-def _add(encoded: Array, where: Array, totals: Array, scale: Array, scale_bytes: Array) -> None:
+def _sum(slots: Array, parts: Array, totals: Array, scale: Array, scale_bytes: Array) -> None:
     """`scale`: float32 (1,); `scale_bytes` the same memory as uint8."""
-    for k in range(len(where)):
-        row, total = row_of(encoded, k), row_of(totals, where[k])
-        for byte in range(SCALE_BYTES):
-            scale_bytes[byte] = row[byte]
-        for byte in range(SCALE_BYTES, row.size):
-            digits, start = np.int64(row[byte]), IN_BYTE * (byte - SCALE_BYTES)
-            for i in range(start, min(start + IN_BYTE, total.size)):
-                total[i] += scale[0] * np.float32(digits % BASE - 1)
-                digits //= BASE
+    for k in range(len(parts)):
+        total = row_of(totals, k)
+        for i in range(total.size):
+            total[i] = 0
+        for sender in range(parts.shape[1]):
+            at = parts[k, sender]
+            if at >= 0:
+                for byte in range(SCALE_BYTES):
+                    scale_bytes[byte] = slots[at + byte]
+                _add_digits(span_of(slots, at + SCALE_BYTES, (total.size + IN_BYTE - 1) // IN_BYTE), scale[0], total)
 
 
-class Ternary(Codec):
+@inlined
+def _add_digits(row: Array, scale: np.float32, total: Array) -> None:
+    for byte in range(row.size):
+        digits, start = np.int64(row[byte]), IN_BYTE * byte
+        for i in range(start, min(start + IN_BYTE, total.size)):
+            total[i] += scale * np.float32(digits % BASE - 1)
+            digits //= BASE
+
+
+class Ternary(Compiled):
     """Signs and zeros, rounded at random."""
 
     def block_bytes(self, block_size: int) -> int:
@@ -79,6 +89,6 @@ class Ternary(Codec):
         with np.errstate(over="ignore"):  # of random numbers, with the JIT off
             _encode(values, values.view(np.int32), encoded, scale, scale.view(np.int32), keys)
 
-    def add(self, encoded: Array, where: Array, totals: Array) -> None:
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
         scale = np.empty(1, np.float32)
-        _add(encoded, where, totals, scale, scale.view(np.uint8))
+        _sum(slots, parts, totals, scale, scale.view(np.uint8))

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.descriptor import CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
+from omnireduce.descriptor import CODED_ELEMENTS, CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, ElementType, element_type
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.base import Codec
@@ -109,7 +109,7 @@ def reduction(
     element = element_type(check_array(x, "x").dtype)
     block_size = place.block_size if block_size is None else whole(block_size, "block_size")
     name, op = check_name(name, place.owner), check_op(op)
-    codec, seed = _codec_of(place, kind, element, op, codec)
+    codec, seed = _codec_of(place, kind, element, op, codec, block_size)
     called = describe(kind, name, element.name, x.shape, op, block_size, group=group, codec=codec, seed=seed)
     source = flat_view(x, "x", writable=out is None, instead="pass out=")
     target = source
@@ -124,10 +124,13 @@ def reduction(
     return Call(called, operand, lambda: result, reads, (target,), codec=codec_named(codec) if codec else None)
 
 
-def _codec_of(place: Place, kind: Kind, element: ElementType, op: Op, wanted: str | None) -> tuple[str, int]:
+def _codec_of(
+    place: Place, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
+) -> tuple[str, int]:
     """The name of the codec for a call that wants this one, empty for none, and the seed. The codec of the
     configuration is for the calls that codecs work on."""
-    if wanted is None and kind == "allreduce" and element.name == "float32" and op in CODED_OPS:
+    works = kind == "allreduce" and element.name == "float32" and op in CODED_OPS and block_size <= CODED_ELEMENTS
+    if wanted is None and works:
         wanted = place.codec
     if wanted is None or check_codec(wanted) == NONE:
         return "", 0

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from omnireduce.descriptor import Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.member import calls, groups, packed_calls
 from omnireduce.runtime.member.calls import Call, Place, Rows
 from omnireduce.runtime.member.engine import Engine
@@ -120,8 +121,9 @@ class Collectives:
 
         `codec` overrides `protocol.codec` for sums and means of float32: how blocks travel to aggregators and back, in
         fewer bytes and not exactly. "none": as they are; "bf16", "fp16", "int8", "natural", "sign", "ternary", or
-        "module:Class", a codec of your own. Of a group it is for the arrays of float32. All ranks get the same result.
-        Between ranks of one host, which share memory, nothing is encoded.
+        "module:Class", a codec of your own. Of a group it is for the arrays of float32, of which small ones share
+        blocks. All ranks get the same result. Between ranks of one host, which share memory, nothing is encoded: there
+        "sign" is a sum, not a vote.
 
         A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
         becomes +0.
@@ -357,7 +359,10 @@ class Collectives:
             raise UsageError("out and block_size go with one array; a group is combined in place, in blocks of its own")
         if codec is not None:
             place = place._replace(codec=calls.check_codec(codec))
-        return Together(engine.submit(*groups.arrays(place, x, op, name)), lambda _: x)
+        made = groups.arrays(place, x, op, name)
+        if codec not in (None, NONE) and made and all(each.codec is None for each in made):
+            raise UsageError(f"codec '{codec}' works on no array of the group: expected some of float32, sum or mean")
+        return Together(engine.submit(*made), lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
         place, engine = self._member.ordinary

@@ -16,7 +16,9 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.descriptor import CODED_ELEMENTS
 from omnireduce.errors import ClosedError, ConfigError, RefusedError, UsageError, left_because
+from omnireduce.kernels.codecs.table import NONE
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
@@ -329,10 +331,13 @@ class Communicator(Collectives):
 
 
 def _check_codec(config: Config) -> None:
+    protocol = config.protocol
     try:
-        check_codec(config.protocol.codec)
+        check_codec(protocol.codec)
     except UsageError as error:
         raise ConfigError(f"protocol.codec: {error}") from error
+    if protocol.codec != NONE and protocol.block_size > CODED_ELEMENTS:
+        raise ConfigError(f"protocol.block_size {protocol.block_size}: expected at most {CODED_ELEMENTS} with a codec")
 
 
 def _telling(communicator: Communicator) -> Callable[[], None]:

@@ -9,11 +9,12 @@ _STREAM = "omnireduce.protocol.shard_stream"
 
 MUTATIONS = (
     Mutation(
-        "coder takes some blocks for all",
+        "coder sums the first blocks again and again",
         _CODING,
-        "the blocks of the first rank, if it lacks some, are added to the wrong ones",
-        "if is_first and where.size == len(totals):",
-        "if is_first and where.size:",
+        "of a result that takes several steps only the first blocks are summed",
+        "self._codec.sum(slots, some, totals)",
+        "self._codec.sum(slots, parts[: len(some)], totals)",
+        test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
     ),
     Mutation(
         "coder puts all pieces to the first places",

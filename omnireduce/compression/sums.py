@@ -1,0 +1,40 @@
+"""What all that sums gradients asks of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+
+NAME_CHARACTERS = 180
+Sum = Literal["sum", "mean"]
+
+
+def check_gradient(gradient: object) -> Array:
+    """`gradient` as a flat array. Raises UsageError unless it is a contiguous array of float32 that can be written."""
+    if not isinstance(gradient, np.ndarray):
+        raise UsageError(f"gradient is a {type(gradient).__name__}; expected a numpy.ndarray of float32")
+    if gradient.dtype != np.float32:
+        raise UsageError(f"gradient is of {gradient.dtype}; expected float32")
+    if not (gradient.flags.c_contiguous and gradient.flags.writeable):
+        what = "read-only" if gradient.flags.c_contiguous else "not C-contiguous"
+        raise UsageError(f"gradient is {what}; its result takes its place. Pass a copy")
+    return gradient.reshape(-1)
+
+
+def check_name(name: object) -> str:
+    """`name` itself. Raises UsageError unless it is a short text: what is kept of gradients is known by their names."""
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS or not name.isprintable():
+        raise UsageError(f"name {str(name)[:40]!r}: expected a printable text of 1 to {NAME_CHARACTERS} characters")
+    return name
+
+
+def check_values(x: object) -> Array:
+    """`x` itself. Raises UsageError unless it is a flat, contiguous array of float32."""
+    if not isinstance(x, np.ndarray) or x.dtype != np.float32 or x.ndim != 1 or not x.flags.c_contiguous:
+        found = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else type(x).__name__
+        raise UsageError(f"x is {found}; expected a flat, contiguous array of float32")
+    return x
