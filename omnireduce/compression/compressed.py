@@ -13,8 +13,9 @@ from omnireduce.descriptor import CODED_ELEMENTS
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
-from omnireduce.kernels.codecs.table import NONE, there_and_back
+from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
+from omnireduce.protocol.coding import Coder, Scratch
 from omnireduce.runtime.member.calls import check_codec
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -89,7 +90,8 @@ class Compression:
         sent = x
         if codec != NONE:
             key = stream_key(protocol.codec_seed, zlib.crc32(name.encode()) + (step << 32), comm.rank)
-            sent = there_and_back(codec, x, block_size, block_keys(key, np.arange(-(-x.size // block_size))))
+            coder = Coder(codec, codec_named(codec), block_size, Scratch())
+            sent = coder.there_and_back(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:
             comm.allreduce(sent, op=op, name=name, block_size=block_size, codec=codec)
         else:

@@ -16,10 +16,10 @@ import numpy as np
 from omnireduce.compression.sums import check_values
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.kernels.floats import MAGNITUDE
 from omnireduce.kernels.select import (
     BINS,
     LANES,
-    MAGNITUDE,
     SHIFT,
     count_at_least,
     count_magnitudes,

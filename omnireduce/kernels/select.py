@@ -1,13 +1,16 @@
-"""Which elements of a tensor are largest, or which blocks: found by counting, without a sort."""
+"""Which elements of a tensor are largest, or which blocks: found by counting, without a sort.
+
+The bits of a float32 without its sign order as magnitudes do, with NaN at the end.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from omnireduce.dtypes import Array
+from omnireduce.kernels.floats import MAGNITUDE
 from omnireduce.kernels.jit import kernel, reordering, row_of
 
-MAGNITUDE = 0x7FFF_FFFF  # the bits of a float32 without its sign: they order as magnitudes do, with NaN at the end
 SHIFT, BINS = 20, 1 << 11  # a bin holds the magnitudes that differ in their last 20 bits only
 LANES = 4  # neighbours count in tables of their own: the next one need not wait for the last one
 

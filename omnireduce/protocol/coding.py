@@ -105,6 +105,21 @@ class Coder:
             with self._calling:
                 self._codec.encode(totals, out[piece], block_keys(key, numbers[piece]))
 
+    def there_and_back(self, x: Array, keys: Array) -> Array:
+        """What the blocks of `x`, float32 (elements,), stand for once they are encoded: an array like it. `keys`:
+        uint64 (blocks,), of what is drawn."""
+        found = np.zeros(keys.size * self.block_size, np.float32)
+        found[: x.size] = x
+        values = found.reshape(keys.size, self.block_size)
+        is_zero = ~values.any(axis=1)  # such a block does not travel
+        for piece in self._pieces(keys.size):
+            encoded = np.empty((piece.stop - piece.start, self.block_bytes), np.uint8)
+            with self._calling:
+                self._codec.encode(values[piece], encoded, keys[piece])
+                self._codec.decode(encoded, values[piece])
+        values[is_zero] = 0
+        return found[: x.size]
+
     def _pieces(self, blocks: int) -> Iterator[slice]:
         return (slice(at, min(at + self._most, blocks)) for at in range(0, blocks, self._most))
 

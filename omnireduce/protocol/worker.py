@@ -367,16 +367,16 @@ class WorkerMachine:
         """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"{oldest} not complete after {self.timeout_s:g} s"
-        if ranks := self.host and self.host.waited_for(except_left=FAILED):
-            return Cause(self._named(ranks), reason, timeout=True)
+        if late := self.host and self.host.waited_for(except_left=FAILED):
+            return Cause(self._named(late), reason, timeout=True)
         if self._is_old_news:  # no rank is late, and the first aggregator hangs
             reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
             return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
         owing = [each for each in self._streams if each.owes(oldest)]
         if oldest.host_sum is not None and not owing:
             assert self.host is not None
-            late = self._named(self.host.owed()) or self._sender(None)
-            return self._patience.cause_behind(reason, self._streams, late)
+            others = self._named(self.host.owed()) or self._sender(None)
+            return self._patience.cause_behind(reason, self._streams, others)
         return self._patience.cause(now, reason, owing)
 
     def _end_if_retired(self) -> Iterator[Effect]:

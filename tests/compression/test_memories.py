@@ -10,7 +10,8 @@ from samples import Array
 
 from omnireduce import UsageError
 from omnireduce.compression import BlockTopK, DgcMomentum, Memory, NoMemory, RandomK, Residual, Selector, TopK
-from omnireduce.kernels.codecs.table import there_and_back
+from omnireduce.kernels.codecs.table import codec_named
+from omnireduce.protocol.coding import Coder, Scratch
 
 SEEDS = st.integers(0, 2**32 - 1)
 SELECTORS = [TopK(0.1), BlockTopK(0.1, 8), RandomK(0.2)]
@@ -49,7 +50,8 @@ def test_the_error_of_a_codec_is_kept(codec: str, seed: int, size: int) -> None:
     memory, total = Residual(), np.zeros(size)
     given_ = gradients(seed, 5, size)
     for gradient in given_:
-        sent = there_and_back(codec, memory.compensate(gradient, "w"), 16)
+        coder = Coder(codec, codec_named(codec), 16, Scratch())
+        sent = coder.there_and_back(memory.compensate(gradient, "w"), np.zeros(-(-size // 16), np.uint64))
         memory.keep_rest("w", sent)
         total += sent
     left = memory.state_dict()["residuals"]["w"].astype(np.float64)

@@ -19,7 +19,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
-from omnireduce.kernels.codecs.powers import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
+from omnireduce.kernels.floats import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
 from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
 
 NOT_A_NUMBER, LARGEST = -128, 127

@@ -18,7 +18,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import drawn
-from omnireduce.kernels.codecs.powers import FRACTION, FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE, POWERS
+from omnireduce.kernels.floats import FRACTION, FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE, POWERS
 from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
 
 LARGEST_CODE, NOT_A_NUMBER, INFINITY = 125, 126, 127

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import Array
-from omnireduce.errors import CodecError, UsageError, in_a_line
+from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.half import Half
 from omnireduce.kernels.codecs.int8 import Int8
@@ -66,23 +65,3 @@ def _try_out(codec: Codec) -> None:
     codec.add(encoded, where, values)
     codec.decode(encoded, values)
     codec.sum(encoded.reshape(-1), where.reshape(1, 1), values)
-
-
-def there_and_back(name: str, x: Array, block_size: int, keys: Array | None = None) -> Array:
-    """What the blocks of `x`, float32 (elements,), stand for once they are encoded: an array like it. `keys`: uint64
-    (blocks,), of what is drawn; without them, 0. Raises UsageError for an unknown codec, CodecError for one that fails.
-    """
-    codec, blocks = codec_named(name), -(-x.size // block_size)
-    values = np.zeros((blocks, block_size), np.float32)
-    values.reshape(-1)[: x.size] = x
-    encoded = np.empty((blocks, codec.block_bytes(block_size)), np.uint8)
-    has_data = values.any(axis=1)  # a block of zeros does not travel
-    if blocks:
-        try:
-            codec.encode(values, encoded, np.zeros(blocks, np.uint64) if keys is None else keys)
-            codec.decode(encoded, values)
-        except Exception as error:
-            raise CodecError(f"the codec '{name}' failed: {in_a_line(error)}") from error
-    values[~has_data] = 0
-    found: Array = values.reshape(-1)[: x.size]
-    return found

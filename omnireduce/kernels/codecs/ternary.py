@@ -16,7 +16,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import drawn
-from omnireduce.kernels.codecs.powers import INFINITE, MAGNITUDE
+from omnireduce.kernels.floats import INFINITE, MAGNITUDE
 from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
 
 SCALE_BYTES, IN_BYTE, BASE = 4, 5, 3
