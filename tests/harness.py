@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from oracle import bits, indices_of_runs
+from oracle import bits, indices_of_runs, indices_of_steps
 from samples import Array
 
 from omnireduce.descriptor import Descriptor, describe
@@ -31,7 +31,7 @@ from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
-from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, read_header
+from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header
 
 GUARD, GUARD_BYTE = 4096, 0xA5
 SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish
@@ -65,6 +65,14 @@ class Message(NamedTuple):
 Tamper = Callable[[int, int, bool, Array, int], int]  # (shard, rank, down, slot, nbytes) -> nbytes
 
 
+def indices_of(slot: Array, header: Header, shards: int = 1, stripe_blocks: int = 64) -> list[int]:
+    """The indices of a message, with their marks, in whatever form it lists them."""
+    if header.steps:
+        return indices_of_steps(message_steps(slot, header).tobytes())
+    listed = message_list(slot, header).tolist()
+    return indices_of_runs(listed, shards, stripe_blocks) if header.runs else listed
+
+
 class CountedLink(InprocLink):
     """Counts the events that are put in and taken out, and shows block messages to `record` and `tamper`."""
 
@@ -76,9 +84,7 @@ class CountedLink(InprocLink):
         assert len(self._under_way) <= len(self.send_slots)
         if self._cluster.record is not None:
             header = read_header(self.send_slots[slot], nbytes)
-            indices = message_list(self.send_slots[slot], header).tolist()
-            if header.runs:
-                indices = indices_of_runs(indices, self._cluster.shards, self._cluster.stripe_blocks)
+            indices = indices_of(self.send_slots[slot], header, self._cluster.shards, self._cluster.stripe_blocks)
             blocks = [index % MAX_BLOCKS for index in indices]
             self._cluster.record.append(Message(*self._ends, header, blocks))
         if self._cluster.tamper is not None:

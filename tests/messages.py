@@ -29,7 +29,7 @@ from omnireduce.wire.control import (
     Welcome,
 )
 
-HEADER = struct.Struct("<QqIIIII")  # what follows up to HEADER_BYTES is 0
+HEADER = struct.Struct("<QqIIIIII")  # what follows up to HEADER_BYTES is 0
 SLOTS, SLOT_BYTES = 2, 65536
 TEAM_TEXT = b"the secret of its team"
 TEAM_SECRET = Secret(TEAM_TEXT, "team")

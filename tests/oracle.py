@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -79,6 +80,28 @@ def indices_of_runs(listed: Sequence[int], shards: int = 1, stripe_blocks: int =
             index += 1
             if index % 2**48 % stripe_blocks == 0:  # the shard's next stripe
                 index += (shards - 1) * stripe_blocks
+    return found
+
+
+def steps_of(indices: Sequence[int]) -> bytes:
+    """`indices` as steps: seven bits to a byte, the lowest ones first, and a highest bit where another byte follows."""
+    found = bytearray()
+    for before, index in pairwise([0, *indices]):
+        digits = [index - before >> shift & 127 for shift in range(0, 63, 7)]
+        while len(digits) > 1 and digits[-1] == 0:
+            digits.pop()
+        found += bytes([*(digit | 128 for digit in digits[:-1]), digits[-1]])
+    return bytes(found)
+
+
+def indices_of_steps(listed: bytes) -> list[int]:
+    """The indices that steps stand for."""
+    found, index, place = list[int](), 0, 0
+    for byte in listed:
+        index += byte % 128 << place
+        place = place + 7 if byte >= 128 else 0
+        if place == 0:
+            found.append(index)
     return found
 
 

@@ -19,6 +19,7 @@ from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, re
 from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleeps, get_counter, set_counter
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
+from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
 
 # of rows, too: those of halves are added as float32; in the same order in every process
 STORAGES = list(dict.fromkeys(element.storage for element in ELEMENT_TYPES.values() if not element.is_half))
@@ -61,7 +62,7 @@ def _of_aggregator() -> Iterator[Kernel]:
     parts, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
     yield partial(admit_indices, indices[0], 0, 1, 0, 1, 1, one.copy())
     yield partial(plan_union, indices, zero, one, zero.copy(), 8, 1, one.copy(), parts.copy(), True, zero.copy())
-    yield from _of_runs(one)
+    yield from _of_lists(one)
     row = np.zeros((1, 8), np.uint8)
     yield partial(leave_out, one, 0, row, row.copy())
     for storage in STORAGES:
@@ -90,15 +91,18 @@ def _of_worker() -> Iterator[Kernel]:
     yield partial(pack_rows, index, rows, 0, 1, 1, 0, rows.copy(), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):
         yield partial(add_rows, values, index, np.array([0, 1]), values.copy())
-    yield from _of_runs(index)
+    yield from _of_lists(index)
     unchanged = np.zeros(1, np.bool_)
     yield partial(admit_marked, index, 0, 0, 1, 0, 1, 1, index.copy(), unchanged)
     yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
 
 
-def _of_runs(indices: Array) -> Iterator[Kernel]:
+def _of_lists(indices: Array) -> Iterator[Kernel]:
     yield partial(list_runs, indices, 1, 1, np.zeros((1, 2), np.int64))
     yield partial(expand_runs, np.zeros(2, np.int64), 0, 0, 1, 1, indices.copy())
+    steps = np.zeros(1 + STEP_BYTES, np.uint8)
+    yield partial(list_steps, indices, 1, steps)
+    yield partial(expand_steps, steps, 0, 0, indices.copy())
 
 
 def _of_host() -> Iterator[Kernel]:

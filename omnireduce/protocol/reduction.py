@@ -11,10 +11,10 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
-from omnireduce.kernels.runs import list_runs
 from omnireduce.layout import Stripes
 from omnireduce.protocol.combine import BLOCK_WORK, Combiner
 from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.listing import TINY_BYTES, Lister
 from omnireduce.protocol.union import Shape, Union
 from omnireduce.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 
@@ -61,7 +61,7 @@ class Reduction:
         self._senders, self._results, self._lengths = senders, results, lengths
         self._lengths_vary = lengths.shortest < lengths.longest
         self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
-        self._runs = np.empty((self._numbers.size // 2, 2), np.int64)  # of these numbers
+        self._lister = Lister(self._numbers.size)
         self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
         self.union = Union(senders, arena, budget.window)
         self._combiner = Combiner(
@@ -73,7 +73,7 @@ class Reduction:
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        own = self._numbers.nbytes + self._runs.nbytes + self._parts.nbytes
+        own = self._numbers.nbytes + self._lister.nbytes + self._parts.nbytes
         return own + self.union.work_bytes + self._combiner.work_bytes
 
     def begin(
@@ -85,7 +85,8 @@ class Reduction:
         self._format = form = self._combiner.begin(descriptor, codec, key)
         self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes))
         # 16-bit floats go through float32 and back, which may change the bits of a NaN; a rank has no encoded blocks
-        self._sole_is_result = marks and descriptor.op == "sum" and not form.half and codec is None
+        may_mark = marks and codec is None and form.block_bytes > TINY_BYTES
+        self._sole_is_result = may_mark and descriptor.op == "sum" and not form.half
         self.written = 0
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.sent_blocks = 0  # of this collective, without `written`
@@ -167,8 +168,8 @@ class Reduction:
         if self._lengths_vary:
             self._make_room()
         _, shards, stripe_blocks = self.union.shape.stripes
-        runs = self._runs[: list_runs(numbers, shards, stripe_blocks, self._runs)]
-        nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, extra, runs=runs)
+        runs, steps = self._lister.shortest(numbers, shards, stripe_blocks, block_bytes)
+        nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, extra, runs=runs, steps=steps)
         shorter: dict[int, Array] = {}
         soles, worth = self.union.take_soles(), max(1, numbers.size // WORTH_LEAVING_OUT)
         for rank, memory in memories.items():

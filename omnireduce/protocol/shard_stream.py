@@ -9,12 +9,12 @@ import numpy as np
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
-from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.layout import Stripes
 from omnireduce.protocol.coding import Coder, Scratch
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
 from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.listing import START, Lister, expand, is_used_up
 from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, read_header, seal
 from omnireduce.wire.control import Waiting
 
@@ -37,7 +37,7 @@ class ShardStream:
         # What came of messages that were placed ahead; a text says what is wrong with one: an error would refer back.
         self._placed: deque[Collective | str | None] = deque()
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
-        self._runs = np.empty((0, 2), np.int64)
+        self._lister = Lister(0)
         self._coder: Coder | None = None  # the one used last
         self._memory: Scratch | None = None  # for it
 
@@ -99,8 +99,8 @@ class ShardStream:
         packed = operand.pack(*where) if coder is None else coder.pack(operand, *where, collective.key)
         count, self._cursor, frontier = packed
         indices, layout = indices[:count], operand.layout
-        runs = self._runs[: list_runs(indices, layout.shards, layout.stripe_blocks, self._runs)]
-        nbytes = seal(memory, collective.number, frontier, indices, block_bytes, extra, runs=runs)
+        runs, steps = self._lister.shortest(indices, layout.shards, layout.stripe_blocks, block_bytes)
+        nbytes = seal(memory, collective.number, frontier, indices, block_bytes, extra, runs=runs, steps=steps)
         self._sent_frontier = frontier
         self._sent_blocks += count
         if frontier == blocks:
@@ -172,19 +172,17 @@ class ShardStream:
 
     @staticmethod
     def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
-        """The indices of a result as they were listed; those of runs lie in `indices`. Raises ProtocolError."""
-        listed = message_list(memory, header)
-        if not header.runs:
-            return listed
-        expanded, run, _ = expand_runs(
-            listed, 0, 0, shards=stripes.shards, stripe_blocks=stripes.stripe_blocks, own=indices
-        )
-        if (expanded, run) != (header.block_count, header.runs):
-            raise ProtocolError(f"a result whose runs do not list its blocks: {header}")
+        """The indices of a result as they were listed; those of runs or steps lie in `indices`. Raises
+        ProtocolError."""
+        if not (header.runs or header.steps):
+            return message_list(memory, header)
+        filled, place = expand(memory, header, START, stripes, indices)
+        if filled < header.block_count or not is_used_up(header, place):
+            raise ProtocolError(f"a result whose {header.listed} do not list its blocks: {header}")
         return indices
 
     def _scratch(self, size: int) -> Array:
         if self._indices.size < size:
             self._indices, self._unchanged = np.empty(size, np.int64), np.empty(size, np.bool_)
-            self._runs = np.empty((size // 2, 2), np.int64)
+            self._lister = Lister(size)
         return self._indices

@@ -9,9 +9,9 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_indices, plan_union
-from omnireduce.kernels.runs import expand_runs
 from omnireduce.layout import Stripes
-from omnireduce.wire.blocks import HEADER_BYTES, Header
+from omnireduce.protocol.listing import START, expand, is_used_up
+from omnireduce.wire.blocks import HEADER_BYTES, INDEX_BYTES, Header
 
 NO_HEADER = Header(0, 0, 0, 0, 0)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
@@ -36,7 +36,7 @@ class Union:
     """
 
     def __init__(self, ranks: int, slots: Array, window: int) -> None:
-        self._words, self._slot_bytes, self._window = slots.view(np.int64), slots.shape[1], window
+        self._slots, self._words, self._window = slots, slots.view(np.int64), window
         self._indices = np.empty((ranks, window), np.int64)
         self._counters = np.zeros((4, ranks), np.int64)
         # of each rank: which index comes next, how many there are, where its first block begins, and the blocks that it
@@ -45,7 +45,7 @@ class Union:
         self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and head
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
         self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
-        self._next = [(0, 0)] * ranks  # of a message that lists runs: the run, and the index in it, behind its window
+        self._next = [START] * ranks  # in a list of runs or steps: the place behind the window
         self.hungry: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
 
@@ -74,7 +74,7 @@ class Union:
             )
         work = self._unused[rank] = self._position[rank] = self._count[rank] = 0
         if header.block_count:
-            self._open[rank], self._next[rank] = (row, header), (0, 0)
+            self._open[rank], self._next[rank] = (row, header), START
             self._unused[rank] = self._ahead[rank] = header.block_count
             work = self._admit(rank, max(0, before))
         self._frontier[rank] = header.frontier
@@ -99,11 +99,9 @@ class Union:
         later = ahead - count
         if later:
             self._ahead[rank] = later
-        own, at = self._indices[rank, :count], header.list_start // 8
-        if header.runs:
-            listed = self._expanded(rank, self._words[row, at : at + 2 * header.runs], own)
-        else:
-            listed = self._words[row, at + first : at + first + count]
+        own, at = self._indices[rank, :count], header.list_start // INDEX_BYTES + first
+        is_indices = not (header.runs or header.steps)
+        listed = self._words[row, at : at + count] if is_indices else self._expanded(rank, own)
         high = header.frontier - later
         fitting = admit_indices(
             listed, low, high,
@@ -111,20 +109,17 @@ class Union:
         )  # fmt: skip
         if fitting < count:
             raise ProtocolError(self.shape.stripes.misfit(own[fitting], low, high))
-        start = (row * self._slot_bytes + HEADER_BYTES) * block_size // block_bytes
+        start = (row * self._slots.shape[1] + HEADER_BYTES) * block_size // block_bytes
         self._start[rank] = start + first * block_size
         self._position[rank], self._count[rank] = 0, count
         return count * INDEX_WORK
 
-    def _expanded(self, rank: int, listed: Array, own: Array) -> Array:
-        """Fill `own` with the next indices of the runs of `rank`, and return it. Raises ProtocolError."""
-        _, shards, stripe_blocks = self.shape.stripes
-        expanded, run, used = expand_runs(
-            listed, *self._next[rank], shards=shards, stripe_blocks=stripe_blocks, own=own
-        )  # fmt: skip
-        if expanded < own.size or (rank not in self._ahead and 2 * run < listed.size):
-            raise ProtocolError(f"a message whose runs do not list its blocks: {self._open[rank][1]}")
-        self._next[rank] = run, used
+    def _expanded(self, rank: int, own: Array) -> Array:
+        """Fill `own` with the next indices of the runs or steps of `rank`, and return it. Raises ProtocolError."""
+        row, header = self._open[rank]
+        filled, self._next[rank] = expand(self._slots[row], header, self._next[rank], self.shape.stripes, own)
+        if filled < own.size or (rank not in self._ahead and not is_used_up(header, self._next[rank])):
+            raise ProtocolError(f"a message whose {header.listed} do not list its blocks: {header}")
         return own
 
     def plan(self, numbers: Array, parts: Array, mark_sole: bool) -> int:

@@ -2,14 +2,15 @@
 
 A block message fills the start of a slot, so that every transport moves one contiguous run of bytes:
 
-    header (64 bytes) | blocks (count × block bytes) | padding to 8 | list (int64) | extra
+    header (64 bytes) | blocks (count × block bytes) | padding to 8 | list | extra
 
 The list is the indices of the blocks. Where that is shorter it is their runs: the first index of each and how many
-blocks it has, which follow on each other in the stripes of one shard. In a result an index may have a mark in its bits
-above MAX_BLOCKS: 1 + the number of the rank that alone contributed. That rank has the block already. The result that it
-is sent may leave such blocks out, but not their indices. Everything is little-endian. `extra` is the encoded Descriptor
-in the first message of a collective and empty in the others. The end of a collective is a frontier equal to its number
-of blocks.
+blocks it has, which follow on each other in the stripes of one shard. Or it is their steps: how far each index is
+beyond the one before it, see `kernels.steps`; these are bytes, and not int64. In a result an index may have a mark in
+its bits above MAX_BLOCKS: 1 + the number of the rank that alone contributed. That rank has the block already. The
+result that it is sent may leave such blocks out, but not their indices. Everything is little-endian. `extra` is the
+encoded Descriptor in the first message of a collective and empty in the others. The end of a collective is a frontier
+equal to its number of blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ EXTRA_BYTES = 1024  # room kept in every slot for `extra`
 MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 
-_HEADER = struct.Struct("<QqIIIII28x")  # what is not used is 0
-_NO_RUNS = np.empty((0, 2), np.int64)
+INDEX_BYTES, RUN_BYTES = 8, 16  # of one in a list
+
+_HEADER = struct.Struct("<QqIIIIII24x")  # what is not used is 0
+NO_RUNS, NO_STEPS = np.empty((0, 2), np.int64), np.empty(0, np.uint8)
 
 
 class Header(NamedTuple):
@@ -40,7 +43,13 @@ class Header(NamedTuple):
     block_bytes: int
     extra_bytes: int
     left_out: int = 0  # of the blocks that `block_count` counts
-    runs: int = 0  # in the list; 0: it has indices
+    runs: int = 0  # in the list; 0: it has indices or steps
+    steps: int = 0  # bytes of a list of steps
+
+    @property
+    def listed(self) -> str:
+        """What its list has."""
+        return "steps" if self.steps else "runs" if self.runs else "indices"
 
     @property
     def list_start(self) -> int:
@@ -49,12 +58,12 @@ class Header(NamedTuple):
 
     @property
     def list_stop(self) -> int:
-        return self.list_start + 8 * (2 * self.runs or self.block_count)
+        return self.list_start + (self.steps or RUN_BYTES * self.runs or INDEX_BYTES * self.block_count)
 
 
 def capacity(slot_bytes: int, block_bytes: int) -> int:
     """How many blocks of `block_bytes` fit in one slot."""
-    return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + 8))
+    return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + INDEX_BYTES))
 
 
 def room_for(message_bytes: int) -> int:
@@ -82,21 +91,24 @@ def seal(
     extra: bytes = b"",
     *,
     left_out: int = 0,
-    runs: Array = _NO_RUNS,
+    runs: Array = NO_RUNS,
+    steps: Array = NO_STEPS,
 ) -> int:
     """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes.
 
-    `runs`, int64 (runs, 2): if there are any, they say the same as `indices` and are listed instead.
+    `runs`, int64 (runs, 2), `steps`, uint8 (bytes,): if there are any, they say the same as `indices` and are listed
+    instead.
     """
     count, run_count = indices.size, len(runs)
-    listed = runs.reshape(-1) if run_count else indices
+    listed = (steps if steps.size else runs.reshape(-1) if run_count else indices).view(np.uint8)
     blocks_stop = HEADER_BYTES + (count - left_out) * block_bytes
     start = (blocks_stop + 7) // 8 * 8
-    stop = start + listed.size * 8
+    stop = start + listed.size
     if start > blocks_stop:
         slot[blocks_stop:start] = 0
-    _HEADER.pack_into(slot.data, 0, collective, frontier, count, block_bytes, len(extra), left_out, run_count)
-    slot[start:stop].view(np.int64)[:] = listed
+    lengths = count, block_bytes, len(extra), left_out, run_count, steps.size
+    _HEADER.pack_into(slot.data, 0, collective, frontier, *lengths)
+    slot[start:stop] = listed
     if extra:
         slot.data[stop : stop + len(extra)] = extra
     return stop + len(extra)
@@ -113,6 +125,8 @@ def read_header(slot: Array, nbytes: int) -> Header:
         raise ProtocolError(f"a block message that claims more than its slot holds: {header}")
     if header.runs and 2 * header.runs >= header.block_count:
         raise ProtocolError(f"a block message with runs that take no less room than its indices: {header}")
+    if header.steps and (header.runs or not header.block_count <= header.steps < INDEX_BYTES * header.block_count):
+        raise ProtocolError(f"a block message whose steps cannot list its blocks: {header}")
     expected = header.list_stop + header.extra_bytes
     if nbytes != expected:
         raise ProtocolError(f"a block message of {nbytes} bytes whose header means {expected}: {header}")
@@ -122,6 +136,11 @@ def read_header(slot: Array, nbytes: int) -> Header:
 def message_list(slot: Array, header: Header) -> Array:
     """The message's list, int64 (indices,) or (2 × runs,), still in memory that the peer may be able to write."""
     return slot[header.list_start : header.list_stop].view(np.int64)
+
+
+def message_steps(slot: Array, header: Header) -> Array:
+    """The list of a message that has steps, uint8 (bytes,), in the same memory."""
+    return slot[header.list_start : header.list_stop]
 
 
 def message_extra(slot: Array, header: Header) -> bytes:

@@ -28,6 +28,7 @@ ROUNDS = 20
 ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say
 SLOTS, SLOT_BYTES = DEFAULTS.slots, DEFAULTS.slot_bytes
 PROPER, RUNS = message([3, 5, 39]), message([3, 4, 5], runs=[(3, 3)])
+STEPS = message([3, 5, 39], steps=bytes([3, 2, 34]))
 START = len(PROPER) - len(message([])) + 64 - 3 * 8  # of the list, behind the header and three blocks
 
 
@@ -39,7 +40,7 @@ def rewriting(slot: Array, proper: bytes) -> Iterator[None]:
     words = slot[: (whole.size // 8) * 8].view(np.uint64)
     true = words.copy()
     values = [0, 2**63, 2**62, 2**48 - 1, 41, 2**32 - 1]
-    places = [1, 2, 3, 4, START // 8, START // 8 + 1, *([START // 8 + 2] if len(proper) != len(RUNS) else [])]
+    places = [1, 2, 3, 4, START // 8, START // 8 + 1, *([START // 8 + 2] if len(proper) == len(PROPER) else [])]
 
     def write() -> None:
         for place, value in itertools.cycle(itertools.product(places, values)):
@@ -65,7 +66,7 @@ def welcomed(peer: RawPeer) -> list[int]:
             return found
 
 
-@pytest.mark.parametrize("proper", [PROPER, RUNS], ids=["indices", "runs"])
+@pytest.mark.parametrize("proper", [PROPER, RUNS, STEPS], ids=["indices", "runs", "steps"])
 def test_a_worker_that_rewrites_its_messages(daemon: Daemon, proper: bytes) -> None:
     """It is named, or its numbers are what they are; the shard goes on as before."""
     shards, config = daemon.shard_pids, configured(daemon.addresses[:1])

@@ -32,11 +32,14 @@ def message(
     block_bytes: int = 1024,
     extra: bytes = GRADIENT.encoded,
     runs: Sequence[tuple[int, int]] = (),
+    steps: bytes = b"",
 ) -> bytes:
     memory = np.zeros(65536, np.uint8)
     listed = np.array(runs, np.int64).reshape(-1, 2)
     own = np.array(indices, np.int64)
-    return memory[: seal(memory, number, frontier, own, block_bytes, extra, runs=listed)].tobytes()
+    in_steps = np.frombuffer(steps, np.uint8)
+    nbytes = seal(memory, number, frontier, own, block_bytes, extra, runs=listed, steps=in_steps)
+    return memory[:nbytes].tobytes()
 
 
 def header(count: int, block_bytes: int = 1024, extra: int = 0, nbytes: int = 64) -> bytes:
@@ -88,6 +91,13 @@ MEMBERS: dict[str, Callable[[RawPeer], None]] = {
     "a run beyond the tensor": data(message(FIVE, runs=[(36, 5)])),
     "a run from a negative index": data(message(FIVE, runs=[(-1, 5)])),
     "runs that take more room": data(message(FIVE, runs=[(3, 1), (4, 2), (6, 2)])),
+    "a step of none": data(message(FIVE, steps=bytes([3, 1, 1, 0, 1]))),
+    "a step without end": data(message(FIVE, steps=bytes([3, 1, 1, 1, 129]))),
+    "a step longer than any": data(message(FIVE, steps=bytes([3, 1, 1, 1, *[129] * 7, 1]))),
+    "steps of more blocks": data(message(FIVE, steps=bytes([3, 1, 1, 1, 1, 1]))),
+    "steps of fewer blocks": data(message(FIVE, steps=bytes([3, 1, 1, 129, 1]))),
+    "steps beyond the tensor": data(message(FIVE, steps=bytes([36, 1, 1, 1, 1]))),
+    "steps that take more room": data(message([3], steps=bytes([131, *[128] * 6, 0]))),
     "an index beyond its frontier": data(message([9], frontier=9)),
     "a frontier beyond the tensor": data(message([3], frontier=41)),
     "a negative frontier": data(message([], frontier=-1)),

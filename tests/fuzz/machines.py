@@ -10,9 +10,8 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from harness import Guarded
+from harness import Guarded, indices_of
 from messages import SLOT_BYTES, SLOTS
-from oracle import indices_of_runs
 
 from omnireduce.descriptor import PACKET_BYTES, decode_descriptor
 from omnireduce.dtypes import Array, element_type
@@ -25,7 +24,7 @@ from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
 from omnireduce.runtime.member.pool import Pool
-from omnireduce.wire.blocks import MAX_BLOCKS, message_list, read_header
+from omnireduce.wire.blocks import MAX_BLOCKS, read_header
 from omnireduce.wire.control import decode_control, encode_control
 from omnireduce.wire.words import UNDECODABLE
 
@@ -99,8 +98,7 @@ def _upward(data: bytes, order: tuple[int, int]) -> str:
     for effect in effects:
         if isinstance(effect, Send):
             header = read_header(results.array[effect.slot], effect.nbytes)
-            listed = message_list(results.array[effect.slot], header).tolist()
-            indices = [each % MAX_BLOCKS for each in (indices_of_runs(listed) if header.runs else listed)]
+            indices = [each % MAX_BLOCKS for each in indices_of(results.array[effect.slot], header)]
             assert indices == sorted(set(indices))
             assert all(below <= index < header.frontier for index in indices)
             below = header.frontier % TENSOR.layout.blocks

@@ -112,7 +112,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 16
+        hello.version == 17
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255
@@ -148,13 +148,18 @@ def _parts(message: bytes) -> tuple[int, int, int, list[int], bytes, int] | None
     if not 64 <= len(message) <= SLOT_BYTES:
         return None
     number, frontier, count, size, extra_bytes = struct.unpack_from("<QqIII", message)
-    left_out, runs = struct.unpack_from("<II", message, 28)
-    if left_out > count or 0 < count <= 2 * runs or count == 0 < runs:
+    left_out, runs, steps = struct.unpack_from("<III", message, 28)
+    if left_out > count or 0 < count <= 2 * runs or count == 0 < runs or (steps and runs):
         return None
     start = (64 + (count - left_out) * size + 7) // 8 * 8
-    stop = start + 8 * (2 * runs if runs else count)
+    stop = start + (steps or 8 * (2 * runs if runs else count))
     if extra_bytes > 1024 or count * (size + 8) > SLOT_BYTES - 64 - 1024 - 8 or len(message) != stop + extra_bytes:
         return None
+    if steps:
+        taken = _steps(message[start:stop]) if count <= steps < 8 * count else None
+        if taken is None or len(taken) != count:
+            return None
+        return number, frontier, size, taken, message[stop:], left_out
     indices = list(struct.unpack_from(f"<{(stop - start) // 8}q", message, start))
     if runs:
         firsts, counts = indices[::2], indices[1::2]
@@ -163,6 +168,19 @@ def _parts(message: bytes) -> tuple[int, int, int, list[int], bytes, int] | None
             return None
         indices = [first + k for first, many in zip(firsts, counts, strict=True) for k in range(many)]
     return number, frontier, size, indices, message[stop:], left_out
+
+
+def _steps(listed: bytes) -> list[int] | None:
+    """The indices that a list of steps stands for, if it is one."""
+    indices, index = list[int](), 0
+    while listed:
+        length = next((at + 1 for at, byte in enumerate(listed[:7]) if byte < 128), 0)
+        index += sum((byte & 127) * 128**at for at, byte in enumerate(listed[:length]))
+        if length == 0 or index >= 2**48:
+            return None
+        indices.append(index)
+        listed = listed[length:]
+    return indices
 
 
 def _fit(indices: list[int], low: int, high: int) -> bool:

@@ -72,11 +72,14 @@ def block_message(
     block_bytes: int = 32,
     extra: bytes = b"",
     runs: Sequence[tuple[int, int]] = (),
+    steps: bytes = b"",
 ) -> bytes:
     memory = np.zeros(SLOT_BYTES, np.uint8)
     memory[64 : 64 + len(indices) * block_bytes].view(np.float32)[:] = 1
     own, listed = np.array(indices, np.int64), np.array(runs, np.int64).reshape(-1, 2)
-    return memory[: seal(memory, number, frontier, own, block_bytes, extra, runs=listed)].tobytes()
+    in_steps = np.frombuffer(steps, np.uint8)
+    nbytes = seal(memory, number, frontier, own, block_bytes, extra, runs=listed, steps=in_steps)
+    return memory[:nbytes].tobytes()
 
 
 def data(slot: int, message: bytes) -> bytes:
@@ -100,6 +103,8 @@ RESULTS = {
     "valid-empty": block_message([], 38),
     "valid-run": block_message(list(range(38)), 38, runs=[(0, 38)]),
     "valid-own-run": block_message(TWO_RUNS, 38, runs=[(3 | 1 << 48, 6), (20, 18)]),
+    "valid-steps": block_message([0, 3, 37], 38, steps=bytes([0, 3, 34])),
+    "step-of-two-bytes": block_message([0, 3, 37], 38, steps=bytes([0, 3, 0xA2, 1])),
     "run-too-long": block_message(TWO_RUNS, 38, runs=[(3, 6), (20, 19)]),
 }
 SMALL = block_message([1], 13, number=1, block_bytes=16, extra=HALVES.encoded)
@@ -158,6 +163,8 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "valid-empty": block_message([], 38, extra=FIRST),
         "valid-run": DENSE,
         "valid-runs": block_message(TWO_RUNS, 38, extra=FIRST, runs=[(3, 6), (20, 18)]),
+        "valid-steps": block_message([0, 3, 37], 38, extra=FIRST, steps=bytes([0, 3, 34])),
+        "step-without-end": block_message([0, 3, 37], 38, extra=FIRST, steps=bytes([0, 3, 34 | 0x80])),
         "runs-that-overlap": block_message(TWO_RUNS, 38, extra=FIRST, runs=[(3, 6), (8, 18)]),
     },
     "downward": RESULTS,

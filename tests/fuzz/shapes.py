@@ -15,6 +15,7 @@ from omnireduce.wire.words import UNDECODABLE
 
 EDGES = [0, 1, 2, 7, 8, 9, 37, 38, 39, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**47, 2**48, 2**62, 2**63 - 1]
 HEADER_BYTES = 64
+STEPS, STEPS_AT = struct.Struct("<I"), 36  # bytes of a list of steps, in the header
 NUMBERS = st.sampled_from(EDGES) | st.sampled_from(EDGES).map(lambda edge: -edge - 1)
 VALUES = (
     NUMBERS
@@ -50,16 +51,16 @@ def _change(draw: st.DrawFn, part: Any) -> None:
 
 def block(draw: st.DrawFn, message: bytes) -> bytes:
     """A block message with another header, index or descriptor, whose parts still fit together most of the time."""
-    if len(message) < HEADER_BYTES:
-        return message
-    fields = list(HEADER.unpack_from(message))
-    count, size, _, left_out, runs = fields[2:]
+    fields = list(HEADER.unpack_from(message.ljust(HEADER_BYTES)))
+    count, size, _, left_out, runs, steps = fields[2:]
     words = 2 * runs or count
-    if left_out > count:
+    if left_out > count or len(message) < HEADER_BYTES:
         return message
     start = (HEADER_BYTES + (count - left_out) * size + 7) // 8 * 8
-    if start + words * 8 + fields[4] != len(message):
+    if start + (steps or words * 8) + fields[4] != len(message):
         return message
+    if steps:
+        return _steps(draw, message, start, steps)
     listed = list(struct.unpack_from(f"<{words}q", message, start))
     blocks, extra = message[HEADER_BYTES : HEADER_BYTES + (count - left_out) * size], message[start + words * 8 :]
     what = draw(st.integers(0, 6))
@@ -84,11 +85,28 @@ def block(draw: st.DrawFn, message: bytes) -> bytes:
     else:
         extra = packed(draw, extra) if draw(st.booleans()) else draw(st.binary(max_size=40))
     left_out = count - len(blocks) // size if size else 0
-    fields[2:] = [count, size, len(extra), left_out, runs]
+    fields[2:] = [count, size, len(extra), left_out, runs, 0]
     head = (HEADER.pack(*fields).ljust(HEADER_BYTES, b"\0") + blocks).ljust(
         (HEADER_BYTES + len(blocks) + 7) // 8 * 8, b"\0"
     )
     return head + struct.pack(f"<{len(listed)}q", *listed) + extra
+
+
+def _steps(draw: st.DrawFn, message: bytes, start: int, count: int) -> bytes:
+    """A message with other steps, `count` bytes from `start` on before."""
+    listed, extra = bytearray(message[start : start + count]), message[start + count :]
+    what, at = draw(st.integers(0, 3)), draw(st.integers(0, count - 1))
+    if what == 0:
+        listed[at] = draw(st.sampled_from([0, 1, 38, 127, 128, 255]))
+    elif what == 1:
+        listed.insert(at, draw(st.sampled_from([0, 1, 128])))
+    elif what == 2:
+        del listed[at]
+    else:
+        extra = packed(draw, extra)
+    head = bytearray(message[:start])
+    STEPS.pack_into(head, STEPS_AT, len(listed))
+    return bytes(head + listed) + extra
 
 
 def _runs(draw: st.DrawFn) -> tuple[list[int], int, int]:

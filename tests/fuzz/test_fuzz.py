@@ -64,6 +64,8 @@ EXPECTED = {
         "valid-empty": "merged",
         "valid-run": "merged",
         "valid-runs": "merged",
+        "valid-steps": "merged",
+        "step-without-end": "violation",
         "runs-that-overlap": "violation",
     },
     "downward": {
@@ -73,6 +75,8 @@ EXPECTED = {
         "valid-empty": "finished",
         "valid-run": "finished",
         "valid-own-run": "finished",
+        "valid-steps": "finished",
+        "step-of-two-bytes": "violation",
         "run-too-long": "violation",
     },
     "stranger": {

@@ -19,7 +19,7 @@ from samples import Array, sparse_tensor
 from omnireduce.descriptor import Descriptor, decode_descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Received
-from omnireduce.wire.blocks import HEADER_BYTES, capacity, message_extra, message_list, read_header, seal
+from omnireduce.wire.blocks import HEADER_BYTES, capacity, message_extra, message_list, message_steps, read_header, seal
 from omnireduce.wire.control import (
     Aborted,
     Cause,
@@ -156,7 +156,7 @@ def test_descriptors_out_of_range_are_refused(changes: dict[str, object]) -> Non
 
 @settings(max_examples=200)
 @given(
-    words=st.tuples(*[st.sampled_from(INTERESTING) | st.integers(0, 2**64 - 1)] * 7),
+    words=st.tuples(*[st.sampled_from(INTERESTING) | st.integers(0, 2**64 - 1)] * 8),
     nbytes=st.integers(0, 600),
     slot_bytes=st.sampled_from([64, 128, 256, 512]),
 )
@@ -170,12 +170,12 @@ def test_a_header_that_is_admitted_describes_what_lies_in_the_slot(
     except ProtocolError:
         return
     assert HEADER_BYTES <= nbytes <= slot_bytes
-    listed = message_list(slot, header).size
-    assert listed == (2 * header.runs or header.block_count) <= header.block_count
+    listed = (message_steps if header.steps else message_list)(slot, header).nbytes
+    assert listed == (header.steps or 16 * header.runs or 8 * header.block_count) <= 8 * header.block_count
     assert len(message_extra(slot, header)) == header.extra_bytes
     present = header.block_count - header.left_out
     assert present >= 0
-    assert HEADER_BYTES + present * header.block_bytes + listed * 8 + header.extra_bytes <= nbytes
+    assert HEADER_BYTES + present * header.block_bytes + listed + header.extra_bytes <= nbytes
 
 
 # whole clusters with one peer that tampers with its messages
@@ -187,7 +187,7 @@ def tamper(rng: random.Random, slot: Array, nbytes: int) -> int:
         header = read_header(slot, nbytes)
     except ProtocolError:
         return nbytes  # changed before: all ranks read results from one slot
-    indices = message_list(slot, header)
+    indices = np.empty(0, np.int64) if header.steps else message_list(slot, header)
     kind = rng.randrange(7)
     if kind == 0:
         slot[rng.randrange(HEADER.size)] ^= 1 << rng.randrange(8)
@@ -370,7 +370,7 @@ def test_blocks_of_another_shard_name_the_peer(down: bool) -> None:
 def test_blocks_that_fit_no_slot_name_the_peer() -> None:
     cluster = InprocCluster(2, shards=2, slot_bytes=4096)
     slot, extra = cluster.arenas[0][2], Descriptor("allreduce", "", "float64", (10,), block_size=2**30).encoded
-    HEADER.pack_into(slot.data, 0, 0, 1, 0, 2**32 - 1, len(extra), 0, 0)
+    HEADER.pack_into(slot.data, 0, 0, 1, 0, 2**32 - 1, len(extra), 0, 0, 0)
     slot[HEADER_BYTES : HEADER_BYTES + len(extra)] = np.frombuffer(extra, np.uint8)
     cluster.down[0][1].deliver(Received(0, HEADER_BYTES + len(extra)))
     cluster.settle()

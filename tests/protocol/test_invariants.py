@@ -17,6 +17,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.kernels.merge import admit_indices
 from omnireduce.kernels.runs import expand_runs
+from omnireduce.kernels.steps import expand_steps
 from omnireduce.layout import ALL_STRIPES, Layout
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
@@ -341,6 +342,30 @@ def test_i7_runs_are_written_out_within_bounds_while_a_peer_writes_them() -> Non
     shared[:] = near
     assert expand_runs(shared, 0, 0, 1, 64, own.array) == (expected.size, near.size // 2, 0)
     assert (own.array == expected).all()
+
+
+def test_i7_steps_are_written_out_within_bounds_while_a_peer_writes_them() -> None:
+    near = np.ones(3 << 12, np.uint8)
+    shared, own = near.copy(), Guarded((2 << 12,), np.int64)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            shared[:] = 0xFF
+            shared[:] = near
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(3000):
+            expand_steps(shared, 0, 0, own.array)
+            own.check()
+    finally:
+        stop.set()
+        writer.join()
+    shared[:] = near
+    assert expand_steps(shared, 0, 0, own.array) == (2 << 12, 2 << 12, 2 << 12)
+    assert (own.array == np.arange(1, 1 + (2 << 12))).all()
 
 
 def test_i7_a_result_for_a_collective_that_was_not_sent_reaches_nothing() -> None:

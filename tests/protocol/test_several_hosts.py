@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from harness import InprocCluster, slot_bytes_for
+from harness import InprocCluster, indices_of, slot_bytes_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import (
@@ -15,7 +15,6 @@ from oracle import (
     assert_same_values,
     bits,
     expected_rows,
-    indices_of_runs,
     reduce_by_host,
     reduce_in_rank_order,
 )
@@ -30,7 +29,7 @@ from omnireduce.protocol.effects import End
 from omnireduce.protocol.host_preset import Form, Group, preset
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.operands import DenseTensor, HostSum
-from omnireduce.wire.blocks import message_list, read_header, seal
+from omnireduce.wire.blocks import read_header, seal
 from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -369,8 +368,7 @@ def test_packets_that_a_shard_loses_are_not_the_fault_of_neighbours_alone() -> N
         if not down or rank != 0:
             return nbytes
         header = read_header(slot, nbytes)
-        indices = message_list(slot, header).copy()
-        indices = np.array(indices_of_runs(indices.tolist(), 1)) if header.runs else indices
+        indices = np.array(indices_of(slot, header))
         return seal(slot, header.collective, header.frontier, indices[:-1], header.block_bytes)
 
     cluster.tamper = lose_the_last

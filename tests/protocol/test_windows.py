@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from oracle import steps_of
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.errors import ProtocolError
@@ -19,10 +20,10 @@ BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()
 Runs = Sequence[tuple[int, int]]
 
 
-def fed(indices: list[int], window: int, runs: Runs = ()) -> Reduction:
+def fed(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = False) -> Reduction:
     """A reduction of int64 to which rank 0 has brought these blocks, all of ones, and rank 1 every block.
 
-    Rank 0 lists its blocks as `runs`, if there are any.
+    Rank 0 lists its blocks as `runs`, if there are any, or else as steps.
     """
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
     found = Reduction(RANKS, RANKS, arena, results, Lengths(SLOT_BYTES, SLOT_BYTES), Budget(window=window))
@@ -31,14 +32,15 @@ def fed(indices: list[int], window: int, runs: Runs = ()) -> Reduction:
     for rank, (own, listed) in enumerate([(indices, runs), (list(range(BLOCKS)), ())]):
         arena[rank, 64 : 64 + 8 * BLOCK * len(own)].view(np.int64)[:] = 1
         as_runs = np.array(listed, np.int64).reshape(-1, 2)
-        nbytes = seal(arena[rank], 0, BLOCKS, np.array(own), descriptor.block_bytes, runs=as_runs)
+        steps = np.frombuffer(steps_of(own) if in_steps and rank == 0 else b"", np.uint8)
+        nbytes = seal(arena[rank], 0, BLOCKS, np.array(own), descriptor.block_bytes, runs=as_runs, steps=steps)
         found.union.open(rank, rank, read_header(arena[rank], nbytes))
     return found
 
 
-def merging(indices: list[int], window: int, runs: Runs = ()) -> Iterator[Reduction]:
+def merging(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = False) -> Iterator[Reduction]:
     """The reduction after each step, as long as there is something to do."""
-    reduction = fed(indices, window, runs)
+    reduction = fed(indices, window, runs, in_steps=in_steps)
     while reduction.merge(0, 1 << 20) or reduction.union.hungry:
         yield reduction
         for rank in sorted(reduction.union.hungry):
@@ -51,8 +53,9 @@ def merging(indices: list[int], window: int, runs: Runs = ()) -> Iterator[Reduct
     ("indices", "runs"),
     [([0, 1, 2, 3], []), ([1, 3], []), ([3], []), ([], []), ([0, 1, 2, 3], [(0, 4)]), ([1, 2, 3], [(1, 3)])],
 )
-def test_all_windows_of_an_honest_message_are_used(indices: list[int], runs: Runs, window: int) -> None:
-    *_, reduction = merging(indices, window, runs)
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_all_windows_of_an_honest_message_are_used(indices: list[int], runs: Runs, window: int, in_steps: bool) -> None:
+    *_, reduction = merging(indices, window, () if in_steps else runs, in_steps=in_steps)
     assert reduction.union.complete
     result = reduction._results[0, 64 : 64 + BLOCKS * 8 * BLOCK].view(np.int64).reshape(BLOCKS, BLOCK)
     assert result[:, 0].tolist() == [1 + (block in indices) for block in range(BLOCKS)]

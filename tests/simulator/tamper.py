@@ -18,7 +18,7 @@ from omnireduce.transport.sim import SimLink
 from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, message_list, read_header
 from omnireduce.wire.control import Refused, encode_control
 
-_HEADER = struct.Struct("<QqIIIII")
+_HEADER = struct.Struct("<QqIIIIII")
 FAR = 1 << 40  # a block number that no tensor here has
 NO_SLOT = 63  # more than any plan has
 
@@ -32,8 +32,8 @@ def _rewrite(slot: Array, header: Header) -> None:
 
 
 def _indices(slot: Array, header: Header) -> Array:
-    """The indices that the message lists: of runs, their first ones."""
-    return message_list(slot, header)[:: 2 if header.runs else 1]
+    """The indices that the message lists: of runs, their first ones; of steps, none."""
+    return np.empty(0, np.int64) if header.steps else message_list(slot, header)[:: 2 if header.runs else 1]
 
 
 def _frontier_too_far(slot: Array, nbytes: int, header: Header, before: Header | None) -> int:
@@ -61,16 +61,18 @@ def _index_past_frontier(slot: Array, nbytes: int, header: Header, before: Heade
 
 
 def _index_of_before(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
-    if header.block_count == 0 or before is None or before.frontier < 1:
+    indices = _indices(slot, header)
+    if indices.size == 0 or before is None or before.frontier < 1:
         return None
-    _indices(slot, header)[0] = before.frontier - 1
+    indices[0] = before.frontier - 1
     return nbytes
 
 
 def _index_negative(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
-    if header.block_count == 0:
+    indices = _indices(slot, header)
+    if indices.size == 0:
         return None
-    _indices(slot, header)[0] = -1  # in a result these bits mean: the last block that there could ever be
+    indices[0] = -1  # in a result these bits mean: the last block that there could ever be
     return nbytes
 
 
@@ -174,9 +176,30 @@ def _run_of_no_block(slot: Array, nbytes: int, header: Header, before: Header | 
 
 
 def _indices_as_runs(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
-    if header.runs or header.block_count % 2 or header.block_count == 0:
+    if header.runs or header.steps or header.block_count % 2 or header.block_count == 0:
         return None
     _rewrite(slot, header._replace(runs=header.block_count // 2))  # which take as much room
+    return nbytes
+
+
+def _indices_as_steps(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.runs or header.steps or header.block_count == 0:
+        return None
+    _rewrite(slot, header._replace(steps=8 * header.block_count))  # which take as much room
+    return nbytes
+
+
+def _step_without_end(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.steps == 0:
+        return None
+    slot[header.list_stop - 1] |= 0x80
+    return nbytes
+
+
+def _step_nowhere(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
+    if header.steps < 2 or header.block_count < 2 or slot[header.list_stop - 2] >= 0x80:
+        return None
+    slot[header.list_stop - 1] = 0
     return nbytes
 
 
@@ -189,7 +212,7 @@ _BOTH: tuple[Rule, ...] = (
     _frontier_too_far, _frontier_back, _index_past_frontier, _index_of_before, _index_negative, _indices_unordered,
     _index_twice, _other_collective, _other_block_size, _more_than_there_is, _longer, _shorter_than_a_header,
     _more_left_out, _run_longer, _run_shorter, _run_of_none, _run_of_no_block,
-    _indices_as_runs,
+    _indices_as_runs, _indices_as_steps, _step_without_end, _step_nowhere,
 )  # fmt: skip
 _MESSAGES = (*_BOTH, _frontier_kept, _bad_descriptor, _leaves_out)
 _RESULTS = (*_BOTH, _unexpected_extra, _left_out_of_others)

@@ -90,6 +90,14 @@ MUTATIONS = (
         "((index ^ expected) & NUMBER and index != expected + gap)",
     ),
     Mutation(
+        "a step of any length",
+        "omnireduce.kernels.steps",
+        "a step may go on for ever, and bits of it are lost",
+        "at == listed.size or shift == STEP_BYTES * BITS",
+        "at == listed.size",
+        test="tests/kernels/test_step_kernels.py::test_no_list_does_harm",
+    ),
+    Mutation(
         "numbers inside a host may repeat",
         _ROWS,
         "a rank lists a row twice",

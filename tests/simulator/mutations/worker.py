@@ -173,8 +173,8 @@ MUTATIONS = (
         "runs of a result are not counted",
         _STREAM,
         "a result that says other blocks than it has is taken",
-        "        if (expanded, run) != (header.block_count, header.runs):\n",
-        "        if (expanded, run) == (-1, -1):\n",
+        "        if filled < header.block_count or not is_used_up(header, place):\n",
+        "        if filled < 0:\n",
         test="tests/protocol/test_listed_runs.py::test_runs_that_are_wrong_name_who_sent_them",
     ),
     Mutation(

@@ -1,0 +1,60 @@
+"""Block indices as steps: how far each is beyond the one before it, the first beyond 0, in as few bytes as that takes.
+
+A byte has seven bits of a step, the lowest ones first. Its highest bit says that another byte follows (LEB128).
+"""
+
+from __future__ import annotations
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.runs import NUMBER
+
+STEP_BYTES = 7  # of the longest step
+BITS, MORE = 7, 0x80
+
+
+@kernel
+def list_steps(indices: Array, most: int, steps: Array) -> int:
+    """Write `indices` as `steps`; return how many bytes they take, or 0 if more than `most` or if an index has a mark.
+
+    `indices`: int64 (n,), ascending; `steps`: uint8 (most + STEP_BYTES or more,).
+    """
+    at, previous = 0, 0
+    for k in range(indices.size):
+        step = indices[k] - previous
+        previous = indices[k]
+        if previous > NUMBER:
+            return 0
+        while step >= MORE:
+            steps[at] = step & (MORE - 1) | MORE
+            step >>= BITS
+            at += 1
+        steps[at] = step
+        at += 1
+        if at > most:
+            return 0
+    return at
+
+
+@kernel
+def expand_steps(listed: Array, at: int, number: int, own: Array) -> tuple[int, int, int]:
+    """Fill `own`, int64, with the indices of steps, from byte `at` of `listed` on, behind index `number`.
+
+    `listed`: uint8 (bytes,); a peer may have written anything there, and may still do so. Returns how many indices were
+    filled in, the byte that comes next, and the last index. They are fewer than `own` takes where the steps end before,
+    where one is too long, or goes beyond the largest block number.
+    """
+    for k in range(own.size):
+        step, shift, byte = 0, 0, MORE
+        while byte >= MORE:
+            if at == listed.size or shift == STEP_BYTES * BITS:
+                return k, at, number
+            byte = int(listed[at])  # once: it may change
+            step |= (byte & (MORE - 1)) << shift
+            shift += BITS
+            at += 1
+        if number + step > NUMBER:
+            return k, at, number
+        number += step
+        own[k] = number
+    return own.size, at, number
