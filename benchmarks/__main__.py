@@ -6,7 +6,7 @@ summary.json which targets are met.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
 `all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
 `threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `selectors` what it takes to
-select, `plan` how near predictions come.
+select, `elements` what it takes to sum single elements, `plan` how near predictions come.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import OURS, PEERS, labels
 from benchmarks.dispatch import measure_dispatch
+from benchmarks.elements import measure as measure_elements
 from benchmarks.environments import Tree
 from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
@@ -240,10 +241,16 @@ def codecs(turns: int, rate: str) -> None:
 def selectors(turns: int) -> None:
     """Time the selection of a part of a tensor, against torch.topk and against a bare scan. Exit status 3 when it is
     not as fast as it should be."""
-    try:
-        _expect_met(measure_selectors, turns)
-    except ImportError as error:
-        raise click.ClickException(f"{error}; `make torch` installs it") from error
+    _expect_met(measure_selectors, turns)
+
+
+@main.command()
+@click.option("--turns", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+def elements(turns: int, rate: str) -> None:
+    """Time the sum of single elements that four ranks have selected, on hosts with shaped links (as root), against an
+    all-gather of them. Exit status 3 when it is not as fast as it should be."""
+    _expect_met(lambda console, turns: measure_elements(console, turns, rate), turns)
 
 
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
@@ -252,6 +259,8 @@ def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
         is_met = measure(Console(width=120), turns)
     except (PeerError, OmniReduceError, TestbedError) as error:
         raise click.ClickException(str(error)) from error
+    except ImportError as error:
+        raise click.ClickException(f"{error}; `make torch` installs it") from error
     if not is_met:
         sys.exit(3)
 

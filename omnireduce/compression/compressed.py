@@ -6,11 +6,11 @@ import zlib
 
 import numpy as np
 
-from omnireduce.compression.memories import Memory, NoMemory
+from omnireduce.compression.memories import Memory, NoMemory, overflowing
 from omnireduce.compression.selectors import Everything, Selector
 from omnireduce.compression.sums import Sum, check_gradient, check_name
 from omnireduce.descriptor import CODED_ELEMENTS
-from omnireduce.dtypes import Array
+from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import NONE, codec_named
@@ -19,15 +19,16 @@ from omnireduce.protocol.coding import Coder, Scratch
 from omnireduce.runtime.member.calls import check_codec
 from omnireduce.runtime.member.communicator import Communicator
 
-ELEMENT_BYTES, ROW_BYTES = 4, 12  # of an element in a tensor, and of one that travels with its number
+STEP_BYTES = 2  # about, of the number of an element that travels by itself
+ELEMENTS_AS = {"bf16": ELEMENT_TYPES["bfloat16"].dtype, "fp16": ELEMENT_TYPES["float16"].dtype}
 
 
 class Compression:
     """Sums gradients of which only a part is sent.
 
-    `selector`: which part; `memory`: what becomes of the rest; `codec`: in which form blocks travel (None: as
-    `protocol.codec` says). All ranks make the same one. What is kept differs between ranks: see `Memory.state_dict`.
-    Raises UsageError for what cannot be, or does not go together.
+    `selector`: which part; `memory`: what becomes of the rest; `codec`: in which form that part travels (None: as
+    `protocol.codec` says). Single elements travel as float32, or as bf16 or fp16. All ranks make the same one. What is
+    kept differs between ranks: see `Memory.state_dict`. Raises UsageError for what cannot be, or does not go together.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Compression:
         self._steps: dict[str, int] = {}
 
     def _check_together(self, codec: str) -> None:
-        if self.selector.unit == "elements" and not self._sends_all:
+        if self.selector.unit == "elements" and not self._sends_all and codec not in ELEMENTS_AS:
             raise UsageError(
-                f"codec '{codec}' with {type(self.selector).__name__}: single elements travel as float32. A codec goes "
-                "with a selector of blocks, or without a selector"
+                f"codec '{codec}' with {type(self.selector).__name__}: single elements travel as float32, bf16 or "
+                "fp16. Other codecs go with a selector of blocks, or without a selector"
             )
         if self.selector.block_size > CODED_ELEMENTS:
             raise UsageError(f"block_size {self.selector.block_size}: expected at most {CODED_ELEMENTS} with a codec")
@@ -70,8 +71,7 @@ class Compression:
         else:
             places = self.selector.select(x, name, step)
             if self.selector.unit == "elements":
-                self._send_elements(comm, places, x[places], flat, op=op, name=name)
-                self.memory.keep_selected(name, places, self.selector)
+                self._send_elements(comm, x, places, flat, op=op, name=name)
             else:
                 some = np.zeros_like(x)
                 copy_blocks(x, self.selector.block_size, places, some)
@@ -98,22 +98,40 @@ class Compression:
             comm.allreduce(sent, out=out, op=op, name=name, block_size=block_size, codec=codec)
             self.memory.keep_rest(name, sent)
 
-    def _send_elements(
-        self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str
+    def _send_elements(self, comm: Communicator, x: Array, places: Array, out: Array, *, op: Sum, name: str) -> None:
+        """Send the elements of `x` at `places` in float32, or rounded; what is rounded off a memory keeps."""
+        codec = comm.config.protocol.codec if self.codec is None else self.codec
+        if codec not in ELEMENTS_AS:
+            self._sum_elements(comm, places, x[places], out, op=op, name=name, codec=NONE)
+            self.memory.keep_selected(name, places, self.selector)
+            return
+        with overflowing():
+            values = x[places].astype(ELEMENTS_AS[codec])
+        sent = np.zeros_like(x)
+        sent[places] = values
+        self._sum_elements(comm, places, values, out, op=op, name=name, codec=codec)
+        self.memory.keep_rest(name, sent)
+
+    def _sum_elements(
+        self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str, codec: str
     ) -> None:
-        """Send single elements: with their numbers, or as a tensor of zeros where that takes fewer bytes."""
+        """Sum single elements: with their numbers, or in blocks, filled up with zeros, where these take fewer bytes."""
         if self.selector.is_common:  # that all have drawn the same ones the name says
-            sums = comm.allreduce(values, op=op, name=f"{name} at {zlib.crc32(places.tobytes()):08x}", codec=NONE)
+            drawn = f"{name} at {zlib.crc32(places.tobytes()):08x}"
+            sums = comm.allreduce(values.astype(np.float32), op=op, name=drawn, codec=codec)
             out[:] = 0
             out[places] = sums
             return
-        most = np.array([places.size], np.int64)
-        comm.allreduce(most, op="max", name=f"{name} selected")
-        if int(most[0]) * ROW_BYTES >= out.size * ELEMENT_BYTES:
+        block_size = comm.config.protocol.block_size
+        blocks = np.count_nonzero(np.diff(places // block_size)) + min(1, places.size)
+        # bytes of this rank, then of the one with most
+        most = np.array([places.size * (values.itemsize + STEP_BYTES), blocks * block_size * values.itemsize])
+        by_number, by_block = comm.allreduce(most, op="max", name=f"{name} selected", block_size=8)
+        if by_number < by_block:
+            numbers, sums = comm.allreduce_rows(places, values.reshape(-1, 1), out.size, op=op, name=name)
+            out[:] = 0
+            out[numbers] = sums.reshape(-1)
+        else:
             out[:] = 0
             out[places] = values
-            comm.allreduce(out, op=op, name=name, codec=NONE)
-            return
-        numbers, sums = comm.allreduce_rows(places, values.reshape(-1, 1), out.size, op=op, name=name)
-        out[:] = 0
-        out[numbers] = sums.reshape(-1)
+            comm.allreduce(out, op=op, name=name, codec=codec)

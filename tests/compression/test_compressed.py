@@ -38,6 +38,9 @@ def gradient(rank: int, step: int) -> Array:
     [
         lambda: Compression(TopK(0.01), Residual()),
         lambda: Compression(TopK(0.5), Residual()),
+        lambda: Compression(TopK(0.01), Residual(), codec="bf16"),
+        lambda: Compression(TopK(0.5), Residual(), codec="fp16"),
+        lambda: Compression(RandomK(0.02), Residual(), codec="bf16"),
         lambda: Compression(BlockTopK(0.1), Residual()),
         lambda: Compression(RandomK(0.02), Residual()),
         lambda: Compression(Threshold(900), Residual()),
@@ -47,7 +50,21 @@ def gradient(rank: int, step: int) -> Array:
         lambda: Compression(BlockTopK(0.3), Residual(), codec="int8"),
         lambda: Compression(BlockTopK(0.3), DgcMomentum(0.0), codec="int8"),
     ],
-    ids=["few", "many", "blocks", "random", "threshold", "guarded", "all", "int8", "int8 blocks", "DGC"],
+    ids=[
+        "few",
+        "many",
+        "few in bf16",
+        "many in fp16",
+        "random in bf16",
+        "blocks",
+        "random",
+        "threshold",
+        "guarded",
+        "all",
+        "int8",
+        "int8 blocks",
+        "DGC",
+    ],
 )
 def test_all_that_was_received_and_what_is_left_are_all_gradients(
     daemon: Daemon, make: Callable[[], Compression], way: str
@@ -83,7 +100,27 @@ def test_the_cost_follows_the_union(daemon: Daemon) -> None:
         return after.sent_bytes - before.sent_bytes, after.received_bytes - before.received_bytes
 
     for sent, received in run_job(configured(daemon.addresses, BY_SHARDS), RANKS, run):
-        assert max(sent, received) <= 2000 * 12 + 5000
+        assert max(sent, received) <= 2001 * 5.4 + 2000
+
+
+@pytest.mark.parametrize(("together", "codec"), [(False, "none"), (True, "none"), (False, "bf16"), (True, "bf16")])
+def test_elements_travel_with_numbers_or_in_blocks_whichever_is_less(
+    daemon: Daemon, together: bool, codec: str
+) -> None:
+    """A thousand of 256,000: those of four blocks, or every 256th."""
+
+    def run(comm: Communicator) -> tuple[int, Array]:
+        x = np.zeros(256_000, np.float32)
+        x[slice(0, 1024) if together else slice(0, None, 250)] = 2
+        before = comm.statistics().sent_bytes
+        Compression(TopK(0.004), codec=codec).allreduce(comm, x, name="w", op="sum")
+        return comm.statistics().sent_bytes - before, x
+
+    value_bytes = 2 if codec == "bf16" else 4
+    for sent, x in run_job(configured(daemon.addresses, BY_SHARDS), 2, run):
+        assert set(x) == {0.0, 4.0}
+        by_number, in_blocks = 1024 * (value_bytes + 2), 1024 * value_bytes
+        assert sent < (in_blocks if together else by_number) + 1000
 
 
 def test_a_mean_of_a_matrix(daemon: Daemon) -> None:
@@ -111,7 +148,7 @@ def test_gradients_of_nothing(daemon: Daemon) -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(UsageError, match="codec 'int8' with TopK: single elements travel as float32"):
+    with pytest.raises(UsageError, match="codec 'int8' with TopK: single elements travel as float32, bf16 or fp16"):
         Compression(TopK(), codec="int8")
     Compression(BlockTopK(), codec="int8")
     Compression(codec="int8")

@@ -1,0 +1,156 @@
+"""What it costs to sum single elements of a gradient: on the service, and by an all-gather of the same selection.
+
+Four ranks on hosts with shaped links have each selected 1 % of the elements, by their magnitudes. The service sums
+them by their numbers. The all-gather is gloo's, of values (float32) and numbers (int64, as torch.topk gives them, or
+int32); each rank then adds what all have sent. Both begin with a selection and end with a dense sum on each rank.
+
+Gradients of ranks have something in common, or they would not train one model. Here each is a part that all have in
+common and a part of its own, of equal variance. `apart` has no common part.
+
+`python -m benchmarks.elements SOCKET OPTIONS` is one rank of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import omnireduce as omni
+from benchmarks.group import Group, PeerError, daemon, service_group
+from benchmarks.orders import serve_turns
+from benchmarks.outcomes import show_verdicts
+from benchmarks.shaped import INTERFACE, OPEN, PORT, Setting
+from benchmarks.targets import at_least
+from omnireduce.compression import Compression, Selector, TopK
+from omnireduce.dtypes import Array
+
+RANKS, ELEMENTS, RATIO = 4, 1 << 22, 0.01
+TOGETHER, APART = "a common part", "apart"
+SERVICE, BF16, GATHERED, GATHERED_32 = "service", "service, bf16", "all-gather", "all-gather, int32"
+WAYS = (SERVICE, BF16, GATHERED, GATHERED_32)
+LEAST = 2.0  # times as fast as an all-gather
+LARGEST = 1000  # of the values, which are whole numbers: their sums are exact
+
+
+class Chosen(Selector):
+    """What was selected before: so that only the exchange is timed."""
+
+    def __init__(self, places: Array) -> None:
+        self._places = places
+
+    def choose(self, x: Array, name: str, step: int) -> Array:
+        return self._places
+
+
+class Rank:
+    """One rank, of the service and of gloo."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        own = [each for each in options["set"] if not each.startswith("store=")]
+        [store] = [each.removeprefix("store=") for each in options["set"] if each.startswith("store=")]
+        config = omni.load_config(overrides=own, environ={})
+        self._comm = omni.connect(config, job=options["job"], rank=options["rank"], size=options["size"])
+        dist.init_process_group("gloo", init_method=store, rank=options["rank"], world_size=options["size"])
+        self._gradients = {kind: self._drawn(kind) for kind in (TOGETHER, APART)}
+
+    def _drawn(self, kind: str) -> list[tuple[Array, Array]]:
+        """The places and values that each rank has selected."""
+        common = np.random.default_rng(7).standard_normal(ELEMENTS, np.float32) if kind == TOGETHER else 0
+        found = []
+        for rank in range(self._comm.size):
+            x = common + np.random.default_rng([7, rank]).standard_normal(ELEMENTS, np.float32)
+            places = TopK(RATIO).select(x.astype(np.float32))
+            found.append((places, np.clip(np.rint(x[places] * 8), -LARGEST, LARGEST).astype(np.float32)))
+        return found
+
+    def turn(self, kind: str, way: str) -> dict[str, float]:
+        """Milliseconds of one exchange, and how many elements of its result are wrong."""
+        places, values = self._gradients[kind][self._comm.rank]
+        gradient = np.zeros(ELEMENTS, np.float32)
+        gradient[places] = values
+        self._comm.barrier()
+        begin = time.perf_counter()
+        if way in (SERVICE, BF16):
+            codec = "bf16" if way == BF16 else "none"
+            found = Compression(Chosen(places), codec=codec).allreduce(self._comm, gradient, name=kind, op="sum")
+        else:
+            found = self._gathered(places, values, np.dtype(np.int32 if way == GATHERED_32 else np.int64))
+        ms = (time.perf_counter() - begin) * 1e3
+        expected = np.zeros(ELEMENTS, np.float32)
+        for some, theirs in self._gradients[kind]:
+            expected[some] += theirs
+        return {"ms": ms, "wrong": int(np.count_nonzero(found != expected)), "union": int(np.count_nonzero(expected))}
+
+    def _gathered(self, places: Array, values: Array, of_places: np.dtype[Any]) -> Array:
+        import torch
+        import torch.distributed as dist
+
+        own = torch.from_numpy(places.astype(of_places)), torch.from_numpy(values)
+        every = [[torch.empty_like(each) for _ in range(self._comm.size)] for each in own]
+        for each, room in zip(own, every, strict=True):
+            dist.all_gather(room, each)
+        total = torch.zeros(ELEMENTS)
+        for some, theirs in zip(*every, strict=True):
+            total.index_add_(0, some, theirs)
+        found: Array = total.numpy()
+        return found
+
+
+def measure(console: Console, turns: int, rate: str) -> bool:
+    """Let the ways take turns; return whether the aim is met. Raises PeerError where one fails or gives a wrong sum,
+    TestbedError where there can be no hosts with shaped links, ImportError without torch."""
+    import torch.distributed  # noqa: F401  the ranks have the same environment
+
+    rows: dict[tuple[str, str], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, _group(rate, folder) as group:
+        for turn in range(turns + 1):
+            for kind in (TOGETHER, APART):
+                for way in WAYS:
+                    found = group.tell(do="turn", kind=kind, way=way)
+                    if turn:  # the first one warms up
+                        rows.setdefault((kind, way), []).append(max(found, key=lambda row: row["ms"]))
+    if any(row["wrong"] for (_, way), found in rows.items() if way != BF16 for row in found):
+        raise PeerError("elements", "gave wrong sums")
+    ms = {key: float(np.median([row["ms"] for row in found])) for key, found in rows.items()}
+    for kind in (TOGETHER, APART):
+        union = rows[kind, SERVICE][0]["union"] / ELEMENTS
+        table = Table(box=None)
+        table.add_column(f"{RANKS} ranks, {rate}, {ELEMENTS} elements, {RATIO:.0%} each; {kind}: {union:.2%} of any")
+        table.add_column("ms", justify="right")
+        table.add_column("service is faster", justify="right")
+        for way in WAYS:
+            table.add_row(way, f"{ms[kind, way]:.1f}", f"{ms[kind, way] / ms[kind, SERVICE]:.2f}")
+        console.print(table, "")
+    verdict = at_least(f"elements, {TOGETHER}", ms[TOGETHER, SERVICE], GATHERED, ms[TOGETHER, GATHERED], LEAST)
+    show_verdicts(console, [verdict])
+    return bool(verdict.met)
+
+
+@contextlib.contextmanager
+def _group(rate: str, folder: str) -> Iterator[Group]:
+    with contextlib.ExitStack() as stack:
+        of_ranks, of_shards = stack.enter_context(Setting.of("dedicated", RANKS, rate).testbed())
+        daemons = [
+            stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
+            for host in of_shards
+        ]
+        addresses = [address for each in daemons for address in each.addresses]
+        prefixes = [host.prefix for host in of_ranks]
+        sets = ("transport.kind=tcp", f"store=file://{folder}/gloo-store")
+        program = ("benchmarks.elements",)
+        yield stack.enter_context(service_group(RANKS, folder, addresses, *sets, prefixes=prefixes, program=program))
+
+
+if __name__ == "__main__":
+    serve_turns(Rank)
