@@ -128,9 +128,11 @@ class Compression:
         most = np.array([places.size * (values.itemsize + STEP_BYTES), blocks * block_size * values.itemsize])
         by_number, by_block = comm.allreduce(most, op="max", name=f"{name} selected", block_size=8)
         if by_number < by_block:
-            numbers, sums = comm.allreduce_rows(places, values.reshape(-1, 1), out.size, op=op, name=name)
-            out[:] = 0
-            out[numbers] = sums.reshape(-1)
+            rows = values.reshape(-1, 1)
+            sums = out.reshape(-1, 1) if rows.dtype == out.dtype else np.empty((out.size, 1), rows.dtype)
+            comm.allreduce_rows_into(sums, places, rows, op=op, name=name)
+            if rows.dtype != out.dtype:
+                out[:] = sums.reshape(-1)
         else:
             out[:] = 0
             out[places] = values

@@ -113,24 +113,40 @@ def pack_noted(
 
 
 @kernel
-def pack_rows(
-    numbers: Array, values: Array, position: int, stripe: int, shards: int, shard: int, rows: Array, indices: Array
-) -> tuple[int, int]:
-    """Copy `values[p]` for the rows of `shard` from `position` on until `rows` is full.
+def deal_rows(numbers: Array, stripe: int, shards: int, order: Array, starts: Array) -> None:
+    """List the rows of each shard: `order[starts[s] : starts[s + 1]]` says where in `numbers` those of shard s are.
 
-    `numbers`: int64 (n,), ascending row numbers; `values`, `rows`: uint8 (n, row bytes).
-    Returns (rows packed, next position).
+    `numbers`: int64 (n,), ascending row numbers; `order`: int64 (n,); `starts`: int64 (shards + 1,).
     """
-    count, width = 0, values.shape[1]
-    while position < numbers.size:
-        number = numbers[position]
-        if number // stripe % shards == shard:
-            if count == rows.shape[0]:
-                break
-            row, out = values[position], rows[count]
-            for i in range(width):  # six times as fast as the assignment of slices
-                out[i] = row[i]
-            indices[count] = number
-            count += 1
-        position += 1
-    return count, position
+    starts[:] = 0
+    for p in range(numbers.size):
+        starts[numbers[p] // stripe % shards] += 1
+    total = 0
+    for shard in range(shards + 1):
+        count = starts[shard]
+        starts[shard] = total
+        total += count
+    for p in range(numbers.size):
+        shard = numbers[p] // stripe % shards
+        order[starts[shard]] = p
+        starts[shard] += 1
+    for shard in range(shards, 0, -1):
+        starts[shard] = starts[shard - 1]
+    starts[0] = 0
+
+
+@kernel
+def pack_rows(numbers: Array, values: Array, order: Array, position: int, rows: Array, indices: Array) -> int:
+    """Copy the rows `values[order[position]]`, and those that follow, until `rows` is full; return how many.
+
+    `numbers`: int64 (n,), row numbers; `values`, `rows`: uint8 (n, row bytes); `order`: int64 (rows of this shard,).
+    """
+    count: int = min(order.size - position, rows.shape[0])
+    width = values.shape[1]
+    for k in range(count):
+        p = order[position + k]
+        row, out = values[p], rows[k]
+        for i in range(width):  # six times as fast as the assignment of slices
+            out[i] = row[i]
+        indices[k] = numbers[p]
+    return count

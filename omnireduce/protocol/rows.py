@@ -6,7 +6,7 @@ import numpy as np
 
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.pack import pack_rows
+from omnireduce.kernels.pack import deal_rows, pack_rows
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import Memory, Operand, Packed, RowBlocks, as_writable
 
@@ -19,13 +19,17 @@ class NumberedRows:
     """
 
     row_dtype = BYTES
-    is_divisible = False  # the rows of all shards are collected one behind the other
 
     def __init__(self, numbers: Array, rows: Array, layout: Layout, memory: Memory) -> None:
         self.layout, self.block_bytes = layout, rows.shape[1]
         self.numbers, self._rows, self._memory = numbers, rows, memory
+        self._order: list[Array] = []  # of each shard, where its rows are
         self._count = 0
         self._union_numbers, self._union = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
+
+    @property
+    def is_divisible(self) -> bool:
+        return False  # the rows of all shards are collected one behind the other
 
     def room_for(self, count: int) -> Array:
         """Memory for `count` rows: uint8 (count, row bytes)."""
@@ -35,13 +39,19 @@ class NumberedRows:
         return 0
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        layout = self.layout
-        count, cursor = pack_rows(
-            self.numbers, self._rows,
-            position=cursor, stripe=layout.stripe_blocks, shards=layout.shards, shard=shard, rows=rows, indices=indices,
-        )  # fmt: skip
-        frontier = layout.blocks if cursor == len(self.numbers) else int(self.numbers[cursor])
+        order = (self._order or self._deal())[shard]
+        count = pack_rows(self.numbers, self._rows, order, cursor, rows, indices)
+        cursor += count
+        frontier = self.layout.blocks if cursor == len(order) else int(self.numbers[order[cursor]])
         return Packed(count, cursor, frontier)
+
+    def _deal(self) -> list[Array]:
+        """Find the rows of each shard."""
+        shards, order = self.layout.shards, np.empty(len(self.numbers), np.int64)
+        starts = np.empty(shards + 1, np.int64)
+        deal_rows(self.numbers, self.layout.stripe_blocks, shards, order, starts)
+        self._order = np.split(order, starts[1:-1])
+        return self._order
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start, stop = self._count, self._count + indices.size
@@ -49,19 +59,18 @@ class NumberedRows:
             self._reserve(max(stop, 2 * start, min(2 * len(self.numbers), self.layout.blocks)))
         self._union_numbers[start:stop] = indices
         if left_out:
-            self._put_own(self._union[start:stop], indices, unchanged)
+            self._union[start:stop][unchanged] = self._brought(indices[unchanged])
             self._union[start:stop][~unchanged] = rows[: indices.size - np.count_nonzero(unchanged)]
         else:
             self._union[start:stop] = rows[: indices.size]
         self._count = stop
 
-    def _put_own(self, union: Array, indices: Array, own: Array) -> None:
-        """Take the `own` rows from what was brought. Raises ProtocolError."""
-        wanted = indices[own]
+    def _brought(self, wanted: Array) -> Array:
+        """The rows of these numbers that were brought. Raises ProtocolError."""
         places = np.searchsorted(self.numbers, wanted)
         if places.size and (places[-1] == len(self.numbers) or np.any(self.numbers[places] != wanted)):
             raise ProtocolError("a result that leaves out rows which this worker does not have")
-        union[own] = self._rows[places]
+        return self._rows[places]
 
     def _reserve(self, count: int) -> None:
         """Make room for `count` rows of the union, or more."""
@@ -108,6 +117,44 @@ class RowSet(NumberedRows):
         self.result = numbers, union.view(self._dtype)
 
 
+class RowsInto(RowSet):
+    """Rows that a worker brings, whose sums go to their places in `out`, (rows, row length). The others become 0."""
+
+    def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory, *, out: Array) -> None:
+        super().__init__(numbers, values, layout, memory)
+        self._row = np.dtype((np.void, self.block_bytes))  # one item: NumPy copies it as a whole
+        self._out = out.reshape(-1).view(self._row)
+        self._cleared = False
+
+    @property
+    def is_divisible(self) -> bool:
+        return self._cleared  # the first shard's part clears all
+
+    def start(self, shard: int) -> int:
+        self._clear()
+        return super().start(shard)
+
+    def _clear(self) -> None:
+        if not self._cleared:  # not earlier: `out` is ours only once the collective is under way
+            self._deal()
+            self._out.view(BYTES)[:] = 0
+            self._cleared = True
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        if left_out:
+            own = indices[unchanged]
+            self._scatter(own, self._brought(own))
+            indices = indices[~unchanged]
+        self._scatter(indices, rows[: indices.size])
+
+    def _scatter(self, numbers: Array, rows: Array) -> None:
+        self._out[numbers] = rows.reshape(-1).view(self._row)
+
+    def finish(self) -> None:
+        self._clear()
+        self._scatter(*self.collected())  # by the exchange in memory
+
+
 class RowSum(NumberedRows):
     """The rows of all ranks of a host, summed. The shards get them in place of those of `operand`, a rank's own ones.
     What they return this rank shares with its host."""
@@ -125,7 +172,7 @@ class RowSum(NumberedRows):
         return self._own._replace(hold=self._hold)
 
     def _hold(self, numbers: Array) -> Array:
-        self.numbers, self._rows = numbers, self.room_for(numbers.size)
+        self.numbers, self._rows, self._order = numbers, self.room_for(numbers.size), []
         return self._rows
 
     def returned(self) -> RowBlocks:

@@ -14,7 +14,7 @@ from samples import DTYPES, Array, awkward_values, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.density import nonzero_blocks
-from omnireduce.kernels.pack import pack_blocks, pack_noted, pack_rows
+from omnireduce.kernels.pack import deal_rows, pack_blocks, pack_noted, pack_rows
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -204,19 +204,19 @@ def test_pack_rows(seed: int, total: int, row_bytes: int, shards: int, stripe: i
     numbers = np.flatnonzero(rng.random(total) < rng.random()) + offset
     values = np.frombuffer(rng.bytes(numbers.size * row_bytes), np.uint8).reshape(numbers.size, row_bytes).copy()
     layout = Layout((total + offset) * 8, 8, shards, stripe)
+    order, starts = np.full(numbers.size, -9), np.full(shards + 1, -9)
+    deal_rows(numbers, stripe, shards, order, starts)
     for shard in range(shards):
         mine = [at for at, number in enumerate(numbers) if layout.owner(int(number)) == shard]
-        packed: list[int] = []
-        position = 0
-        while position < numbers.size:
+        own = order[starts[shard] : starts[shard + 1]]
+        assert own.tolist() == mine
+        for position in range(0, len(mine), capacity):
             rows, indices = np.full((capacity, row_bytes), 9, np.uint8), np.full(capacity, -9)
-            before = position
-            count, position = pack_rows(numbers, values, position, stripe, shards, shard, rows, indices)
-            assert position > before
-            assert position == numbers.size or count == capacity, "stopped without a reason"
-            chosen = mine[len(packed) : len(packed) + count]
+            count = pack_rows(numbers, values, own, position, rows, indices)
+            chosen = mine[position : position + capacity]
+            assert count == len(chosen)
             assert (indices[:count] == numbers[chosen]).all()
             assert (rows[:count] == values[chosen]).all()
             assert (indices[count:] == -9).all()
-            packed += chosen
-        assert packed == mine
+            assert (rows[count:] == 9).all()
+    assert (starts[0], starts[-1]) == (0, numbers.size)

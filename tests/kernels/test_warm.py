@@ -23,12 +23,13 @@ from omnireduce.layout import Layout
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.exchange import HostExchange, region_bytes
 from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.rows import RowSet
+from omnireduce.protocol.rows import RowSet, RowsInto
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.arguments import combine_duplicates
 
 KERNELS = [
-    pack._pack_run, pack.pack_blocks, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows, admit_marked,
+    pack._pack_run, pack.pack_blocks, pack.deal_rows, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows,
+    admit_marked,
     exchange.run, exchange.run_with_rows,
 ]
 host = HostExchange(np.zeros((1, region_bytes(2, 4096)), np.uint8), 0, ["rank 0"], 2, 4096)
@@ -61,6 +62,9 @@ for element in ELEMENT_TYPES.values():
             rows = RowSet(*own, layout, Pool().take)
             rows.pack(0, 0, 64, np.zeros((8, size), np.uint8), np.zeros(8, np.int64))
             exchanged(describe("allreduce_rows", "", element.name, (8, 8)), rows)
+            into = RowsInto(*own, layout, Pool().take, out=np.ones((8, 8), element.dtype))
+            into.start(0)
+            into.put(np.zeros((3, size), np.uint8), np.arange(3), np.zeros(3, np.bool_), False)
 assert compiled() == before, (before, compiled())
 """
 

@@ -8,7 +8,7 @@ import pytest
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.rows import RowSet
+from omnireduce.protocol.rows import RowSet, RowsInto
 from omnireduce.runtime.member.pool import Pool
 
 
@@ -48,6 +48,22 @@ def test_rows_that_were_not_brought_cannot_be_left_out(unknown: int, brought: li
     operand = RowSet(np.array(brought, np.int64), np.ones((len(brought), 2), np.float32), Layout(40, 2), Pool().take)
     with pytest.raises(ProtocolError, match="rows which this worker does not have"):
         operand.put(np.zeros((0, 8), np.uint8), np.array([unknown]), np.array([True]), True)
+
+
+def test_rows_of_a_dense_result_that_are_left_out_are_those_that_were_brought() -> None:
+    width = 3
+    values = np.arange(4 * width, dtype=np.float32).reshape(4, width)
+    out, layout = np.full((10, width), 7, np.float32), Layout(10 * width, width)
+    operand = RowsInto(np.array([2, 5, 9]), values[:3], layout, Pool().take, out=out)
+    assert not operand.is_divisible
+    assert operand.start(0) == 0
+    assert operand.is_divisible
+    operand.put(values[3:].view(np.uint8), np.array([2, 3, 9]), np.array([True, False, True]), True)
+    operand.finish()
+    assert np.flatnonzero(out.any(axis=1)).tolist() == [2, 3, 9]
+    assert np.array_equal(out[[2, 3, 9]], values[[0, 3, 2]])
+    with pytest.raises(ProtocolError, match="rows which this worker does not have"):
+        operand.put(np.zeros((0, 12), np.uint8), np.array([1]), np.array([True]), True)
 
 
 def test_who_brought_nothing_cannot_have_a_block() -> None:

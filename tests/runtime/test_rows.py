@@ -10,7 +10,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from oracle import HALVES, assert_results, reduce_in_rank_order
 from tensors import Array
 
-from omnireduce import AbortedError, Communicator, Config, Op, UsageError
+from omnireduce import AbortedError, Communicator, Config, Op, RowOp, UsageError
 from omnireduce.dtypes import ELEMENT_TYPES
 
 Rows = tuple[Array, Array]
@@ -54,6 +54,50 @@ def check(config: Config, inputs: Sequence[Rows], n_rows: int, op: Op = "sum") -
         assert indices.dtype == np.int64
         assert indices.tolist() == union.tolist()
     assert_results([values for _, values in results], sums)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [1, 6, 300])
+def test_a_dense_result(config: Config, dtype: str, length: int, op: RowOp) -> None:
+    """The same sums in their places, by whatever way they come; the rest is zero."""
+    inputs = [some_rows(rank, dtype, 60 + 50 * rank, length, 500) for rank in range(3)]
+    union, sums = expected_rows(inputs, 500, op)
+    dense = np.zeros((500, length), sums.dtype)
+    dense[union] = sums
+
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        indices, values = inputs[comm.rank]
+        first, second = (np.full((500, length), 7, values.dtype) for _ in range(2))
+        handle = comm.allreduce_rows_into_async(second, indices, values, op=op)
+        assert handle.wait() is second
+        assert comm.allreduce_rows_into(first, indices, values, op=op) is first
+        return first, second
+
+    for results in zip(*run_job(config, len(inputs), run), strict=True):
+        assert_results(list(results), dense)
+
+
+def test_a_dense_result_that_does_not_fit(local: Config) -> None:
+    def run(comm: Communicator) -> None:
+        out, indices, values = np.zeros((9, 4), np.float32), np.arange(3), np.ones((3, 4), np.float32)
+        with pytest.raises(
+            UsageError, match=r"out is float32\[9, 4\], values is float64\[3, 4\]: expected rows of the same"
+        ):
+            comm.allreduce_rows_into(out, indices, values.astype(np.float64))
+        with pytest.raises(UsageError, match=r"out is float32\[9, 4\], values is float32\[3, 3\]"):
+            comm.allreduce_rows_into(out, indices, values[:, :3])
+        with pytest.raises(UsageError, match=r"out is float32\[36\]"):
+            comm.allreduce_rows_into(out.reshape(-1), indices, values)
+        with pytest.raises(UsageError, match="out overlaps indices or values"):
+            comm.allreduce_rows_into(out, indices, out[:3])
+        with pytest.raises(UsageError, match="indices from 0 to 9: expected 0 to 8"):
+            comm.allreduce_rows_into(out, np.array([0, 9, 1]), values)
+        with pytest.raises(UsageError, match="out is not C-contiguous"):
+            comm.allreduce_rows_into(np.zeros((9, 8), np.float32)[:, ::2], indices, values)
+        assert comm.allreduce_rows_into(np.ones((0, 4), np.float32), indices[:0], values[:0]).shape == (0, 4)
+
+    run_job(local, 1, run)
 
 
 @pytest.mark.parametrize("dtype", ELEMENT_TYPES)

@@ -20,7 +20,7 @@ from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.layout import Layout
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.operands import DenseTensor, Operand
-from omnireduce.protocol.rows import RowSet
+from omnireduce.protocol.rows import RowSet, RowsInto
 from omnireduce.runtime.member.arguments import (
     check_array,
     check_name,
@@ -182,14 +182,38 @@ def rows(
     group: str = "",
 ) -> Call[Rows[S]]:
     """Rows of a tall matrix, added by number."""
-    element = element_type(check_array(values, "values").dtype)
-    n_rows = check_rows(indices, values, n_rows)
-    shape = n_rows, values.shape[1]
-    called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op), group=group)
-    numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element)
+    called, numbers, own = _rows(place, indices, values, n_rows, op=op, name=name, group=group)
     layout = place.layout(called)
     operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool.take))
     return Call(called, operand, lambda: operand.result, reads=(indices, values))
+
+
+def rows_into(
+    place: Place, out: NDArray[S], indices: Array, values: NDArray[S], *, op: str, name: str
+) -> Call[NDArray[S]]:
+    """Rows of a tall matrix, added by number in `out`."""
+    target = flat_view(out, "out", writable=True)
+    if out.ndim != 2 or check_array(values, "values").shape[1:] != out.shape[1:] or values.dtype != out.dtype:
+        raise UsageError(
+            f"out is {out.dtype}{list(out.shape)}, values is {values.dtype}{list(values.shape)}: expected rows of the "
+            "same dtype and length"
+        )
+    called, numbers, own = _rows(place, indices, values, len(out), op=op, name=name)
+    if any(np.may_share_memory(out, each) for each in (indices, values)):
+        raise UsageError("out overlaps indices or values; pass an array of its own")
+    layout = place.layout(called)
+    operand = place.with_pool(lambda pool: RowsInto(numbers, own, layout, pool.take, out=out))
+    return Call(called, operand, lambda: out, reads=(indices, values), writes=(target,))
+
+
+def _rows(
+    place: Place, indices: Array, values: Array, n_rows: int, *, op: str, name: str, group: str = ""
+) -> tuple[Descriptor, Array, Array]:
+    """What travels, and this rank's rows: their numbers, which ascend, and their values."""
+    element = element_type(check_array(values, "values").dtype)
+    shape = check_rows(indices, values, n_rows), values.shape[1]
+    called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op), group=group)
+    return called, *combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element)
 
 
 def copy_of_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:

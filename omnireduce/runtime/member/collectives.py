@@ -324,6 +324,22 @@ class Collectives:
         """Start an `allreduce_rows`; see `allreduce_async`."""
         return self._start_async(calls.rows, indices, values, n_rows, op=op, name=name)
 
+    def allreduce_rows_into(
+        self, out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
+    ) -> NDArray[S]:
+        """`allreduce_rows`, with a dense result: `out`, (n_rows, row length), gets the sums in their rows, and zeros in
+        the others. Returns `out`.
+
+        Raises UsageError where `out` does not fit, too; otherwise what `allreduce_rows` raises.
+        """
+        return self._start(calls.rows_into, out, indices, values, op=op, name=name).wait()
+
+    def allreduce_rows_into_async(
+        self, out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
+    ) -> Handle[NDArray[S]]:
+        """Start an `allreduce_rows_into`; see `allreduce_async`."""
+        return self._start_async(calls.rows_into, out, indices, values, op=op, name=name)
+
     def allreduce_tables(self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
         """`allreduce_rows` of several tables at once: those of one dtype and row length travel in one exchange.
 

@@ -172,6 +172,20 @@ def allreduce_rows_async(
     return _communicator().allreduce_rows_async(indices, values, n_rows, op=op, name=name)
 
 
+def allreduce_rows_into(
+    out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
+) -> NDArray[S]:
+    """See `Communicator.allreduce_rows_into`."""
+    return _communicator().allreduce_rows_into(out, indices, values, op=op, name=name)
+
+
+def allreduce_rows_into_async(
+    out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
+) -> Handle[NDArray[S]]:
+    """See `Communicator.allreduce_rows_into_async`."""
+    return _communicator().allreduce_rows_into_async(out, indices, values, op=op, name=name)
+
+
 def reduce(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
     """See `Communicator.reduce`."""
     return _communicator().reduce(x, root, op=op, name=name)

@@ -29,9 +29,9 @@ MUTATIONS = (
     Mutation(
         "rows of other shards",
         _PACK,
-        "every shard gets every row",
-        "if number // stripe % shards == shard:",
-        "if number // stripe % shards >= 0:",
+        "a shard gets rows of another",
+        "        shard = numbers[p] // stripe % shards\n",
+        "        shard = (numbers[p] // stripe + 1) % shards\n",
     ),
     Mutation(
         "mean of those that contributed",
