@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from omnireduce.compression import Selector
 from omnireduce.compression.grace import Compressor
+from omnireduce.compression.grace.loading import class_named
 from omnireduce.compression.grace.trial import OfSelector, try_compressor
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
@@ -41,19 +41,8 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
 
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
     """What makes the compressor. Raises UsageError for what cannot be loaded or made."""
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise UsageError(f"{name}: expected MODULE:CLASS, such as my_module:MyCompressor")
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module is a user's own, and may raise anything
-        raise UsageError(f"{name} cannot be loaded: {in_a_line(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, Compressor | Selector)):
-        raise UsageError(
-            f"{name} is a {found!r}; expected a class that derives from omnireduce.compression.grace.Compressor, or "
-            "from omnireduce.compression.Selector"
-        )
+    found = class_named(name, Compressor, Selector)
 
     def make() -> Compressor:
         made = found(**arguments)

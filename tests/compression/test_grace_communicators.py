@@ -216,6 +216,63 @@ def test_what_does_not_go_with_classes_of_the_users_own(daemon: Daemon) -> None:
     assert run_job(configured(daemon.addresses, BY_SHARDS), 2, run) == [[1, 1, 0, 0]] * 2
 
 
+class Sparser(grace.TopKCompressor):
+    """One of ours, changed by a user: it halves what it sends."""
+
+    def encode(self, x: Array, ctx: Any) -> Any:
+        values, gaps = super().encode(x, ctx)
+        return [values / 2, gaps]
+
+
+class Votes(grace.SignSGDCompressor):
+    """It aggregates as ours does."""
+
+
+def test_a_class_that_derives_from_ours_does_what_it_says(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> list[list[float]]:
+        ways = (grace.Aggregator, grace.Allgather)
+        x = np.array([-1, 4, 1, 8 + 8 * comm.rank], np.float32)
+        found = [make(Sparser(0.25), grace.ResidualMemory(), comm=comm).step(x, "w").tolist() for make in ways]
+        return [*found, *(make(Votes(), grace.NoneMemory(), comm=comm).step(x, "w").tolist() for make in ways)]
+
+    expected = [[0, 0, 0, 6]] * 2 + [[-1, 1, 1, 1]] * 2
+    assert run_job(configured(daemon.addresses, BY_SHARDS), 2, run) == [expected] * 2
+
+
+class Gathered(grace.Communicator):
+    """A user's own communicator, as for GRACE."""
+
+    def send_receive(self, tensors: Any, name: str, ctx: Any) -> Any:
+        parts = self.comm.allgather_object([np.asarray(each) for each in tensors], name=name)
+        return self.compressor.aggregate([self.compressor.decompress(each, ctx) for each in parts]) / self.world_size
+
+
+def test_a_communicator_of_the_users_own(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> list[float]:
+        made = Gathered(grace.TopKCompressor(0.5), grace.ResidualMemory(), comm.size, comm=comm)
+        found: list[float] = made.step(np.array([1, 4 + comm.rank], np.float32), "w").tolist()
+        return found
+
+    assert run_job(configured(daemon.addresses, BY_SHARDS), 3, run) == [[0, 5]] * 3
+
+
+@pytest.mark.parametrize("communicator", COMPRESSORS["efsignsgd"].communicators)
+def test_the_memory_of_signs_keeps_the_rest_of_a_small_step(daemon: Daemon, communicator: str) -> None:
+    """What was received, times lr, and what is left are lr times all gradients."""
+    lr = 0.25
+
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        params = {"compressor": "efsignsgd", "memory": "efsignsgd", "communicator": communicator, "lr": lr}
+        made: Any = grace_from_params(params, comm=comm)
+        received = np.sum([made.step(gradient(comm.rank, step), "w") for step in range(STEPS)], axis=0)
+        return received, made.memory.state_dict()["residuals"]["w"]
+
+    results = run_job(configured(daemon.addresses), 2, run)
+    everything = sum(gradient(rank, step) for rank in range(2) for step in range(STEPS)) / 2
+    left = (results[0][1] + results[1][1]) / 2
+    assert np.abs(results[0][0] * lr + left - everything * lr).max() < 0.01
+
+
 @pytest.mark.parametrize("name", ["topk", "signum", "natural", "randomk"])
 @pytest.mark.parametrize("communicator", ["allgather", "aggregator"])
 def test_a_step_that_was_aborted_can_be_made_again(daemon: Daemon, communicator: str, name: str) -> None:

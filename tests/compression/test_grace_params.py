@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,30 @@ def test_parameters_go_to_those_that_have_them(daemon: Daemon) -> None:
         assert (made.memory.kept.momentum, made.compressor.momentum) == (0.25, 0.25)
 
     run_job(configured(daemon.addresses), 1, run)
+
+
+def test_classes_of_the_users_own_by_name(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = """
+from omnireduce.compression.grace import Allgather, ResidualMemory, TopKCompressor
+class Mine(TopKCompressor): ...
+class Kept(ResidualMemory): ...
+class Way(Allgather): ...
+"""
+    (tmp_path / "grace_of_mine.py").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(comm: Communicator) -> list[str]:
+        names = {"compressor": "Mine", "memory": "Kept", "communicator": "Way"}
+        params = {key: f"grace_of_mine:{name}" for key, name in names.items()}
+        made: Any = grace_from_params({**params, "compress_ratio": 0.5, "beta": 0.5}, comm=comm)
+        assert (made.compressor.compress_ratio, made.memory.kept.beta) == (0.5, 0.5)
+        with pytest.raises(UsageError, match=r"expected a class that derives from omnireduce.*\.Memory"):
+            grace_from_params({"memory": "grace_of_mine:Mine"}, comm=comm)
+        with pytest.raises(UsageError, match="nowhere:X cannot be loaded: ModuleNotFoundError"):
+            grace_from_params({"compressor": "nowhere:X"}, comm=comm)
+        return [type(each).__name__ for each in (made.compressor, made.memory, made)]
+
+    assert run_job(configured(daemon.addresses), 1, run) == [["Mine", "Kept", "Way"]]
 
 
 def test_it_takes_the_communicator_of_the_program(daemon: Daemon) -> None:

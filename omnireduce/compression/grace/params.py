@@ -9,6 +9,7 @@ from typing import Any
 from omnireduce.compression.grace import lowrank, memories, packing, pieces, quantizing, selecting, service
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory
 from omnireduce.compression.grace.communicators import Allgather, Broadcast, Collective
+from omnireduce.compression.grace.loading import class_named
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator as Member
 
@@ -55,18 +56,19 @@ OTHERS = ("compressor", "memory", "communicator", "world_size")
 def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) -> Communicator:
     """The communicator that `params` describe, on `comm`; None: that of `omnireduce.init()`.
 
-    `compressor`, `memory` and `communicator` are names: "none", "none" and "aggregator" if they are not there.
-    `world_size` may be there, and is checked. The rest goes to the compressor and the memory, by GRACE's names:
-    `compress_ratio`, `threshold`, `momentum`, `lr` and so on, each to all that have it.
+    `compressor`, `memory` and `communicator` are names: "none", "none" and "aggregator" if they are not there. A class
+    of your own is "module:Class". `world_size` may be there, and is checked. The rest goes to the compressor and the
+    memory, by GRACE's names: `compress_ratio`, `threshold`, `momentum`, `lr` and so on, each to all that have it.
 
     Raises UsageError for a name, a parameter or a value that cannot be, and for what does not go together.
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"params is a {type(params).__name__}; expected a dict such as {{'compressor': 'topk'}}")
     named = params.get("compressor", "none")
-    compressor = _named("compressor", ON_A_GPU.get(named, named) if isinstance(named, str) else named, COMPRESSORS)
-    memory = _named("memory", params.get("memory", "none"), MEMORIES)
-    communicator = _named("communicator", params.get("communicator", "aggregator"), COMMUNICATORS)
+    same = ON_A_GPU.get(named, named) if isinstance(named, str) else named
+    compressor = _named("compressor", same, COMPRESSORS, Compressor)
+    memory = _named("memory", params.get("memory", "none"), MEMORIES, Memory)
+    communicator = _named("communicator", params.get("communicator", "aggregator"), COMMUNICATORS, Communicator)
     rest = {key: value for key, value in params.items() if key not in OTHERS}
     known = {each: set(inspect.signature(each).parameters) for each in (compressor, memory)}
     for key in rest:
@@ -80,7 +82,9 @@ def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) 
     return found
 
 
-def _named(what: str, name: object, table: Mapping[str, Any]) -> Any:
+def _named(what: str, name: object, table: Mapping[str, Any], kind: type) -> Any:
+    if isinstance(name, str) and ":" in name:
+        return class_named(name, kind)
     if not isinstance(name, str) or name not in table:
-        raise UsageError(f"{what} {name!r}: expected {', '.join(table)}")
+        raise UsageError(f"{what} {name!r}: expected {', '.join(table)}, or module:Class")
     return table[name]

@@ -36,7 +36,7 @@ class Aggregator(Collective):
         self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
     ) -> None:
         super().__init__(compressor, memory, world_size, comm=comm)
-        if not isinstance(compressor, Native) and type(compressor).aggregate is not Compressor.aggregate:
+        if not _is_ours(_owner(type(compressor), "aggregate")):
             raise UsageError(
                 f"{type(compressor).__name__} aggregates in its own way, which the service does not know: it goes with "
                 "allgather, broadcast"
@@ -79,11 +79,22 @@ def _op(compressor: Compressor) -> Sum:
     return "mean" if compressor.average else "sum"
 
 
+def _is_ours(kind: type) -> bool:
+    """Whether a class is of this package: one that derives from it may do something else."""
+    return kind.__module__.startswith(f"{__package__}.")
+
+
+def _owner(kind: type, method: str) -> type:
+    """The class that has defined a method of `kind`."""
+    return next(each for each in kind.__mro__ if method in vars(each))
+
+
 def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd | None:
     """What does the work of both; None where that must be done step by step."""
-    if not isinstance(memory, Keeping) or type(compressor).compress is not Native.compress:
+    if not (isinstance(compressor, Native) and _is_ours(type(compressor))):
         return None
-    assert isinstance(compressor, Native)
+    if not (isinstance(memory, Keeping) and _is_ours(type(memory))):
+        return None
     if isinstance(compressor, PowerSGDCompressor):
         return PowerSgd(compressor.compress_rank, memory.kept, compressor.seed)
     if compressor.selector is None and compressor.codec is None:
