@@ -9,6 +9,7 @@ from torch.futures import Future
 
 from omnireduce.compression.grace import Communicator, PowerSGDCompressor
 from omnireduce.errors import UsageError
+from omnireduce.torch.tensors import gpus_of
 
 # The number of each bucket that was seen, by its parameters: the same on all ranks, whose buckets come in one order
 _buckets: WeakKeyDictionary[Communicator, dict[tuple[int, ...], int]] = WeakKeyDictionary()
@@ -32,7 +33,7 @@ def grace_hook(state: Communicator, bucket: dist.GradBucket) -> Future[Tensor]:
             gradient.copy_(state.step(gradient, f"{name}, gradient {i}"))
     else:
         buffer.copy_(state.step(buffer, name))
-    done: Future[Tensor] = Future()
+    done: Future[Tensor] = Future(devices=gpus_of([buffer]))
     done.set_result(buffer)
     return done
 
