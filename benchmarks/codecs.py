@@ -25,7 +25,7 @@ from benchmarks.targets import Verdict, at_least
 from omnireduce.kernels.codecs.table import BUILT_IN, NONE
 
 RANKS, DENSITIES = 2, (1.0, 0.1)
-EXACT = (NONE, "bf16", "fp16", "int8")  # what sends small integers as they are
+EXACT = (NONE, "bf16", "fp16", "int8", "qsgd")  # what sends small integers as they are
 LARGEST = 63  # of them: the sum of two ranks still is one
 SHAPED, SHM = "dedicated", "shm"
 LEAST = {SHAPED: 3.4, SHM: 1.0}  # times as fast as float32 is int8, of a dense tensor

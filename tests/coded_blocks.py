@@ -42,6 +42,28 @@ def int8(block: Array, key: int = 0) -> Array:
     )
 
 
+def qsgd(block: Array, key: int = 0) -> Array:
+    exact = _finite(block)
+    largest = max(map(abs, exact))
+    scale = next((s for e in range(-133, 121) if largest <= 127 * (s := Fraction(2) ** e)), Fraction(2) ** 121)
+    found = []
+    for i, x in enumerate(exact):
+        below = math.floor(abs(x) / scale)
+        up = Fraction(drawn(key, i) >> 40, 2**24) < abs(x) / scale - below
+        found.append(math.copysign(float(min(below + up, 127) * scale), x) if math.isfinite(block[i]) else math.nan)
+    return np.array(found, np.float32)
+
+
+def sign_means(block: Array, apart: bool) -> Array:
+    some = np.trim_zeros(block, "b").tolist()
+    below, above = [x for x in some if x < 0], [x for x in some if not x < 0]
+    low, high = (sum(each) / max(len(each), 1) for each in (below, above))
+    if not apart:
+        high = (sum(above) - sum(below)) / max(len(some), 1)
+        low = -high
+    return np.array([low if x < 0 else high for x in block], np.float32)
+
+
 def natural(block: Array, key: int = 0) -> Array:
     largest = max(map(abs, _finite(block)))
     fraction, above = math.frexp(float(largest))  # of the largest element the power is this one, or the half
@@ -84,6 +106,9 @@ ORACLES = {
     "fp16": lambda block, key: half(block, False),
     "int8": int8,
     "natural": natural,
+    "onebit": lambda block, key: sign_means(block, True),
+    "qsgd": qsgd,
+    "scaled_sign": lambda block, key: sign_means(block, False),
     "sign": sign,
     "ternary": ternary,
 }

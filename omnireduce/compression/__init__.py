@@ -5,9 +5,11 @@ codecs        how blocks travel (omnireduce/kernels/codecs, because aggregators 
 memories      what is kept for later
 compressed    all three together, on a communicator
 powersgd      matrices as thin factors
+grace         all that by GRACE's names
 """
 
 from omnireduce.compression.compressed import Compression
+from omnireduce.compression.grace.params import grace_from_params
 from omnireduce.compression.memories import DgcMomentum, Memory, NoMemory, Residual
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import (
@@ -40,4 +42,5 @@ __all__ = [
     "Selector",
     "Threshold",
     "TopK",
+    "grace_from_params",
 ]

@@ -11,6 +11,7 @@ Distributed Optimization", NeurIPS 2019.
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import numpy as np
@@ -21,6 +22,21 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
 from omnireduce.runtime.member.communicator import Communicator
+
+
+def rank_for(shape: tuple[int, ...], most: int) -> tuple[int, int, int]:
+    """How many rows and columns a gradient of this shape has, and the rank of its factors, `most` at most; 0 where
+    they would not be smaller."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = math.prod(shape) // max(1, rows)
+    rank = min(most, rows, columns)
+    return rows, columns, rank if len(shape) > 1 and (rows + columns) * rank < rows * columns else 0
+
+
+def first_factor(name: str, columns: int, rank: int, seed: int) -> Array:
+    """The first Q of a gradient, float32 (columns, rank): all ranks draw the same."""
+    rng = np.random.Generator(np.random.Philox([seed, zlib.crc32(name.encode())]))
+    return rng.standard_normal((columns, rank), np.float32)
 
 
 class PowerSgd:
@@ -43,10 +59,8 @@ class PowerSgd:
         """
         flat = check_gradient(gradient)
         check_name(name)
-        rows = gradient.shape[0] if gradient.ndim > 1 else 1
-        columns = flat.size // max(1, rows)
-        rank = min(self.rank, rows, columns)
-        if gradient.ndim < 2 or (rows + columns) * rank >= rows * columns:
+        rows, columns, rank = rank_for(gradient.shape, self.rank)
+        if not rank:
             return comm.allreduce(gradient, op=op, name=name, codec="none")
         matrix = self.memory.compensate(flat, name).reshape(rows, columns)
         left = matrix @ self._factor(name, columns, rank)
@@ -65,8 +79,7 @@ class PowerSgd:
         """The last Q of this gradient, or one that all ranks draw alike. Raises UsageError for another size."""
         known = self._factors.get(name)
         if known is None:
-            rng = np.random.Generator(np.random.Philox([self.seed, zlib.crc32(name.encode())]))
-            return rng.standard_normal((columns, rank), np.float32)
+            return first_factor(name, columns, rank, self.seed)
         if known.shape != (columns, rank):
             raise UsageError(f"gradient '{name}' has {columns} columns; it had {known.shape[0]} before")
         return known

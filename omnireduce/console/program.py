@@ -195,6 +195,28 @@ def trace(folder: str, job: str | None, output: str | None) -> None:
     report_trace(folder, job, output)
 
 
+@main.group(short_help="Try a compressor of your own.")
+def compression() -> None:
+    """Compression of gradients: docs/compression.md, docs/grace.md."""
+
+
+@compression.command("test", short_help="Try a compressor on many gradients.")
+@click.argument("name", metavar="MODULE:CLASS")
+@click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]...")
+def test_compressor(name: str, arguments: tuple[str, ...]) -> None:
+    """Try CLASS of MODULE, which may be in this folder, on many gradients: random, zero, negative, equal, huge, NaN and
+    others, as arrays of NumPy and tensors of torch. It is a compressor in GRACE's form, or a selector of omnireduce.
+
+    KEY=VALUE are arguments of the class. Prints `Test passed!`, or one line for each thing that fails; then the exit
+    status is 1.
+
+    Example: omnireduce compression test my_module:GuardedThreshold threshold=0.1 compress_ratio=0.01
+    """
+    from omnireduce.console.compressor_trial import report_trial
+
+    sys.exit(0 if report_trial(name, arguments) else 1)
+
+
 @main.command("config", short_help="Print the effective configuration.")
 @config_options
 @click.option("--reference", is_flag=True, help="Print every key with its meaning, default and range instead.")

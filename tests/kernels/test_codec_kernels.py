@@ -82,6 +82,22 @@ def test_the_error_of_int8_is_half_a_step_of_each_block(seed: int, size: int, sp
     assert (np.abs(through("int8", values) - values) <= np.maximum(largest / 127, 2.0**-133)).all()
 
 
+@given(seed=st.integers(0, 2**32 - 1), size=SIZES)
+def test_the_error_of_qsgd_is_less_than_a_step(seed: int, size: int) -> None:
+    values = np.random.default_rng(seed).standard_normal((5, size)).astype(np.float32)
+    assert (np.abs(through("qsgd", values) - values) < np.abs(values).max(axis=1, keepdims=True) / 63).all()
+
+
+@given(seed=st.integers(0, 2**32 - 1), size=SIZES)
+def test_signs_with_means_keep_the_sums(seed: int, size: int) -> None:
+    """onebit that of the elements, scaled_sign that of their magnitudes; no other number is nearer to them."""
+    values = np.random.default_rng(seed).standard_normal((5, size)).astype(np.float32)
+    assert np.allclose(through("onebit", values).sum(axis=1), values.sum(axis=1), atol=1e-3)
+    found = through("scaled_sign", values)
+    assert np.allclose(np.abs(found).sum(axis=1), np.abs(values).sum(axis=1), rtol=1e-5)
+    assert (np.signbit(found) == np.signbit(values)).all()
+
+
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_error_of_natural_is_less_than_the_element(seed: int) -> None:
     values = np.random.default_rng(seed).standard_normal((4, 64)).astype(np.float32)
@@ -90,7 +106,7 @@ def test_the_error_of_natural_is_less_than_the_element(seed: int) -> None:
     assert np.isin(np.abs(found), np.exp2(np.arange(-60.0, 10))).all()
 
 
-@pytest.mark.parametrize(("name", "deviation"), [("natural", 0.5), ("ternary", 2.0)])
+@pytest.mark.parametrize(("name", "deviation"), [("natural", 0.5), ("qsgd", 0.05), ("ternary", 2.0)])
 def test_what_is_rounded_at_random_is_right_on_average(name: str, deviation: float) -> None:
     """The seed is fixed: this always draws the same numbers. `deviation`: more than that of an element of 0.7 or
     less, beside one of 4."""
@@ -137,7 +153,9 @@ def test_sizes() -> None:
     elements, sizes = 1 << 20, {name: codec.block_bytes(256) * 4096 for name, codec in BUILT_IN.items()}
     assert sizes["bf16"] == sizes["fp16"] == 2 * elements
     assert sizes["int8"] == sizes["natural"] == elements + 4096
+    assert sizes["qsgd"] == elements + 4096
     assert sizes["sign"] == elements / 8
+    assert sizes["onebit"] == sizes["scaled_sign"] == elements / 8 + 8 * 4096
     assert sizes["ternary"] <= elements / 4
 
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import inlined
+from omnireduce.kernels.jit import inlined, kernel
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
+UNIT = np.float32(2.0**-24)  # uniform random numbers are multiples of it
 SUM = 1 << 32  # who encodes the sum of all: no rank has this number
 
 
@@ -33,6 +34,19 @@ def mixed(state: np.uint64) -> np.uint64:
 def drawn(key: np.uint64, number: int) -> np.uint64:
     """Random number `number` of a block with this `key`."""
     return mixed(key + np.uint64(number + 1) * STEP)
+
+
+@inlined
+def uniform(key: np.uint64, number: int) -> np.float32:
+    """Random number `number` of a block with this `key`, from 0 up to but not including 1."""
+    return np.float32(np.int32(drawn(key, number) >> np.uint64(40))) * UNIT
+
+
+@kernel
+def fill_uniform(key: np.uint64, out: Array) -> None:
+    """Write random numbers 0, 1, ... of this `key` to `out`, float32 (n,)."""
+    for i in range(out.size):
+        out[i] = uniform(key, i)
 
 
 def stream_key(seed: int, collective: int, sender: int) -> int:

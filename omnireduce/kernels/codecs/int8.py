@@ -27,7 +27,7 @@ SCALES = np.exp2(np.arange(256) - 133.0).astype(np.float32)
 _LIMITS = (LARGEST * SCALES[:255]).view(np.int32)  # bits of the largest element that has this scale
 # 1 / scale as two factors, because 2^133 is no float32
 _DOWN = 133 - np.arange(256)
-_FIRST, _SECOND = (np.exp2(each.astype(np.float64)).astype(np.float32) for each in (_DOWN // 2, _DOWN - _DOWN // 2))
+FIRST, SECOND = (np.exp2(each.astype(np.float64)).astype(np.float32) for each in (_DOWN // 2, _DOWN - _DOWN // 2))
 _ROUNDING = np.float32(3 << 22)  # added to a small number it leaves it rounded, in the last bits of the sum
 _ROUNDING_BITS = 0x4B40_0000
 
@@ -44,13 +44,22 @@ def _largest(word: Array) -> np.int32:
 
 
 @inlined
-def _largest_finite(word: Array) -> np.int32:
+def largest_finite(word: Array) -> np.int32:
     largest = np.int32(0)
     for i in range(word.size):
         magnitude = np.int32(word[i] & np.int32(MAGNITUDE))
         if largest < magnitude < np.int32(INFINITE):
             largest = magnitude
     return largest
+
+
+@inlined
+def exponent_for(largest: np.int32) -> np.int32:
+    """The exponent of a block whose largest magnitude has these bits."""
+    exponent = np.int32(largest >> np.int32(FRACTION_BITS))
+    if exponent < LARGEST_EXPONENT and largest > _LIMITS[exponent]:
+        exponent += np.int32(1)
+    return exponent
 
 
 @kernel
@@ -62,11 +71,9 @@ def _encode(values: Array, bits: Array, numbers: Array, encoded: Array) -> None:
         largest = _largest(word)
         is_finite = largest < np.int32(INFINITE)
         if not is_finite:
-            largest = _largest_finite(word)
-        exponent = largest >> np.int32(FRACTION_BITS)
-        if exponent < LARGEST_EXPONENT and largest > _LIMITS[exponent]:
-            exponent += np.int32(1)
-        first, second = _FIRST[exponent], _SECOND[exponent]
+            largest = largest_finite(word)
+        exponent = exponent_for(largest)
+        first, second = FIRST[exponent], SECOND[exponent]
         for i in range(size):
             row[i] = (row[i] * first) * second + _ROUNDING
         for i in range(size):

@@ -13,7 +13,9 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.half import Half
 from omnireduce.kernels.codecs.int8 import Int8
+from omnireduce.kernels.codecs.means import SignMeans
 from omnireduce.kernels.codecs.natural import Natural
+from omnireduce.kernels.codecs.qsgd import Qsgd
 from omnireduce.kernels.codecs.sign import Sign
 from omnireduce.kernels.codecs.ternary import Ternary
 
@@ -24,6 +26,9 @@ BUILT_IN: Codecs = {
     "fp16": Half(brain=False),
     "int8": Int8(),
     "natural": Natural(),
+    "onebit": SignMeans(apart=True),
+    "qsgd": Qsgd(),
+    "scaled_sign": SignMeans(apart=False),
     "sign": Sign(),
     "ternary": Ternary(),
 }

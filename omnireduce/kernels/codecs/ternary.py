@@ -15,20 +15,18 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
-from omnireduce.kernels.codecs.draws import drawn
+from omnireduce.kernels.codecs.draws import uniform
 from omnireduce.kernels.floats import INFINITE, MAGNITUDE
 from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
 
 SCALE_BYTES, IN_BYTE, BASE = 4, 5, 3
 NOT_A_NUMBER = 0x7FC0_0000  # the bits of such a float32
-_UNIT = np.float32(2.0**-24)  # random numbers are multiples of it
 
 
 @inlined
 def _draw_digits(row: Array, scale: np.float32, key: np.uint64, digits: Array) -> None:
     for i in range(row.size):
-        uniform = np.float32(np.int32(drawn(key, i) >> np.uint64(40))) * _UNIT
-        stands = np.int32(uniform < abs(row[i]) / scale)
+        stands = np.int32(uniform(key, i) < abs(row[i]) / scale)
         digits[i] = 1 + stands * (np.int32(row[i] > 0) - np.int32(row[i] < 0))
 
 

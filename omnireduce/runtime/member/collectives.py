@@ -120,10 +120,10 @@ class Collectives:
         Other collectives, and what has a larger `block_size` than `protocol.block_size`, are never urgent.
 
         `codec` overrides `protocol.codec` for sums and means of float32: how blocks travel to aggregators and back, in
-        fewer bytes and not exactly. "none": as they are; "bf16", "fp16", "int8", "natural", "sign", "ternary", or
-        "module:Class", a codec of your own. Of a group it is for the arrays of float32, of which small ones share
-        blocks. All ranks get the same result. Between ranks of one host, which share memory, nothing is encoded: there
-        "sign" is a sum, not a vote.
+        fewer bytes and not exactly. "none": as they are; "bf16", "fp16", "int8", "natural", "onebit", "qsgd",
+        "scaled_sign", "sign", "ternary", or "module:Class", a codec of your own. Of a group it is for the arrays of
+        float32, of which small ones share blocks. All ranks get the same result. Between ranks of one host, which share
+        memory, nothing is encoded: there "sign" is a sum, not a vote.
 
         A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
         becomes +0.

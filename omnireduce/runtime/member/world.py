@@ -88,7 +88,8 @@ def is_initialized() -> bool:
     return _global is not None
 
 
-def _communicator() -> Communicator:
+def running() -> Communicator:
+    """The global communicator. Raises UsageError when there is none."""
     if _global is None:
         raise UsageError("omnireduce is not initialised; call omnireduce.init() first")
     return _global
@@ -124,9 +125,7 @@ def allreduce(
     codec: str | None = None,
 ) -> Any:
     """See `Communicator.allreduce`."""
-    return _communicator().allreduce(
-        x, out=out, op=op, name=name, block_size=block_size, priority=priority, codec=codec
-    )
+    return running().allreduce(x, out=out, op=op, name=name, block_size=block_size, priority=priority, codec=codec)
 
 
 @overload
@@ -155,21 +154,21 @@ def allreduce_async(
     codec: str | None = None,
 ) -> Handle[Any]:
     """See `Communicator.allreduce_async`."""
-    return _communicator().allreduce_async(
+    return running().allreduce_async(
         x, out=out, op=op, name=name, block_size=block_size, priority=priority, codec=codec
     )
 
 
 def allreduce_rows(indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = "") -> Rows[S]:
     """See `Communicator.allreduce_rows`."""
-    return _communicator().allreduce_rows(indices, values, n_rows, op=op, name=name)
+    return running().allreduce_rows(indices, values, n_rows, op=op, name=name)
 
 
 def allreduce_rows_async(
     indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
 ) -> Handle[Rows[S]]:
     """See `Communicator.allreduce_rows_async`."""
-    return _communicator().allreduce_rows_async(indices, values, n_rows, op=op, name=name)
+    return running().allreduce_rows_async(indices, values, n_rows, op=op, name=name)
 
 
 def allreduce_rows_into(
@@ -188,149 +187,149 @@ def allreduce_rows_into_async(
 
 def reduce(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
     """See `Communicator.reduce`."""
-    return _communicator().reduce(x, root, op=op, name=name)
+    return running().reduce(x, root, op=op, name=name)
 
 
 def reduce_async(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> Handle[NDArray[S] | None]:
     """See `Communicator.reduce_async`."""
-    return _communicator().reduce_async(x, root, op=op, name=name)
+    return running().reduce_async(x, root, op=op, name=name)
 
 
 def allreduce_tables(tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
     """See `Communicator.allreduce_tables`."""
-    return _communicator().allreduce_tables(tables, op=op, name=name)
+    return running().allreduce_tables(tables, op=op, name=name)
 
 
 def allreduce_tables_async(tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> Handle[list[Rows[Any]]]:
     """See `Communicator.allreduce_tables_async`."""
-    return _communicator().allreduce_tables_async(tables, op=op, name=name)
+    return running().allreduce_tables_async(tables, op=op, name=name)
 
 
 def broadcast(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
     """See `Communicator.broadcast`."""
-    return _communicator().broadcast(x, root, name=name)
+    return running().broadcast(x, root, name=name)
 
 
 def broadcast_async(x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
     """See `Communicator.broadcast_async`."""
-    return _communicator().broadcast_async(x, root, name=name)
+    return running().broadcast_async(x, root, name=name)
 
 
 def allgather(x: NDArray[S], *, name: str = "") -> NDArray[S]:
     """See `Communicator.allgather`."""
-    return _communicator().allgather(x, name=name)
+    return running().allgather(x, name=name)
 
 
 def allgather_async(x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
     """See `Communicator.allgather_async`."""
-    return _communicator().allgather_async(x, name=name)
+    return running().allgather_async(x, name=name)
 
 
 def allgather_ragged(x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
     """See `Communicator.allgather_ragged`."""
-    return _communicator().allgather_ragged(x, name=name)
+    return running().allgather_ragged(x, name=name)
 
 
 def allgather_ragged_async(x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
     """See `Communicator.allgather_ragged_async`."""
-    return _communicator().allgather_ragged_async(x, name=name)
+    return running().allgather_ragged_async(x, name=name)
 
 
 def gather(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
     """See `Communicator.gather`."""
-    return _communicator().gather(x, root, name=name)
+    return running().gather(x, root, name=name)
 
 
 def gather_async(x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S] | None]:
     """See `Communicator.gather_async`."""
-    return _communicator().gather_async(x, root, name=name)
+    return running().gather_async(x, root, name=name)
 
 
 def scatter(out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
     """See `Communicator.scatter`."""
-    return _communicator().scatter(out, parts, root, name=name)
+    return running().scatter(out, parts, root, name=name)
 
 
 def scatter_async(
     out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = ""
 ) -> Handle[NDArray[S]]:
     """See `Communicator.scatter_async`."""
-    return _communicator().scatter_async(out, parts, root, name=name)
+    return running().scatter_async(out, parts, root, name=name)
 
 
 def alltoall(x: NDArray[S], *, name: str = "") -> NDArray[S]:
     """See `Communicator.alltoall`."""
-    return _communicator().alltoall(x, name=name)
+    return running().alltoall(x, name=name)
 
 
 def alltoall_async(x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
     """See `Communicator.alltoall_async`."""
-    return _communicator().alltoall_async(x, name=name)
+    return running().alltoall_async(x, name=name)
 
 
 def broadcast_object(x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
     """See `Communicator.broadcast_object`."""
-    return _communicator().broadcast_object(x, root, name=name, trust=trust)
+    return running().broadcast_object(x, root, name=name, trust=trust)
 
 
 def broadcast_object_async(x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
     """See `Communicator.broadcast_object_async`."""
-    return _communicator().broadcast_object_async(x, root, name=name, trust=trust)
+    return running().broadcast_object_async(x, root, name=name, trust=trust)
 
 
 def allgather_object(x: object, *, name: str = "", trust: bool = False) -> list[Any]:
     """See `Communicator.allgather_object`."""
-    return _communicator().allgather_object(x, name=name, trust=trust)
+    return running().allgather_object(x, name=name, trust=trust)
 
 
 def allgather_object_async(x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
     """See `Communicator.allgather_object_async`."""
-    return _communicator().allgather_object_async(x, name=name, trust=trust)
+    return running().allgather_object_async(x, name=name, trust=trust)
 
 
 def reduce_scatter(x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
     """See `Communicator.reduce_scatter`."""
-    return _communicator().reduce_scatter(x, op=op, name=name)
+    return running().reduce_scatter(x, op=op, name=name)
 
 
 def reduce_scatter_async(x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
     """See `Communicator.reduce_scatter_async`."""
-    return _communicator().reduce_scatter_async(x, op=op, name=name)
+    return running().reduce_scatter_async(x, op=op, name=name)
 
 
 def barrier(*, name: str = "") -> None:
     """See `Communicator.barrier`."""
-    _communicator().barrier(name=name)
+    running().barrier(name=name)
 
 
 def barrier_async(*, name: str = "") -> Handle[None]:
     """See `Communicator.barrier_async`."""
-    return _communicator().barrier_async(name=name)
+    return running().barrier_async(name=name)
 
 
 def reform(*, smallest: int | None = None, largest: int | None = None) -> None:
     """See `Communicator.reform`."""
-    _communicator().reform(smallest=smallest, largest=largest)
+    running().reform(smallest=smallest, largest=largest)
 
 
 def rank() -> int:
     """This worker's rank in the global communicator."""
-    return _communicator().rank
+    return running().rank
 
 
 def size() -> int:
     """How many workers the global communicator has."""
-    return _communicator().size
+    return running().size
 
 
 def local_rank() -> int:
     """This worker's number among those on its host, as the launcher gave it. Raises UsageError when nobody said it."""
-    return _said_by_launcher(_communicator().local_rank, "this worker's number on its host")
+    return _said_by_launcher(running().local_rank, "this worker's number on its host")
 
 
 def local_size() -> int:
     """How many workers of the launch this host has, as the launcher gave it. Raises UsageError when nobody said it."""
-    return _said_by_launcher(_communicator().local_size, "how many workers this host has")
+    return _said_by_launcher(running().local_size, "how many workers this host has")
 
 
 def local_first() -> AbstractContextManager[bool]:

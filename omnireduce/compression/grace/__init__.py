@@ -1,0 +1,87 @@
+"""GRACE's names: its abstract classes, compressors, memories and communicators, over this library.
+
+base           Compressor, Memory, Communicator: what a user's own classes derive from
+native         what the compressors here have in common
+selecting      those that send some elements        packing      those that send all, in few bits, by codecs
+quantizing     those that send few values           lowrank      PowerSGD
+memories       what is kept of the rest             params       all of them by name
+communicators, pieces, service                      how ranks exchange what was compressed
+forms          arrays and tensors                   trial        tries a compressor on many gradients
+loading        classes of the user's own
+"""
+
+from omnireduce.compression.grace.base import Communicator, Compressor, Memory
+from omnireduce.compression.grace.communicators import Allgather, Broadcast
+from omnireduce.compression.grace.lowrank import PowerSGDCompressor
+from omnireduce.compression.grace.memories import (
+    DgcMemory,
+    EFSignSGDMemory,
+    NoneMemory,
+    PowerSGDMemory,
+    ResidualMemory,
+)
+from omnireduce.compression.grace.packing import (
+    EFSignSGDCompressor,
+    FP16Compressor,
+    NaturalCompressor,
+    NoneCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    SignSGDCompressor,
+    SignumCompressor,
+    TernGradCompressor,
+)
+from omnireduce.compression.grace.params import grace_from_params
+from omnireduce.compression.grace.pieces import AllToAll
+from omnireduce.compression.grace.quantizing import (
+    AdaqCompressor,
+    InceptionnCompressor,
+    SketchCompressor,
+    U8bitCompressor,
+)
+from omnireduce.compression.grace.selecting import (
+    AdaptiveCompressor,
+    DgcCompressor,
+    GuardedThresholdCompressor,
+    RandomKCompressor,
+    ThresholdCompressor,
+    TopKCompressor,
+)
+from omnireduce.compression.grace.service import Aggregator, Allreduce
+
+__all__ = [
+    "AdaptiveCompressor",
+    "AdaqCompressor",
+    "Aggregator",
+    "AllToAll",
+    "Allgather",
+    "Allreduce",
+    "Broadcast",
+    "Communicator",
+    "Compressor",
+    "DgcCompressor",
+    "DgcMemory",
+    "EFSignSGDCompressor",
+    "EFSignSGDMemory",
+    "FP16Compressor",
+    "GuardedThresholdCompressor",
+    "InceptionnCompressor",
+    "Memory",
+    "NaturalCompressor",
+    "NoneCompressor",
+    "NoneMemory",
+    "OneBitCompressor",
+    "PowerSGDCompressor",
+    "PowerSGDMemory",
+    "QSGDCompressor",
+    "RandomKCompressor",
+    "ResidualMemory",
+    "SignSGDCompressor",
+    "SignumCompressor",
+    "SketchCompressor",
+    "TernGradCompressor",
+    "ThresholdCompressor",
+    "TopKCompressor",
+    "U8bitCompressor",
+    "grace_from_params",
+]

@@ -1,0 +1,61 @@
+"""How the compressed gradients of the ranks come together, with GRACE's names.
+
+Allgather, Broadcast   here: each rank gets the compressed tensors of all, decompresses and adds them
+AllToAll               pieces.py: each rank adds one piece of all gradients, and gives it to the others as float32
+Allreduce              service.py: compressed tensors are summed as they are, where that makes sense
+Aggregator             service.py: the aggregators sum what is not zero, in the form of the codec
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnireduce.compression.grace.base import Communicator, Compressor, Memory, Tensors
+from omnireduce.compression.grace.forms import payload_like, payload_of
+from omnireduce.compression.grace.native import Native
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.communicator import Communicator as Member
+
+
+class Collective(Communicator):
+    """A communicator of this package: it refuses a compressor that it does not go with."""
+
+    def __init__(
+        self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
+    ) -> None:
+        super().__init__(compressor, memory, world_size, comm=comm)
+        if self.name not in compressor.communicators:
+            raise UsageError(
+                f"{type(compressor).__name__} with communicator '{self.name}': it goes with "
+                f"{', '.join(compressor.communicators)}"
+            )
+        if isinstance(compressor, Native):
+            compressor.job = self.comm
+
+
+class Allgather(Collective):
+    """All ranks get the compressed tensors of all ranks, in one exchange."""
+
+    name = "allgather"
+
+    def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
+        received = self.exchange([payload_of(each) for each in tensors], name)
+        return self.combined([self.compressor.decompress(self._like(each, tensors), ctx) for each in received])
+
+    def exchange(self, own: list[Any], name: str) -> list[list[Any]]:
+        """What each rank has sent."""
+        return self.comm.allgather_object(own, name=name)
+
+    @staticmethod
+    def _like(received: list[Any], own: Tensors) -> list[Any]:
+        return [payload_like(theirs, mine) for theirs, mine in zip(received, own, strict=True)]
+
+
+class Broadcast(Allgather):
+    """The same, one rank after another."""
+
+    name = "broadcast"
+
+    def exchange(self, own: list[Any], name: str) -> list[list[Any]]:
+        ranks = range(self.comm.size)
+        return [self.comm.broadcast_object(own, root, name=f"{name} of {root}") for root in ranks]

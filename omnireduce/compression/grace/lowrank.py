@@ -1,0 +1,43 @@
+"""PowerSGD, with GRACE's name. Its factors are summed while they are made, so the communicators call `PowerSgd`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnireduce.compression.grace.native import Context, Native
+from omnireduce.compression.powersgd import PowerSgd, first_factor, rank_for
+from omnireduce.dtypes import Array
+from omnireduce.kernels.factors import orthonormalise, product
+
+
+class PowerSGDCompressor(Native):
+    """Matrices as two factors of rank `compress_rank`; what factors would not make smaller is sent as it is.
+
+    `compress` alone makes one step from the first factor, without what other ranks have.
+    """
+
+    communicators = ("allreduce", "aggregator")
+
+    def __init__(self, compress_rank: int = 1, seed: int = 0) -> None:
+        super().__init__()
+        PowerSgd(compress_rank)  # raises what is wrong with it
+        self.compress_rank, self.seed = compress_rank, seed
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        rows, columns, rank = rank_for(ctx.form.shape, self.compress_rank)
+        if not rank:
+            return [x.copy()]
+        matrix = x.reshape(rows, columns)
+        left = matrix @ first_factor(ctx.name, columns, rank, self.seed)
+        orthonormalise(left)
+        return [left, np.ascontiguousarray(matrix.T @ left)]
+
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        if len(arrays) == 1:
+            return arrays[0]
+        left, right = arrays
+        found = np.empty((len(left), len(right)), np.float32)
+        product(left, right, found)
+        return found.reshape(-1)

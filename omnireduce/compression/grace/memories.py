@@ -1,0 +1,78 @@
+"""Memories with GRACE's names, over those of this library. `state_dict` says what one keeps: it differs between
+ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnireduce.compression import memories
+from omnireduce.compression.grace.base import Compressor, Memory, Tensors
+from omnireduce.compression.grace.forms import Form
+from omnireduce.errors import UsageError
+
+
+class Keeping(Memory):
+    """`kept`: the memory of this library that does the work."""
+
+    def __init__(self, kept: memories.Memory) -> None:
+        self.kept = kept
+
+    def compensate(self, tensor: Any, name: str) -> Any:
+        form = Form(tensor)
+        return form.restore(self.kept.compensate(form.values, name).copy())
+
+    def update(self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any) -> None:
+        self.kept.keep_rest(name, Form(compressor.decompress(tensor_compressed, ctx)).values)
+
+    def state_dict(self) -> memories.State:
+        """A copy of all that is kept, for `load_state_dict`."""
+        return self.kept.state_dict()
+
+    def load_state_dict(self, saved: memories.State) -> None:
+        """Go on with what `state_dict` gave. Raises UsageError for that of another sort of memory."""
+        self.kept.load_state_dict(saved)
+
+
+class NoneMemory(Keeping):
+    """Keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(memories.NoMemory())
+
+    def compensate(self, tensor: Any, name: str) -> Any:
+        return tensor
+
+    def update(self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any) -> None: ...
+
+
+class ResidualMemory(Keeping):
+    """`beta` times what was left, and `gamma` times the gradient: see `Residual`."""
+
+    def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
+        super().__init__(memories.Residual(beta, gamma))
+
+
+class EFSignSGDMemory(ResidualMemory):
+    """What was left, and `lr` times the gradient. `EFSignSGDCompressor` divides the sum by `lr` again."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(1.0, lr)
+
+
+class DgcMemory(Keeping):
+    """A momentum of each element until it is sent: see `DgcMomentum`.
+
+    `gradient_clipping`: the norm to which a larger gradient is scaled down, or False. GRACE's True takes the norm of
+    the gradients of all ranks, which costs an exchange of its own.
+    """
+
+    def __init__(self, momentum: float = 0.9, gradient_clipping: float | bool = False) -> None:
+        if gradient_clipping is True:
+            raise UsageError(
+                "gradient_clipping True: expected False, or the norm above which a gradient is scaled down"
+            )
+        super().__init__(memories.DgcMomentum(momentum, None if gradient_clipping is False else gradient_clipping))
+
+
+class PowerSGDMemory(ResidualMemory):
+    """What the factors leave out. The factors of the last step stay with the communicator, on each rank the same."""

@@ -1,0 +1,79 @@
+"""What the compressors of this package have in common: they work on float32, count steps, and say what the service
+knows of them."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omnireduce.compression.grace.base import Compressor, Tensors
+from omnireduce.compression.grace.forms import Form
+from omnireduce.compression.selectors import Selector
+from omnireduce.dtypes import Array
+from omnireduce.kernels.codecs.draws import stream_key
+from omnireduce.runtime.member.communicator import Communicator as Member
+
+
+class Context(NamedTuple):
+    """Which gradient was compressed: its form and name, and how many steps it had before."""
+
+    form: Form
+    name: str
+    step: int
+
+
+class Native(Compressor):
+    """A compressor of this package.
+
+    `selector` and `codec` say how the service does the same: which part of a gradient it moves, and in which form.
+    None and None: it does not know this one. `seed`, and the rank in `job`: of what is drawn at random.
+    """
+
+    selector: Selector | None = None
+    codec: str | None = None
+    job: Member | None = None
+    seed = 0
+
+    def __init__(self, average: bool = True, tensors_size_are_same: bool = True) -> None:
+        super().__init__(average, tensors_size_are_same)
+        self._steps: dict[str, int] = {}
+
+    def compress(self, tensor: Any, name: str) -> tuple[Tensors, Context]:
+        """Arrays that travel, and the context of `decompress`. Raises UsageError for what is no gradient."""
+        context = Context(Form(tensor), name, self._steps.get(name, 0))
+        tensors = self.encode(self.prepare(context.form.values, name), context)
+        self.commit(name)
+        return tensors, context
+
+    def decompress(self, tensors: Tensors, ctx: Context) -> Any:
+        """A gradient like the one that this rank has compressed."""
+        return ctx.form.restore(self.decode(tensors, ctx))
+
+    def prepare(self, x: Array, name: str) -> Array:
+        """What is encoded in the place of `x`, float32 (elements,): itself, or another array."""
+        return x
+
+    @abstractmethod
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        """The arrays that stand for `x`, float32 (elements,)."""
+
+    @abstractmethod
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        """What `arrays` of any rank stand for: float32 (elements,)."""
+
+    def commit(self, name: str) -> None:
+        """What was made last of this gradient is sent: go on to the next step."""
+        self._steps[name] = self._steps.get(name, 0) + 1
+
+    def take_back(self, name: str) -> None:
+        """Undo the last `commit`."""
+        self._steps[name] -= 1
+
+    def key(self, ctx: Context) -> np.uint64:
+        """What tells the random numbers of this step from all others."""
+        rank = 0 if self.job is None else self.job.rank
+        return np.uint64(stream_key(self.seed, zlib.crc32(ctx.name.encode()) + (ctx.step << 32), rank))

@@ -1,0 +1,218 @@
+"""Compressors that send all elements, each in few bits.
+
+What they send is packed by the codecs of the service: a tensor is one block. On the service the same codec packs block
+by block, so scales are those of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from omnireduce.compression.grace.forms import Form
+from omnireduce.compression.grace.native import Context, Native
+from omnireduce.compression.memories import finite, overflowing
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.kernels.codecs.draws import block_keys, fill_uniform
+from omnireduce.kernels.codecs.table import NONE, codec_named
+from omnireduce.runtime.member.numbers import whole
+
+EVERYWHERE = ("allreduce", "allgather", "broadcast", "aggregator")
+IN_PIECES = ("allgather", "broadcast", "alltoall", "aggregator")
+WORD = 8  # elements: blocks are multiples of it
+
+
+class NoneCompressor(Native):
+    """All elements as float32."""
+
+    communicators, codec = EVERYWHERE, NONE
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        return [x.copy()]
+
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        return arrays[0]
+
+
+class FP16Compressor(Native):
+    """All elements as float16."""
+
+    communicators, codec = EVERYWHERE, "fp16"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        with overflowing():
+            return [x.astype(np.float16)]
+
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        return arrays[0].astype(np.float32)
+
+
+class Packing(Native):
+    """What a codec makes of a tensor."""
+
+    codec: str
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        if not x.size:
+            return [np.empty(0, np.uint8)]
+        values = np.zeros((1, _block_size(x.size)), np.float32)
+        values[0, : x.size] = x
+        codec = codec_named(self.codec)
+        encoded = np.empty((1, codec.block_bytes(values.size)), np.uint8)
+        codec.encode(values, encoded, block_keys(int(self.key(ctx)), np.arange(1)))
+        return [encoded[0]]
+
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        values = np.empty((1, _block_size(ctx.form.size)), np.float32)
+        if ctx.form.size:
+            codec_named(self.codec).decode(arrays[0].reshape(1, -1), values)
+        return values[0, : ctx.form.size]
+
+
+def _block_size(size: int) -> int:
+    return -(-size // WORD) * WORD
+
+
+class NaturalCompressor(Packing):
+    """Powers of two, rounded at random."""
+
+    communicators, codec = IN_PIECES, "natural"
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.seed = seed
+
+
+class TernGradCompressor(Packing):
+    """-1, 0 or 1 times the largest magnitude, rounded at random; before, elements are clipped.
+
+    The limit is 2.5 times the root mean square. GRACE takes the deviation from the mean, which is zero where all
+    elements are equal, so that nothing would be sent.
+    """
+
+    communicators, codec, LIMIT = IN_PIECES, "ternary", 2.5
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def prepare(self, x: Array, name: str) -> Array:
+        limit = np.float32(self.LIMIT * float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))) if x.size else 0
+        return np.clip(x, -limit, limit) if np.isfinite(limit) else x
+
+
+class OneBitCompressor(Packing):
+    """Signs, with the mean of the elements of each."""
+
+    codec = "onebit"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class EFSignSGDCompressor(Packing):
+    """Signs times the mean magnitude. With its memory it is sent `lr` times the gradient; the sum is divided by it."""
+
+    codec = "scaled_sign"
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.learning_rate = float(finite(lr, "lr"))
+        if self.learning_rate <= 0:
+            raise UsageError(f"lr {lr!r}: expected a number above 0")
+
+    def aggregate(self, tensors: Sequence[Any]) -> Any:
+        return sum(tensors) / self.learning_rate
+
+
+class SignSGDCompressor(Packing):
+    """Signs; the result is what most ranks say, and 1 where they are even."""
+
+    codec = "sign"
+
+    def __init__(self) -> None:
+        super().__init__(average=False)
+
+    def aggregate(self, tensors: Sequence[Any]) -> Any:
+        form = Form(sum(tensors))
+        return form.restore(np.where(form.values < 0, np.float32(-1), np.float32(1)))
+
+
+class SignumCompressor(SignSGDCompressor):
+    """Signs of a momentum: `momentum` times the last one, and 1 - `momentum` times the gradient."""
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.momentum = finite(momentum, "momentum")
+        self._momenta: dict[str, Array] = {}
+        self._next: dict[str, Array] = {}
+        self._before: dict[str, Array] = {}
+
+    def prepare(self, x: Array, name: str) -> Array:
+        last = self._momenta.get(name, x)
+        if last.size != x.size:
+            raise UsageError(f"gradient '{name}' has {x.size} elements; it had {last.size} before")
+        with overflowing():
+            self._next[name] = self.momentum * last + (1 - self.momentum) * x
+        return self._next[name]
+
+    def commit(self, name: str) -> None:
+        super().commit(name)
+        if name in self._momenta:
+            self._before[name] = self._momenta[name]
+        self._momenta[name] = self._next.pop(name)
+
+    def take_back(self, name: str) -> None:
+        super().take_back(name)
+        del self._momenta[name]
+        if name in self._before:
+            self._momenta[name] = self._before.pop(name)
+
+
+class QSGDCompressor(Native):
+    """`quantum_num` levels of the norm of each bucket of `bucket_size` elements, rounded at random: an int8 each.
+
+    A bucket whose norm is not finite becomes NaN. The service has 127 levels of the largest element of each block, and
+    with another `quantum_num` moves the decompressed gradient.
+    """
+
+    communicators, LEVELS = IN_PIECES, 127
+
+    def __init__(self, quantum_num: int = 127, bucket_size: int = 128, seed: int = 0) -> None:
+        super().__init__()
+        self.quantum_num, self.bucket_size = whole(quantum_num, "quantum_num"), whole(bucket_size, "bucket_size")
+        if not 1 <= self.quantum_num <= self.LEVELS or self.bucket_size < 1:
+            raise UsageError(
+                f"quantum_num {quantum_num}, bucket_size {bucket_size}: expected 1 to {self.LEVELS}, and 1 or more"
+            )
+        self.codec = "qsgd" if self.quantum_num == self.LEVELS else None
+        self.seed = seed
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        buckets = np.zeros((-(-x.size // self.bucket_size), self.bucket_size), np.float32)
+        buckets.reshape(-1)[: x.size] = x
+        random = np.empty(buckets.size, np.float32)
+        fill_uniform(self.key(ctx), random)
+        with overflowing(), np.errstate(divide="ignore"):
+            norms = np.sqrt(np.square(buckets, dtype=np.float64).sum(axis=1)).astype(np.float32)
+            scaled = np.abs(buckets, dtype=np.float64) / norms[:, None] * self.quantum_num
+        scaled[~(np.isfinite(norms) & (norms > 0))] = 0
+        below = np.floor(scaled)
+        levels = np.minimum(below + (random.reshape(scaled.shape) < scaled - below), self.quantum_num)
+        return [norms, np.copysign(levels, buckets).astype(np.int8).reshape(-1)[: x.size]]
+
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        norms, levels = arrays
+        with overflowing():
+            scale = np.repeat(norms / np.float32(self.quantum_num), self.bucket_size)[: levels.size]
+            found: Array = scale * levels.astype(np.float32)
+        return found

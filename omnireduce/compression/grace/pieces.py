@@ -1,0 +1,68 @@
+"""AllToAll: each rank adds one piece of the gradient, and gives it to all.
+
+Rank r sends piece p of its gradient, compressed, to rank p, and gets piece r of all. The sums of a piece travel as
+float32, so that nothing is rounded twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from omnireduce.compression.grace.base import Compressor, Memory, Tensors
+from omnireduce.compression.grace.communicators import Collective
+from omnireduce.compression.grace.forms import Form
+from omnireduce.runtime.member.communicator import Communicator as Member
+
+
+class AllToAll(Collective):
+    """Each rank adds one piece of the gradient, and gives it to all."""
+
+    name = "alltoall"
+
+    def __init__(
+        self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
+    ) -> None:
+        super().__init__(compressor, memory, world_size, comm=comm)
+        self._pieces = self.compressor = InPieces(compressor, self.comm)
+
+    def send_receive(self, tensors: Tensors, name: str, ctx: tuple[Form, list[Any]]) -> Any:
+        form, contexts = ctx
+        own, rank = len(tensors) // self.world_size, self.comm.rank
+        columns = [np.stack([tensors[own * piece + i] for piece in range(self.world_size)]) for i in range(own)]
+        received = [self.comm.alltoall(each, name=f"{name} {i}") for i, each in enumerate(columns)]
+        parts = [[each[sender] for each in received] for sender in range(self.world_size)]
+        compressor = self._pieces.compressor
+        mine = self.combined([compressor.decompress(each, contexts[rank]) for each in parts])
+        whole = self.comm.allgather(np.ascontiguousarray(mine), name=f"{name} sums")
+        return form.restore(whole.reshape(-1)[: form.size])
+
+
+class InPieces(Compressor):
+    """Compresses as many pieces of a gradient as there are ranks, of equal size, each by itself."""
+
+    def __init__(self, compressor: Compressor, comm: Member) -> None:
+        super().__init__(compressor.average)
+        self.compressor, self._comm = compressor, comm
+
+    def compress(self, tensor: Any, name: str) -> tuple[Tensors, tuple[Form, list[Any]]]:
+        form = Form(tensor)
+        pieces = np.zeros((self._comm.size, -(-form.size // self._comm.size)), np.float32)
+        pieces.reshape(-1)[: form.size] = form.values
+        made = [self.compressor.compress(each, f"{name}/{i}") for i, each in enumerate(pieces)]
+        return [each for tensors, _ in made for each in tensors], (form, [ctx for _, ctx in made])
+
+    def decompress(self, tensors: Tensors, ctx: tuple[Form, list[Any]]) -> Any:
+        form, contexts = ctx
+        own = len(tensors) // len(contexts)
+        pieces = [self.compressor.decompress(tensors[own * i : own * i + own], each) for i, each in enumerate(contexts)]
+        return form.restore(np.concatenate(pieces)[: form.size])
+
+    def aggregate(self, tensors: Sequence[Any]) -> Any:
+        return self.compressor.aggregate(tensors)
+
+    def take_back(self, name: str) -> None:
+        for i in range(self._comm.size):
+            self.compressor.take_back(f"{name}/{i}")

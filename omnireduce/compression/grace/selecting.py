@@ -1,0 +1,96 @@
+"""Compressors that send a part of the elements: their values, and their places as the gaps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnireduce.compression import selectors
+from omnireduce.compression.grace.native import Context, Native
+from omnireduce.dtypes import Array
+
+
+def gaps_of(places: Array) -> Array:
+    """Ascending places as the gaps between them, in the smallest type of unsigned integers that has room."""
+    gaps = np.diff(places, prepend=0)
+    return gaps.astype(np.min_scalar_type(int(gaps.max(initial=0))))
+
+
+def places_of(gaps: Array) -> Array:
+    """The reverse of `gaps_of`: int64."""
+    return np.cumsum(gaps, dtype=np.int64)
+
+
+class Selecting(Native):
+    """Sends what its selector selects, `sent[0]` the values and `sent[1]` the gaps between their places."""
+
+    selector: selectors.Selector
+
+    def __init__(self, selector: selectors.Selector, *, tensors_size_are_same: bool = False) -> None:
+        super().__init__(tensors_size_are_same=tensors_size_are_same)
+        self.selector = selector
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        places = self.selector.select(x, ctx.name, ctx.step)
+        return [x[places], gaps_of(places)]
+
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        found = np.zeros(ctx.form.size, np.float32)
+        found[places_of(arrays[1])] = arrays[0]
+        return found
+
+
+class TopKCompressor(Selecting):
+    """The elements with the largest magnitudes: max(1, int(elements * compress_ratio))."""
+
+    def __init__(self, compress_ratio: float = 0.3) -> None:
+        super().__init__(selectors.TopK(compress_ratio), tensors_size_are_same=True)
+        self.compress_ratio = compress_ratio
+
+
+class DgcCompressor(Selecting):
+    """About a share `compress_ratio`, above a threshold that a sample gives: see `DgcSampling`."""
+
+    def __init__(self, compress_ratio: float = 0.3, seed: int = 0) -> None:
+        super().__init__(selectors.DgcSampling(compress_ratio, seed))
+
+
+class ThresholdCompressor(Selecting):
+    """The elements whose magnitude is above `threshold`: any number, also none."""
+
+    def __init__(self, threshold: float = 0.01) -> None:
+        super().__init__(selectors.Threshold(threshold))
+
+
+class GuardedThresholdCompressor(Selecting):
+    """The elements above `threshold`, but no fewer than max(1, int(elements * compress_ratio)): then the largest."""
+
+    def __init__(self, threshold: float = 0.01, compress_ratio: float = 0.01) -> None:
+        super().__init__(selectors.GuardedThreshold(threshold, compress_ratio))
+        self.compress_ratio = compress_ratio
+
+
+class AdaptiveCompressor(Selecting):
+    """About a share `compress_ratio`, above a threshold that follows the gradients: see `Adaptive`."""
+
+    def __init__(self, compress_ratio: float = 0.3) -> None:
+        super().__init__(selectors.Adaptive(compress_ratio))
+
+
+class RandomKCompressor(Selecting):
+    """Elements drawn at random, the same on all ranks: their values travel, their places do not."""
+
+    communicators = ("allreduce", "allgather", "broadcast", "aggregator")
+
+    def __init__(self, compress_ratio: float = 0.3, seed: int = 0) -> None:
+        super().__init__(selectors.RandomK(compress_ratio, seed), tensors_size_are_same=True)
+        self.compress_ratio = compress_ratio
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        return [x[self.selector.select(x, ctx.name, ctx.step)]]
+
+    def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
+        found = np.zeros(ctx.form.size, np.float32)
+        found[self.selector.select(found, ctx.name, ctx.step)] = arrays[0]
+        return found

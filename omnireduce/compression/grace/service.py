@@ -1,0 +1,121 @@
+"""Communicators that let the aggregators sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from omnireduce.compression import memories
+from omnireduce.compression.compressed import Compression
+from omnireduce.compression.grace.base import Compressor, Memory, Tensors
+from omnireduce.compression.grace.communicators import Collective
+from omnireduce.compression.grace.forms import Form, payload_like, payload_of
+from omnireduce.compression.grace.lowrank import PowerSGDCompressor
+from omnireduce.compression.grace.memories import Keeping
+from omnireduce.compression.grace.native import Native
+from omnireduce.compression.powersgd import PowerSgd
+from omnireduce.compression.selectors import Selector
+from omnireduce.compression.sums import Sum
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.kernels.codecs.table import NONE
+from omnireduce.runtime.member.communicator import Communicator as Member
+
+
+class Aggregator(Collective):
+    """The aggregators sum what the compressor selects, block by block in the form of its codec.
+
+    Of a compressor or memory of the user's own, what the compressor has made is decompressed here and summed; blocks of
+    zeros do not travel.
+    """
+
+    name = "aggregator"
+
+    def __init__(
+        self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
+    ) -> None:
+        super().__init__(compressor, memory, world_size, comm=comm)
+        if not _is_ours(_owner(type(compressor), "aggregate")):
+            raise UsageError(
+                f"{type(compressor).__name__} aggregates in its own way, which the service does not know: it goes with "
+                "allgather, broadcast"
+            )
+        self._service = _service(compressor, memory)
+        if self._service is None and isinstance(compressor, PowerSGDCompressor):
+            raise UsageError(f"{type(compressor).__name__} goes with the memories of omnireduce: take PowerSGDMemory")
+
+    def step(self, tensor: Any, name: str) -> Any:
+        if self._service is None:
+            return super().step(tensor, name)
+        self.say_called()
+        form = Form(tensor)
+        sums = form.values.reshape(form.shape).copy()
+        self._service.allreduce(self.comm, sums, name=name, op=_op(self.compressor))
+        return self.compressor.aggregate([form.restore(sums)])
+
+    def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
+        form = Form(self.compressor.decompress(tensors, ctx))
+        sums = np.empty_like(form.values)
+        self.comm.allreduce(form.values, out=sums, op=_op(self.compressor), name=name)
+        return self.compressor.aggregate([form.restore(sums)])
+
+
+class Allreduce(Aggregator):
+    """Compressed tensors are summed as they are. Of the compressors of this package the service does the same."""
+
+    name = "allreduce"
+
+    def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
+        sums = []
+        for i, each in enumerate(tensors):
+            own = payload_of(each)
+            found = self.comm.allreduce(own, out=np.empty_like(own), name=f"{name} {i}", codec=NONE)
+            sums.append(payload_like(found, each))
+        return self.combined([self.compressor.decompress(sums, ctx)])
+
+
+def _op(compressor: Compressor) -> Sum:
+    return "mean" if compressor.average else "sum"
+
+
+def _is_ours(kind: type) -> bool:
+    """Whether a class is of this package: one that derives from it may do something else."""
+    return kind.__module__.startswith(f"{__package__}.")
+
+
+def _owner(kind: type, method: str) -> type:
+    """The class that has defined a method of `kind`."""
+    return next(each for each in kind.__mro__ if method in vars(each))
+
+
+def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd | None:
+    """What does the work of both; None where that must be done step by step."""
+    if not (isinstance(compressor, Native) and _is_ours(type(compressor))):
+        return None
+    if not (isinstance(memory, Keeping) and _is_ours(type(memory))):
+        return None
+    if isinstance(compressor, PowerSGDCompressor):
+        return PowerSgd(compressor.compress_rank, memory.kept, compressor.seed)
+    if compressor.selector is None and compressor.codec is None:
+        return None
+    return Compression(compressor.selector, Prepared(compressor, memory.kept), compressor.codec or NONE)
+
+
+class Prepared(memories.Memory):
+    """A memory of what its compressor has prepared, and tells the compressor what was sent."""
+
+    def __init__(self, compressor: Native, kept: memories.Memory) -> None:
+        super().__init__()
+        self._compressor, self._memory = compressor, kept
+
+    def compensate(self, gradient: Array, name: str) -> Array:
+        return self._compressor.prepare(self._memory.compensate(gradient, name), name)
+
+    def keep_selected(self, name: str, places: Array, selector: Selector) -> None:
+        self._memory.keep_selected(name, places, selector)
+        self._compressor.commit(name)
+
+    def keep_rest(self, name: str, sent: Array) -> None:
+        self._memory.keep_rest(name, sent)
+        self._compressor.commit(name)

@@ -1,0 +1,70 @@
+"""`omnireduce compression test`: a compressor or selector of the user's own, tried on many gradients."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import click
+import numpy as np
+
+from omnireduce.compression import Selector
+from omnireduce.compression.grace import Compressor
+from omnireduce.compression.grace.loading import class_named
+from omnireduce.compression.grace.trial import OfSelector, try_compressor
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError, in_a_line
+
+
+def report_trial(name: str, settings: Sequence[str]) -> bool:
+    """Try the class, print what failed; return whether nothing has."""
+    make = _maker(name, _arguments(settings))
+    kinds: dict[str, Callable[[Array], Any]] = {"NumPy": np.copy}
+    generators = {}
+    if find_spec("torch") is not None:
+        import torch
+
+        kinds["torch"] = lambda x: torch.from_numpy(x.copy())
+        generators["torch"] = lambda: torch.get_rng_state().numpy()
+    trial = try_compressor(make, kinds, generators)
+    for kind, error in trial.not_taken.items():
+        click.echo(f"Not tried with {kind}: {error}", err=True)
+    for each in trial.failures:
+        click.echo(each)
+    click.echo(f"{len(trial.failures)} failed" if trial.failures else "Test passed!")
+    return not trial.failures
+
+
+def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
+    """What makes the compressor. Raises UsageError for what cannot be loaded or made."""
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    found = class_named(name, Compressor, Selector)
+
+    def make() -> Compressor:
+        made = found(**arguments)
+        return OfSelector(made) if isinstance(made, Selector) else made
+
+    try:
+        make()
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise UsageError(f"{name}({given}) cannot be made: {in_a_line(error)}") from error
+    return make
+
+
+def _arguments(settings: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE as arguments; a value that is none of Python's is a text. Raises UsageError for what is no such."""
+    found: dict[str, Any] = {}
+    for each in settings:
+        key, equals, value = each.partition("=")
+        if not (equals and key.isidentifier()):
+            raise UsageError(f"{each}: expected KEY=VALUE, an argument of the class, such as compress_ratio=0.01")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value
+    return found

@@ -1,0 +1,120 @@
+"""Training without a process group, in Horovod's words: gradients are combined when an optimizer makes its step.
+
+import omnireduce.torch as hvd
+
+hvd.init()
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), grace=grc)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnireduce.compression.grace import Communicator as Grace
+from omnireduce.errors import UsageError
+from omnireduce.logs import start_logs
+from omnireduce.runtime.member import world
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.torch.tensors import array_of, put_back, staged
+
+Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def init(config: Any = None, **named: Any) -> Communicator:
+    """As `omnireduce.init`. Where `log.level` is "debug", and the script has no logging of its own, the log lines of
+    this rank go to standard error."""
+    found = world.init(config, **named)
+    if found.config.log.level == "debug" and not logging.getLogger().handlers:
+        start_logs(found.config.log, rank=found.rank)
+    return found
+
+
+def allreduce(tensor: Tensor, average: bool = True, name: str = "") -> Tensor:
+    """The mean of `tensor` over all ranks, or its sum: a tensor like it. Raises what `omnireduce.allreduce` raises."""
+    found = tensor.detach().clone()
+    _combine(world.running(), [found], name, "mean" if average else "sum")
+    return found
+
+
+@torch.no_grad()
+def broadcast_parameters(params: Named, root_rank: int = 0) -> None:
+    """Replace tensors by those of the root: `model.state_dict()`, or `model.named_parameters()`. What is no tensor
+    stays as it is. Raises what `omnireduce.broadcast` raises."""
+    pairs = params.items() if isinstance(params, Mapping) else params
+    for name, tensor in pairs:
+        if isinstance(tensor, Tensor):
+            copy = staged(tensor)
+            world.running().broadcast(array_of(copy), root_rank, name=f"broadcast {name}")
+            put_back([tensor], [copy])
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's name
+    optimizer: torch.optim.Optimizer, named_parameters: Named | None = None, grace: Grace | None = None
+) -> torch.optim.Optimizer:
+    """Let `optimizer` combine the gradients of all ranks before each of its steps, and return it.
+
+    `named_parameters`: names of all its parameters, the same on all ranks; None: they are numbered. `grace`: what
+    `grace_from_params` returns, which combines gradient by gradient; None: all are averaged at once. A parameter
+    without a gradient counts as one whose gradient is zero: others may have one.
+
+    Raises UsageError for names that are missing; a step raises it for a closure and for sparse gradients, and otherwise
+    what the collectives raise.
+    """
+    if grace is not None and not isinstance(grace, Grace):
+        raise UsageError(f"grace is a {type(grace).__name__}; expected what grace_from_params returns")
+    gradients = Gradients(_names(optimizer, named_parameters), grace, world.running() if grace is None else grace.comm)
+    optimizer.register_step_pre_hook(gradients.before_step)
+    return optimizer
+
+
+class Gradients:
+    """The gradients of the parameters of an optimizer."""
+
+    def __init__(self, names: dict[str, Tensor], grace: Grace | None, comm: Communicator) -> None:
+        self._parameters, self._grace, self._comm = names, grace, comm
+
+    @torch.no_grad()
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Combine them: a hook of the optimizer."""
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise UsageError("step with a closure: gradients are combined before the step. Compute them first")
+        found = {name: self._gradient(name, each) for name, each in self._parameters.items() if each.requires_grad}
+        if self._grace is None:
+            _combine(self._comm, list(found.values()), "gradients", "mean")
+            return
+        for name, gradient in found.items():
+            gradient.copy_(self._grace.step(gradient, name))
+
+    @staticmethod
+    def _gradient(name: str, parameter: Tensor) -> Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            raise UsageError(f"parameter '{name}' has a sparse gradient: expected nn.Embedding(sparse=False)")
+        return parameter.grad
+
+
+def _combine(comm: Communicator, tensors: list[Tensor], name: str, op: Any) -> None:
+    copies = [staged(each) for each in tensors]
+    comm.allreduce([array_of(each) for each in copies], op=op, name=name)
+    put_back(tensors, copies)
+
+
+def _names(optimizer: torch.optim.Optimizer, named: Named | None) -> dict[str, Tensor]:
+    """The parameters of the optimizer by name, in its order. Raises UsageError for one without a name of its own."""
+    own = [each for group in optimizer.param_groups for each in group["params"]]
+    if named is None:
+        return {f"parameter {i}": each for i, each in enumerate(own)}
+    pairs = list(named.items() if isinstance(named, Mapping) else named)
+    name_of = {each: name for name, each in pairs}
+    missing = sum(each not in name_of for each in own)
+    if missing or len(dict(pairs)) < len(pairs):
+        what = f"{missing} parameters of the optimizer have none" if missing else "some are there twice"
+        raise UsageError(f"named_parameters: expected a name for each parameter; {what}")
+    return {name_of[each]: each for each in own}

@@ -1,0 +1,150 @@
+"""GRACE in training scripts: an optimizer in Horovod's words, and a hook of DDP; two processes learn the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from local_cluster import ROOT, WAIT_S, Daemon, Process, configured, unique_job
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import omnireduce as omni
+import omnireduce.torch as hvd
+from omnireduce import UsageError
+from omnireduce.compression import grace_from_params
+
+SCRIPT = str(ROOT / "tests" / "pytorch" / "grace_worker.py")
+SIZE = 2
+
+
+def test_ranks_learn_and_stay_the_same(daemon: Daemon, tmp_path: Path) -> None:
+    """Without GRACE, and with five communicators, by optimizer and by hook."""
+    environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses), "OMNIREDUCE_LOG_LEVEL": "debug"}
+    meet, job = f"file://{tmp_path}/meet", unique_job("grace")
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Process(sys.executable, SCRIPT, str(rank), str(SIZE), meet, job, environ=environ))
+            for rank in range(SIZE)
+        ]
+        for _ in range(11):
+            found = [json.loads(each.line(2 * WAIT_S)) for each in ranks]
+            before, after = found[0]["losses"]
+            assert after < 0.5 * before, found
+            assert found[0]["digest"] == found[1]["digest"], found
+        for each in ranks:
+            assert json.loads(each.line()) == {"way": "mean", "losses": [0.5] * 3, "digest": "tensor([2, 2])"}
+            assert each.wait() == 0, each.log
+            said = [line for line in each.log.splitlines() if "==Debug== grace is called" in line]
+            assert len(said) == 10, each.log
+            assert all("event=grace" in line for line in said)
+
+
+@pytest.fixture
+def alone(daemon: Daemon) -> Any:
+    with omni.init(configured(daemon.addresses), job=unique_job("alone"), rank=0, size=1) as comm:
+        yield comm
+
+
+def step_of(net: nn.Module, **named: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), **named)
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_are_combined_by_name() -> None:
+    """Of weights and bias the largest element each is sent; a parameter without a gradient has zeros."""
+    net = nn.Linear(2, 1)
+    torch.nn.init.zeros_(net.weight)
+    torch.nn.init.zeros_(net.bias)
+    net.weight.grad = torch.tensor([[3.0, -4.0]])
+    grc: Any = grace_from_params({"compressor": "topk", "compress_ratio": 0.5, "memory": "residual"})
+    step_of(net, named_parameters=net.named_parameters(), grace=grc)
+    assert (net.weight.tolist(), net.bias.tolist()) == ([[0, 4]], [0])
+    assert {name: each.tolist() for name, each in grc.memory.state_dict()["residuals"].items()} == {
+        "weight": [3, 0],
+        "bias": [0],
+    }
+    net.weight.grad = torch.tensor([[1.0, 2.0]])
+    step_of(net)  # numbered, without GRACE
+    assert net.weight.tolist() == [[-1, 2]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be() -> None:
+    net = nn.Linear(2, 2)
+    for named, said in (
+        ({"named_parameters": [("weight", net.weight)]}, "1 parameters of the optimizer have none"),
+        ({"named_parameters": [("w", net.weight), ("w", net.bias)]}, "some are there twice"),
+        ({"grace": {"compressor": "topk"}}, "grace is a dict; expected what grace_from_params returns"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            step_of(net, **named)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    with pytest.raises(UsageError, match="step with a closure"):
+        optimizer.step(lambda: 0.0)
+    words = nn.Embedding(4, 2, sparse=True)
+    words(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match=r"'parameter 0' has a sparse gradient: expected nn.Embedding\(sparse=False\)"):
+        step_of(words)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_of_all_types_are_broadcast() -> None:
+    params = {"half": torch.ones(3, dtype=torch.bfloat16), "steps": torch.tensor(3), "name": "no tensor"}
+    params["turned"] = torch.arange(6.0).view(2, 3).T
+    hvd.broadcast_parameters(params)
+    assert params["half"].tolist() == [1, 1, 1]
+    assert params["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+class Turned(nn.Module):
+    """Two layers of one shape whose gradients come in another order than DDP expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x))
+
+
+@pytest.mark.usefixtures("alone")
+def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
+    """The same gradient in each step, of whole numbers. From the second step on nothing is lost."""
+    net, steps = Turned(), 4
+    with torch.no_grad():
+        for i, each in enumerate(net.parameters()):
+            each.copy_(torch.arange(16.0).view(4, 4) + i)
+    x = torch.tensor([[1.0, 2, -3, 4]])
+    net(x).sum().backward()
+    own = [each.grad.flatten().clone() for each in net.parameters()]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(net)
+        grc: Any = grace_from_params({"compressor": "topk", "compress_ratio": 0.2, "memory": "residual"})
+        model.register_comm_hook(grc.state, grc.hook)
+        received = [torch.zeros(16) for _ in own]
+        for step in range(steps):
+            model.zero_grad()
+            model(x).sum().backward()
+            for total, each in zip(received, net.parameters(), strict=True):
+                total += each.grad.flatten() * (step > 0)
+    finally:
+        dist.destroy_process_group()
+    kept = grc.memory.state_dict()["residuals"]
+    assert list(kept) == ["bucket 0", "bucket 1"]  # else this test would test nothing
+    left = torch.from_numpy(kept["bucket 1"]).view(2, 16).flip(0).flatten()  # in the order of their gradients
+    everything = torch.cat(own) * (steps - 1)
+    assert torch.equal(torch.cat(received) + left, everything)
+
+
+def test_the_optimizer_asks_for_a_communicator() -> None:
+    with pytest.raises(UsageError, match=r"call omnireduce.init\(\) first"):
+        step_of(nn.Linear(1, 1))
