@@ -12,7 +12,7 @@ from omnireduce.console.program import density, show_config, trace
 from omnireduce.errors import OmniReduceError
 from omnireduce.logs import start_logs
 from worker.options import launch_options, numbers
-from worker.switchml.commands import allreduce_benchmark
+from worker.switchml.commands import allreduce_benchmark, replay
 
 # The commands import what they run when they run: --help need not wait for it.
 
@@ -150,6 +150,7 @@ def _load(config_file: str | None, overrides: tuple[str, ...]) -> Config:
     return config
 
 
-main.add_command(allreduce_benchmark)
+for _command in (allreduce_benchmark, replay):
+    main.add_command(_command)
 for _command in (density, trace, show_config):  # of the console; `python -m worker` has them, too
     main.add_command(_command)

@@ -124,7 +124,7 @@ def run_benchmark(settings: Settings, asked: Asked, json_path: str | None) -> in
     prints, and writes to `json_path`. Raises UsageError, ConfigError, and what ends a job of the service."""
     context = Context.instance().start(settings)
     comm = context.communicator
-    say: Callable[[str], object] = click.echo if comm.rank == 0 else _nothing
+    say: Callable[[str], object] = click.echo if comm.rank == 0 else nothing
     with SignalThread(context, say):
         with context:
             if json_path is not None and comm.rank == 0:
@@ -158,7 +158,7 @@ def run_groups(context: Context, asked: Asked, say: Callable[[str], object]) -> 
         if asked.verify:
             wrong = wrong.beside(tensors.wrong(len(jobs)))
     say("All jobs finished.")
-    return groups, _verdict(comm, wrong, say) if asked.verify else 0
+    return groups, verdict(comm, wrong, say) if asked.verify else 0
 
 
 def _time_group(context: Context, tensors: Tensors, jobs: range) -> Group:
@@ -173,8 +173,8 @@ def _time_group(context: Context, tensors: Tensors, jobs: range) -> Group:
     return Group(jobs[0], jobs[-1], ns, tensors.inputs[0].size * BITS * len(jobs) / ns)
 
 
-def _verdict(comm: Communicator, wrong: Wrong, say: Callable[[str], object]) -> int:
-    """Put together what all ranks have found."""
+def verdict(comm: Communicator, wrong: Wrong, say: Callable[[str], object]) -> int:
+    """How many elements all ranks together have found wrong. Rank 0 says whether there are any, and each rank which."""
     say("Verifying final results")
     everywhere = int(comm.allreduce(np.array([wrong.count]), name="wrong")[0])
     if wrong.count:
@@ -185,10 +185,10 @@ def _verdict(comm: Communicator, wrong: Wrong, say: Callable[[str], object]) -> 
 
 def _table(numel: int, each: Series) -> str:
     """The statistics, of one job each: where several were waited for together, of an equal part of their time."""
-    names = {"Min": each.min, "Max": each.max, "Median": each.median, "Mean": each.mean}
-    lines = [f"{name} {ns:.0f} ns {numel * BITS / ns:.6g} Gbps" for name, ns in names.items()]
-    return "\n".join(["", *lines, f"Std dev {each.std_dev:.0f} ns"])
+    *lines, (last, deviation) = each.named()
+    times = [f"{name} {ns:.0f} ns {numel * BITS / ns:.6g} Gbps" for name, ns in lines]
+    return "\n".join(["", *times, f"{last} {deviation:.0f} ns"])
 
 
-def _nothing(text: str) -> None:
+def nothing(text: str) -> None:
     """The other ranks say nothing."""

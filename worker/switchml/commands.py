@@ -99,6 +99,61 @@ def allreduce_benchmark(
     _end(wrong)
 
 
+@click.command("replay", short_help="Train a model by its timing, as SwitchML does.")
+@click.argument("model", required=False, metavar="[MODEL.CSV]")
+@_data_options
+@click.option("--num-iters", type=click.IntRange(1), default=10, show_default=True, help="Iterations that are timed.")
+@click.option("--num-warmup-iters", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
+@click.option("--overlap/--no-overlap", default=True, help="Or wait for all sums after each backward pass.")
+@click.option("--record", metavar="MODULE:FUNCTION", help="Time the layers of a model of torch, and write --output.")
+@click.option("--output", metavar="FILE", help="Of --record: the MODEL.CSV that it writes.")
+@config_options
+@launch_options
+@json_option
+def replay(
+    config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
+    model: str | None, device: str, record: str | None, output: str | None, **asked: Any,
+) -> None:  # fmt: skip
+    """Train a model by its timing, as SwitchML's dnn_benchmark does: MODEL.CSV has a line for each layer with
+    layer_index, numel, forward_pass_ns and backward_pass_ns.
+
+    Passes take as long as the file says. The gradient of each layer is summed over all ranks while others compute; the
+    next forward pass of a layer waits for it.
+
+    With --record, FUNCTION of MODULE returns (model, input) or (model, input, loss). The model is trained, here and by
+    one rank, for --num-iters steps after --num-warmup-iters, and the medians of its layers are written.
+
+    The exit status is 1 if any element of the last sums was wrong.
+    """
+    _refuse_gpu(device)
+    if (model is None) == (record is None) or (record is None) != (output is None):
+        raise click.UsageError("expected MODEL.CSV, or --record MODULE:FUNCTION --output MODEL.CSV")
+    if record is not None and output is not None:
+        _record(record, output, asked["num_iters"], asked["num_warmup_iters"])
+        return
+    from worker.switchml.layers import read_layers
+    from worker.switchml.replay import Replay, run_replay
+
+    settings = _settings(config_file, overrides, rank, size)
+    assert model is not None
+    _end(run_replay(settings, read_layers(model), Replay(**asked), json_path))
+
+
+def _record(name: str, output: str, steps: int, warmup: int) -> None:
+    from omnireduce.files.output import check_writable
+    from worker.switchml.layers import write_layers
+    from worker.switchml.recording import record_layers
+
+    check_writable(output)
+    layers = record_layers(name, steps, warmup)
+    write_layers(layers, output)
+    forward, backward = (sum(each) / 1e6 for each in zip(*(layer[2:] for layer in layers), strict=True))
+    click.echo(
+        f"{output}: {len(layers)} layers, {sum(layer.numel for layer in layers)} parameters, "
+        f"forward {forward:.4g} ms, backward {backward:.4g} ms"
+    )
+
+
 def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None) -> Settings:
     """What `switchml.cfg` and omnireduce's own configuration say, and who this rank is."""
     from omnireduce.switchml import load_settings

@@ -20,3 +20,7 @@ class Series(NamedTuple):
     def of(cls, values: Sequence[float]) -> Self:
         mean = statistics.fmean(values)
         return cls(min(values), max(values), statistics.median(values), mean, statistics.pstdev(values, mean))
+
+    def named(self) -> list[tuple[str, float]]:
+        """Each with the name that it has in what is printed."""
+        return list(zip(("Min", "Max", "Median", "Mean", "Std dev"), self, strict=True))
