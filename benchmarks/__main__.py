@@ -6,7 +6,7 @@ summary.json which targets are met.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
 `all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
 `threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `selectors` what it takes to
-select, `plan` how near predictions come.
+select, `replay` what it gains to exchange gradients while layers compute, `plan` how near predictions come.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
 from benchmarks.plans import compare_plans, show_plans
 from benchmarks.profiling import profile_case
+from benchmarks.replays import measure as measure_replays
 from benchmarks.selectors import measure as measure_selectors
 from benchmarks.shaped import LAYOUTS, Setting, run_settings
 from benchmarks.sweep import sweep
@@ -244,6 +245,15 @@ def selectors(turns: int) -> None:
         _expect_met(measure_selectors, turns)
     except ImportError as error:
         raise click.ClickException(f"{error}; `make torch` installs it") from error
+
+
+@main.command()
+@click.option("--turns", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+def replay(turns: int, rate: str) -> None:
+    """Train a model by its timing, and exchange its gradients after, beside and across passes, on hosts with shaped
+    links (as root). Exit status 3 when overlap does not gain what it should."""
+    _expect_met(lambda console, turns: measure_replays(console, turns, rate), turns)
 
 
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:

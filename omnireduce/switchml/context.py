@@ -56,7 +56,7 @@ class Context:
         self._state = ContextState.CREATED
         self._comm: Communicator | None = None
         self._queue = deque[Job]()
-        self._running = deque[Job]()  # in the order of their starts, in which they also end
+        self._running: list[Job] = []
         self._starter: threading.Thread | None = None  # of the jobs in the queue
         self.reset_stats()
 
@@ -234,8 +234,9 @@ class Context:
 
     def _settle(self) -> None:
         """Count the jobs that are over."""
-        while self._running and self._running[0].over:
-            self._count(self._running.popleft())
+        for job in [each for each in self._running if each.over]:
+            self._running.remove(job)
+            self._count(job)
 
     def _count(self, job: Job) -> None:
         self._ended[job.state] += 1

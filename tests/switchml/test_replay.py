@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from local_cluster import MPIRUN, WAIT_S, Daemon, Ranks, configured, unique_job
 
 from omnireduce.errors import UsageError
@@ -23,7 +24,7 @@ from worker.switchml.replay import Device, Replay, Training
 
 NUMBER = r"#[\d.e+-]+#"
 LAYERS = [Layer(0, 1000, 2000, 3000), Layer(1, 20, 0, 1000), Layer(2, 300, 1000, 0)]
-ASKED = Replay(num_iters=2, num_warmup_iters=1, verify=True, err=1.0, random=True, seed=5, overlap=True)
+ASKED = Replay(num_iters=2, num_warmup_iters=1, verify=True, err=1.0, random=True, seed=5, overlap="iterations")
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def worker(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedPr
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
-@pytest.mark.parametrize("options", [["--random", "1"], ["--no-overlap"]])
+@pytest.mark.parametrize("options", [["--random", "1"], ["--overlap", "backward"], ["--overlap", "none"]])
 def test_two_ranks_train_by_the_file(tmp_path: Path, options: list[str]) -> None:
     write_layers(LAYERS, tmp_path / "model.csv")
     done = worker("model.csv", "--num-iters", "3", "--verify", "--json", "found.json", *options, cwd=tmp_path, ranks=2)
@@ -115,9 +116,10 @@ def test_an_iteration_begins_before_the_sums_of_the_last_one_are_there(daemon: D
         context.stop()
 
 
-def test_without_overlap_an_iteration_ends_with_its_sums(daemon: Daemon) -> None:
+@pytest.mark.parametrize("overlap", ["backward", "none"])
+def test_an_iteration_may_end_with_its_sums(daemon: Daemon, overlap: str) -> None:
     config = configured(daemon.addresses, f"cluster.job={unique_job('replay')}")
-    asked = Replay(num_iters=1, num_warmup_iters=0, verify=True, err=0.0, random=False, seed=0, overlap=False)
+    asked = Replay(num_iters=1, num_warmup_iters=0, verify=True, err=0.0, random=False, seed=0, overlap=overlap)
 
     def run(rank: int) -> list[int]:
         with Context().start(config, rank=rank, size=2) as context:
@@ -170,21 +172,30 @@ def no_loss():
 """
 
 
-def recorded(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
+    """`replay --record` of a function of MODELS, in the folder of the test."""
     pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
-    (folder / "models.py").write_text(MODELS)
-    options = ["--record", f"models:{name}", "--output", "model.csv", "--num-iters", "3", "--num-warmup-iters", "1"]
-    return worker(*options, cwd=folder)
+    (tmp_path / "recorded_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    options = ["--output", "model.csv", "--num-iters", "3", "--num-warmup-iters", "1"]
+
+    def run(name: str) -> Result:
+        monkeypatch.delitem(sys.modules, "recorded_models", raising=False)
+        return CliRunner().invoke(main, ["replay", "--record", f"recorded_models:{name}", *options])
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("name", "numels"),
     [("plain", [8 * 16 + 16, 16 * 2 + 2]), ("shared", [16, 4]), ("attention", None)],
 )
-def test_a_model_of_torch_is_recorded(tmp_path: Path, name: str, numels: list[int] | None) -> None:
-    done = recorded(tmp_path, name)
-    assert done.returncode == 0, done.stderr
-    layers = read_layers(tmp_path / "model.csv")
+def test_a_model_of_torch_is_recorded(record: Callable[[str], Result], name: str, numels: list[int] | None) -> None:
+    done = record(name)
+    assert done.exit_code == 0, done.stderr
+    layers = read_layers("model.csv")
     assert numels is None or [layer.numel for layer in layers] == numels
     total = sum(layer.numel for layer in layers)
     assert name != "attention" or total == 3 * 8 * 8 + 3 * 8 + 8 * 8 + 8 + 2 * 8 * 16 + 16 + 8 + 4 * 8
@@ -202,14 +213,15 @@ def test_a_model_of_torch_is_recorded(tmp_path: Path, name: str, numels: list[in
         ("no_model", "it returned a int, expected (model, input) or (model, input, loss)"),
         ("broken", "the model cannot be trained: RuntimeError: "),
         ("no_loss", "the output is a tuple, no tensor: return a loss, too"),
-        ("none", "AttributeError: module 'models' has no attribute 'none'"),
+        ("none", "AttributeError: module 'recorded_models' has no attribute 'none'"),
     ],
 )
-def test_a_model_that_cannot_be_recorded(tmp_path: Path, name: str, message: str) -> None:
-    done = recorded(tmp_path, name)
-    assert (done.returncode, done.stdout) == (1, "")
+def test_a_model_that_cannot_be_recorded(record: Callable[[str], Result], name: str, message: str) -> None:
+    done = record(name)
+    assert (done.exit_code, done.stdout) == (1, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+    assert not Path("model.csv").exists()
 
 
 def test_without_torch_one_line_says_so(tmp_path: Path) -> None:

@@ -104,7 +104,13 @@ def allreduce_benchmark(
 @_data_options
 @click.option("--num-iters", type=click.IntRange(1), default=10, show_default=True, help="Iterations that are timed.")
 @click.option("--num-warmup-iters", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
-@click.option("--overlap/--no-overlap", default=True, help="Or wait for all sums after each backward pass.")
+@click.option(
+    "--overlap",
+    type=click.Choice(["iterations", "backward", "none"]),
+    default="iterations",
+    show_default=True,
+    help="Exchange beside the backward and the next forward pass, beside the backward pass, or after it.",
+)
 @click.option("--record", metavar="MODULE:FUNCTION", help="Time the layers of a model of torch, and write --output.")
 @click.option("--output", metavar="FILE", help="Of --record: the MODEL.CSV that it writes.")
 @config_options

@@ -1,7 +1,8 @@
 """The training of a model by its timing: layers compute for as long as a file says, and their gradients are exchanged.
 
-Passes of an iteration overlap with the exchange of the one before: the forward pass of a layer waits for the sum of its
-own gradient only. The last layers, whose gradients are ready first, are needed last.
+The exchange overlaps with the backward pass, because each gradient is submitted when it is ready, and with the next
+forward pass, because a layer waits there for the sum of its own gradient only. The latter gains where the first layers
+are urgent (protocol.urgent_bytes): their gradients are submitted last and needed first.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from worker.switchml.series import Series
 from worker.switchml.signals import SignalThread
 from worker.switchml.summands import DTYPES, Summands, Wrong
 
+SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses more, and a GPU would have been idle, too
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the flags say. `overlap`: whether an iteration begins before all sums of the one before are there."""
+    """What the flags say. `overlap`: with what the exchange does. "iterations": with the backward pass and the next
+    forward pass; "backward": with the former only; "none": it begins when that has ended."""
 
     num_iters: int
     num_warmup_iters: int
@@ -33,7 +37,7 @@ class Replay:
     err: float
     random: bool
     seed: int
-    overlap: bool
+    overlap: str
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -48,8 +52,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Device:
-    """Computes for a given time, while the processor is free, as beside a GPU. A sleep that was too long makes the next
-    one shorter."""
+    """Computes for a given time, while the processor is free, as beside a GPU. What a sleep is too long by, up to
+    SLACK_NS, makes the next one shorter."""
 
     def __init__(self) -> None:
         self._busy_until = time.perf_counter_ns()
@@ -60,7 +64,7 @@ class Device:
 
     def compute(self, ns: int) -> None:
         """Return when it has computed for so long."""
-        self._busy_until += ns
+        self._busy_until = max(self._busy_until, time.perf_counter_ns() - SLACK_NS) + ns
         time.sleep(max(0, self._busy_until - time.perf_counter_ns()) / 1e9)
 
 
@@ -86,10 +90,17 @@ class Training:
             self._device.compute(layer.forward_pass_ns)
         for number in reversed(range(len(self._layers))):
             self._device.compute(self._layers[number].backward_pass_ns)
-            self._jobs[number] = self._context.allreduce_async(self._gradients[number], self._sums[number])
-        if not self._asked.overlap:
+            if self._asked.overlap != "none":
+                self._submit(number)
+        if self._asked.overlap == "none":
+            for number in reversed(range(len(self._layers))):
+                self._submit(number)
+        if self._asked.overlap != "iterations":
             self.finish()
         return time.perf_counter_ns() - begin
+
+    def _submit(self, number: int) -> None:
+        self._jobs[number] = self._context.allreduce_async(self._gradients[number], self._sums[number])
 
     def _wait(self, job: Job) -> None:
         is_over = job.over
