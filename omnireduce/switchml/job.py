@@ -130,8 +130,7 @@ class Job:
 
     def start(self, comm: Communicator) -> None:
         """Let the ranks exchange it. Raises what `Communicator.allreduce_async` raises."""
-        out = None if self.in_place else self.out
-        handle = comm.allreduce_async(self.x if out is not None else self.out, out=out)
+        handle = comm.allreduce_async(self.out) if self.in_place else comm.allreduce_async(self.x, out=self.out)
         with self._changed:
             self._handle = handle
             self._changed.notify_all()

@@ -33,7 +33,10 @@ def _switch(name: str, text: str, *, default: bool = False) -> Callable[[_F], _F
 def _data_options(command: _F) -> _F:
     """What both commands say of tensors and their check. The command gets them as they are named."""
     options = (
-        click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True),
+        click.option(
+            "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
+            help="Where tensors are; gpu is refused.",
+        ),
         _switch("--verify", "Check every element of every sum, from above and from below; int32 exactly."),
         click.option(
             "--err", type=click.FloatRange(0, 100), default=1.0, show_default=True,
