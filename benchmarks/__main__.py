@@ -6,7 +6,8 @@ summary.json which targets are met.
 `profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
 `all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
 `threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `selectors` what it takes to
-select, `elements` what it takes to sum single elements, `plan` how near predictions come.
+select, `elements` what it takes to sum single elements, `replay` what it gains to exchange gradients while layers
+compute, `plan` how near predictions come.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,29 +27,24 @@ from rich.console import Console
 from benchmarks import relays as relays_between
 from benchmarks.all_reduce import measure_all_reduce
 from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
-from benchmarks.codecs import measure as measure_codecs
 from benchmarks.compare import STARTS, checkout, compare_shaped
 from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import OURS, PEERS, labels
 from benchmarks.dispatch import measure_dispatch
-from benchmarks.elements import measure as measure_elements
 from benchmarks.environments import Tree
 from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
 from benchmarks.plans import compare_plans, show_plans
 from benchmarks.profiling import profile_case
-from benchmarks.selectors import measure as measure_selectors
-from benchmarks.shaped import LAYOUTS, Setting, run_settings
+from benchmarks.shaped import LAYOUTS, RATE, Setting, run_settings
+from benchmarks.single import SINGLE
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
-from benchmarks.threads import measure as measure_threads
 from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
-from benchmarks.urgent import measure as measure_urgent
 from omnireduce.errors import OmniReduceError
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
 RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
-RATE = "1gbit"
 C = TypeVar("C", bound=AnyCase)
 RESUME = click.option("--resume", is_flag=True, help="Leave out the cases that the files have all rows of.")
 ROUNDS = click.option("--rounds", type=click.IntRange(1), help="Timed rounds of each case, instead of its own.")
@@ -211,60 +207,6 @@ def plan(results: Path) -> None:
         sys.exit(3)
 
 
-@main.command()
-@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
-def urgent(turns: int) -> None:
-    """Time a small all-reduce beside a large one, with a channel for urgent tensors and without. Exit status 3 when it
-    takes more than 3 ms."""
-    _expect_met(measure_urgent, turns)
-
-
-@main.command()
-@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
-def threads(turns: int) -> None:
-    """Time the all-reduce of a rank of one thread, and of one of two, with shards that share a processor. Exit status 3
-    when two are not faster."""
-    _expect_met(measure_threads, turns)
-
-
-@main.command()
-@click.option("--turns", type=click.IntRange(1), default=7, show_default=True)
-@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
-def codecs(turns: int, rate: str) -> None:
-    """Time an all-reduce with each codec, on hosts with shaped links (as root) and over shared memory. Exit status 3
-    when int8 is not as fast as it should be."""
-    _expect_met(lambda console, turns: measure_codecs(console, turns, rate), turns)
-
-
-@main.command()
-@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
-def selectors(turns: int) -> None:
-    """Time the selection of a part of a tensor, against torch.topk and against a bare scan. Exit status 3 when it is
-    not as fast as it should be."""
-    _expect_met(measure_selectors, turns)
-
-
-@main.command()
-@click.option("--turns", type=click.IntRange(1), default=9, show_default=True)
-@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
-def elements(turns: int, rate: str) -> None:
-    """Time the sum of single elements that four ranks have selected, on hosts with shaped links (as root), against an
-    all-gather of them. Exit status 3 when it is not as fast as it should be."""
-    _expect_met(lambda console, turns: measure_elements(console, turns, rate), turns)
-
-
-def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
-    """Measure; end the program if an aim is missed."""
-    try:
-        is_met = measure(Console(width=120), turns)
-    except (PeerError, OmniReduceError, TestbedError) as error:
-        raise click.ClickException(str(error)) from error
-    except ImportError as error:
-        raise click.ClickException(f"{error}; `make torch` installs it") from error
-    if not is_met:
-        sys.exit(3)
-
-
 def _not_measured(error: TestbedError, optional: bool) -> None:
     """There can be no hosts with shaped links here."""
     if not optional:
@@ -396,6 +338,9 @@ def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
     for path in made:
         click.echo(path)
 
+
+for command in SINGLE:
+    main.add_command(command)
 
 if __name__ == "__main__":
     # an exception, so that what was started ends, too

@@ -36,6 +36,7 @@ from benchmarks.testbed import BURST_BYTES, Host, goodput, testbed
 
 INTERFACE = "eth0"
 PORT = 7400
+RATE = "1gbit"  # of a link, where nothing else is asked for
 OPEN = "security.allow_no_secret=true"  # the hosts are namespaces of our own
 LAYOUTS = ("dedicated", "colocated", "shared")
 SHARED_HOSTS = 2

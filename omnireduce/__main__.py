@@ -15,7 +15,7 @@ from worker.cli import main as worker  # noqa: E402
 sys.path.remove(here)
 
 main.add_command(aggregator, "aggregator")
-for name in ("bench", "train"):
+for name in ("bench", "train", "allreduce-benchmark", "replay"):
     main.add_command(worker.commands[name], name)
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ PROGRAMS = {
     "kill",
     "mv",
     "openssl",
+    "printf",
     "source",
     "systemctl",
     "umask",

@@ -23,7 +23,7 @@ LIBRARY = (
     "data_parallel",
     "planning",
 )  # what users call, on top of a communicator
-FRONTS = ("torch", "keras", "bench", "console")
+FRONTS = ("torch", "keras", "switchml", "bench", "console")
 ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import click
 
@@ -13,17 +11,10 @@ from omnireduce.config import Config, load_config
 from omnireduce.console.program import density, show_config, trace
 from omnireduce.errors import OmniReduceError
 from omnireduce.logs import start_logs
+from worker.options import launch_options, numbers
+from worker.switchml.commands import allreduce_benchmark, replay
 
 # The commands import what they run when they run: --help need not wait for it.
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def launch_options(command: _F) -> _F:
-    """Add `--rank R` and `--size N`, for workers that no launcher started."""
-    rank = click.option("--rank", type=int, help="This worker's rank. [default: from mpirun, Slurm or torchrun]")
-    size = click.option("--size", type=int, help="How many workers there are; goes with --rank.")
-    return rank(size(command))
 
 
 @click.group(cls=Group, name="worker")
@@ -96,12 +87,7 @@ def lab(
     from omnireduce.runtime.member.launcher import detect_launch
     from worker.lab.command import run_lab
 
-    try:
-        sizes = [int(each) for each in elements.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise click.BadParameter(f"got {elements!r}, expected numbers like 1,1000", param_hint="--elements")
+    sizes = numbers(elements, "--elements")
     run_lab(config, detect_launch(rank=rank, size=size), sizes, rounds)
 
 
@@ -164,5 +150,7 @@ def _load(config_file: str | None, overrides: tuple[str, ...]) -> Config:
     return config
 
 
+for _command in (allreduce_benchmark, replay):
+    main.add_command(_command)
 for _command in (density, trace, show_config):  # of the console; `python -m worker` has them, too
     main.add_command(_command)

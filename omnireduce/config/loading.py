@@ -13,6 +13,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -36,14 +37,18 @@ def load_config(
     *,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, tuple[str, object]] = MappingProxyType({}),
 ) -> Config:
     """The effective configuration: defaults < file < environment < overrides.
 
     Without `path`, the file is the one that `OMNIREDUCE_CONFIG` names, if any. Each override reads
-    `section.key=value`, its value a TOML value or else a bare string; later ones win.
+    `section.key=value`, its value a TOML value or else a bare string; later ones win. `defaults` replaces defaults, by
+    "section.key", each with its source.
     Raises ConfigError, one line, for the first thing that is wrong.
     """
     layers = _Layers()
+    for name, (source, value) in defaults.items():
+        layers.add(source, _key(source, name), value)
     if path is None:
         path = environ.get(_FILE_VARIABLE) or None
     if path is not None:

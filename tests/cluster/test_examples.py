@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from local_cluster import ROOT, WAIT_S, Daemon, unique_job
 
 
-def outputs(daemon: Daemon, script: str, host_exchange: str = "auto") -> list[str]:
+def outputs(daemon: Daemon, script: str, host_exchange: str = "auto", arguments: Sequence[str] = ()) -> list[str]:
     """What two ranks of an example print, each on one line."""
     environ = os.environ | {
         "OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(daemon.addresses),
@@ -22,7 +23,7 @@ def outputs(daemon: Daemon, script: str, host_exchange: str = "auto") -> list[st
         "OMNIREDUCE_TRANSPORT_HOST_EXCHANGE": host_exchange,
         "WORLD_SIZE": "2",
     }
-    command = [sys.executable, str(ROOT / "examples" / script)]
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
     ranks = [
         subprocess.Popen(command, env=environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -58,7 +59,43 @@ def test_embedding_rows(daemon: Daemon) -> None:
     assert all("for a matrix of 2.56 GB" in line for line in lines)
 
 
-@pytest.mark.parametrize("script", ["allreduce.py", "embedding_rows.py"])
+def test_switchml_hello(daemon: Daemon) -> None:
+    for rank, text in enumerate(outputs(daemon, "switchml_hello.py")):
+        first, second, last = text.splitlines()
+        assert first == f"rank {rank} of 2: submitting 8 tensors of 32768 floats"
+        assert second.startswith(
+            f"rank {rank}: 8 jobs finished, the last is <omnireduce.switchml.Job 7: float32[32768]"
+        )
+        assert last == "Data verified successfully exiting main program"
+
+
+def test_switchml_job(daemon: Daemon) -> None:
+    first, second = outputs(daemon, "switchml_job.py", arguments=["10000"])
+    steps = ("the synchronous all-reduce", "submitting the asynchronous one", "waiting for it")
+    *times, last = first.splitlines()
+    assert [re.sub(r"\d+", "N", line) for line in times] == [f"{step} took N ns" for step in steps]
+    assert re.fullmatch(r"world size 2, <omnireduce.switchml.Job 1: float32\[10000\], finished>, context stopped", last)
+    assert second == ""
+
+
+@pytest.mark.parametrize("script", ["switchml_hello.py", "switchml_job.py"])
+def test_switchml_alone(script: str) -> None:
+    """Without a launcher, and on an aggregator of its own."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script)],
+        env={name: value for name, value in environ.items() if name not in names},
+        capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] in (
+        "Data verified successfully exiting main program",
+        "world size 1, <omnireduce.switchml.Job 1: float32[16777216], finished>, context stopped",
+    )
+
+
+@pytest.mark.parametrize("script", ["allreduce.py", "embedding_rows.py", "switchml_hello.py", "switchml_job.py"])
 def test_the_commands_in_an_example_exist(script: str) -> None:
     text = (ROOT / "examples" / script).read_text()
     assert f"python examples/{script}" in text

@@ -113,8 +113,8 @@ def test_help_names_the_commands() -> None:
     status, out, _ = run("--help")
     assert status == 0
     named = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()]
-    others = ["density", "doctor", "plan", "slurm-script", "status", "trace", "train"]
-    assert named == ["aggregator", "bench", "compression", "config", *others]
+    others = ["density", "doctor", "plan", "replay", "slurm-script", "status", "trace", "train"]
+    assert named == ["aggregator", "allreduce-benchmark", "bench", "compression", "config", *others]
 
 
 def test_it_says_its_version() -> None:

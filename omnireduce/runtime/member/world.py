@@ -175,14 +175,14 @@ def allreduce_rows_into(
     out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
 ) -> NDArray[S]:
     """See `Communicator.allreduce_rows_into`."""
-    return _communicator().allreduce_rows_into(out, indices, values, op=op, name=name)
+    return running().allreduce_rows_into(out, indices, values, op=op, name=name)
 
 
 def allreduce_rows_into_async(
     out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
 ) -> Handle[NDArray[S]]:
     """See `Communicator.allreduce_rows_into_async`."""
-    return _communicator().allreduce_rows_into_async(out, indices, values, op=op, name=name)
+    return running().allreduce_rows_into_async(out, indices, values, op=op, name=name)
 
 
 def reduce(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:

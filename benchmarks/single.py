@@ -1,0 +1,86 @@
+"""Benchmarks that compare the service with itself, or with one other way: each has one measurement and one aim."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import click
+from rich.console import Console
+
+from benchmarks.codecs import measure as measure_codecs
+from benchmarks.elements import measure as measure_elements
+from benchmarks.group import PeerError
+from benchmarks.replays import measure as measure_replays
+from benchmarks.selectors import measure as measure_selectors
+from benchmarks.shaped import RATE
+from benchmarks.testbed import TestbedError
+from benchmarks.threads import measure as measure_threads
+from benchmarks.urgent import measure as measure_urgent
+from omnireduce.errors import OmniReduceError
+
+
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
+def urgent(turns: int) -> None:
+    """Time a small all-reduce beside a large one, with a channel for urgent tensors and without. Exit status 3 when it
+    takes more than 3 ms."""
+    _expect_met(measure_urgent, turns)
+
+
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
+def threads(turns: int) -> None:
+    """Time the all-reduce of a rank of one thread, and of one of two, with shards that share a processor. Exit status 3
+    when two are not faster."""
+    _expect_met(measure_threads, turns)
+
+
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=7, show_default=True)
+@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+def codecs(turns: int, rate: str) -> None:
+    """Time an all-reduce with each codec, on hosts with shaped links (as root) and over shared memory. Exit status 3
+    when int8 is not as fast as it should be."""
+    _expect_met(lambda console, turns: measure_codecs(console, turns, rate), turns)
+
+
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
+def selectors(turns: int) -> None:
+    """Time the selection of a part of a tensor, against torch.topk and against a bare scan. Exit status 3 when it is
+    not as fast as it should be."""
+    _expect_met(measure_selectors, turns)
+
+
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+def elements(turns: int, rate: str) -> None:
+    """Time the sum of single elements that four ranks have selected, on hosts with shaped links (as root), against an
+    all-gather of them. Exit status 3 when it is not as fast as it should be."""
+    _expect_met(lambda console, turns: measure_elements(console, turns, rate), turns)
+
+
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+def replay(turns: int, rate: str) -> None:
+    """Train a model by its timing, and exchange its gradients after, beside and across passes, on hosts with shaped
+    links (as root). Exit status 3 when overlap does not gain what it should."""
+    _expect_met(lambda console, turns: measure_replays(console, turns, rate), turns)
+
+
+def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
+    """Measure; end the program if an aim is missed."""
+    try:
+        is_met = measure(Console(width=120), turns)
+    except (PeerError, OmniReduceError, TestbedError) as error:
+        raise click.ClickException(str(error)) from error
+    except ImportError as error:
+        raise click.ClickException(f"{error}; `make torch` installs it") from error
+    if not is_met:
+        sys.exit(3)
+
+
+SINGLE = (urgent, threads, codecs, selectors, elements, replay)

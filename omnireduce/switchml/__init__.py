@@ -1,0 +1,22 @@
+"""SwitchML's client over the service: a context that takes jobs, and jobs to wait for.
+
+    from omnireduce.switchml import Context
+
+    with Context.instance() as context:
+        job = context.allreduce_async(gradient)
+        job.wait()
+
+context     starts, takes jobs in order, stops
+job         one all-reduce: its state, how to wait for it
+settings    `switchml.cfg`, and which of its keys mean something here
+stats       how many jobs, of which sizes
+
+docs/switchml.md says how the names of SwitchML's C++ client map to these.
+"""
+
+from omnireduce.switchml.context import Context, ContextState
+from omnireduce.switchml.job import Job, JobState
+from omnireduce.switchml.settings import Settings, load_settings
+from omnireduce.switchml.stats import Distribution, Stats
+
+__all__ = ["Context", "ContextState", "Distribution", "Job", "JobState", "Settings", "Stats", "load_settings"]

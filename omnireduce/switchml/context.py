@@ -1,0 +1,276 @@
+"""The context of a process: it joins the ranks, takes jobs, and leaves.
+
+Jobs are started in the order in which they are submitted, which must be the same on every rank. They overlap: many may
+be under way together. Only a job that uses memory which an earlier one still uses waits in a queue, and those behind it
+do, too, so that the order stays the same. While there is a queue, a thread starts its jobs as memory becomes free.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from omnireduce.config import Config
+from omnireduce.dtypes import Array
+from omnireduce.errors import ClosedError, OmniReduceError, UsageError
+from omnireduce.logs import tagged
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.world import connect
+from omnireduce.switchml.job import Job, JobState
+from omnireduce.switchml.settings import Settings, load_settings
+from omnireduce.switchml.stats import Distribution, Stats
+
+_log = logging.getLogger("omnireduce")
+
+
+class ContextState(enum.Enum):
+    """CREATED: never started. STARTING: it joins the other ranks. RUNNING: it takes jobs. STOPPING, STOPPED: it takes
+    none; once it is STOPPED it may be started again."""
+
+    CREATED = "created"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class Context:
+    """The jobs of this rank. `Context.instance()` is the one of this process; a program may make others.
+
+    Any thread may call any method. `with Context.instance() as context:` starts it, unless it runs, and stops it in the
+    end. After `stop`, or when the job of the ranks was aborted, it may be started again; all ranks do that.
+    """
+
+    _instance: ClassVar[Context | None] = None
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._state = ContextState.CREATED
+        self._comm: Communicator | None = None
+        self._queue = deque[Job]()
+        self._running: list[Job] = []
+        self._starter: threading.Thread | None = None  # of the jobs in the queue
+        self.reset_stats()
+
+    @classmethod
+    def instance(cls) -> Context:
+        """The context of this process; the first call makes it."""
+        with cls._making:
+            if Context._instance is None:
+                Context._instance = Context()
+            return Context._instance
+
+    @property
+    def state(self) -> ContextState:
+        """What the context does now."""
+        return self._state
+
+    @property
+    def communicator(self) -> Communicator:
+        """What the context stands on: rank, size, configuration, and all collectives that SwitchML has not. Raises
+        UsageError before the first start."""
+        if self._comm is None:
+            raise UsageError("the context was never started; call start() first")
+        return self._comm
+
+    def start(
+        self, config: str | Path | Config | Settings | None = None, *, rank: int | None = None, size: int | None = None
+    ) -> Self:
+        """Join the other ranks; return this context once all are there.
+
+        `config`: a file like SwitchML's `switchml.cfg`, a TOML file, a Config, what `load_settings` returns, or None
+        for the files that it looks for. `rank` and `size` come from the launcher unless given, and without a launcher
+        from `switchml.cfg`. Without aggregators in the configuration, rank 0 starts one.
+
+        Raises UsageError when the context runs already; ConfigError; what `omnireduce.connect` raises. Then it may be
+        started again.
+        """
+        with self._changed:
+            if self._state not in (ContextState.CREATED, ContextState.STOPPED):
+                raise UsageError(f"the context is {self._state.value}; stop it before it is started again")
+            self._state = ContextState.STARTING
+        comm = None
+        try:
+            settings = load_settings(config) if config is None or isinstance(config, str | Path) else config
+            if isinstance(settings, Config):
+                settings = Settings(settings)
+            who = (settings.rank, settings.size) if rank is None and size is None else (rank, size)
+            comm = connect(settings.config, rank=who[0], size=who[1])
+            if comm.rank == 0 and settings.unused:
+                text = "%s: these keys mean nothing here: %s"
+                _log.info(text, settings.source, ", ".join(settings.unused), extra=tagged("switchml_cfg"))
+        finally:
+            with self._changed:
+                self._comm = comm or self._comm
+                self._state = ContextState.STOPPED if comm is None else ContextState.RUNNING
+                self._changed.notify_all()
+        return self
+
+    def stop(self) -> None:
+        """Leave the other ranks. May be called twice; raises nothing.
+
+        Jobs that are not over fail with ClosedError, and whoever waits for them wakes. On the other ranks they fail
+        with AbortedError. A signal handler lets another thread do this: it may have interrupted a call of its own.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._state not in (ContextState.STARTING, ContextState.STOPPING))
+            if self._state is not ContextState.RUNNING:
+                return
+            self._state = ContextState.STOPPING
+            while self._queue:
+                job = self._queue.popleft()
+                job.fail(ClosedError(f"the context was stopped before job {job.id} was begun"))
+                self._count(job)
+            self._changed.notify_all()
+        try:
+            self.communicator.shutdown()
+        finally:
+            with self._changed:
+                self._settle()
+                self._state = ContextState.STOPPED
+                self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self if self._state is ContextState.RUNNING else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._state is ContextState.RUNNING:
+            self.communicator.__exit__(kind, error, trace)  # so that the other ranks hear of it
+        self.stop()
+
+    # jobs
+
+    def allreduce_async(self, x: Any, out: Any = None, *, op: str = "sum") -> Job:
+        """Submit the sum of `x` of all ranks as a job, and return the job: see `Job`.
+
+        Raises UsageError for unsuitable arrays, for an `op` other than "sum", and unless the context runs; what
+        `Communicator.allreduce_async` raises.
+        """
+        if op != "sum":
+            raise UsageError(f"op is {op!r}, expected 'sum', as in SwitchML; omnireduce.allreduce has the others")
+        job = Job(x, out)
+        self.submit(job)
+        return job
+
+    def allreduce(self, x: Any, out: Any = None, *, op: str = "sum", timeout_s: float | None = None) -> Array:
+        """`allreduce_async`, then `Job.wait`."""
+        return self.allreduce_async(x, out, op=op).wait(timeout_s)
+
+    def submit(self, job: Job) -> None:
+        """Start a job, or put it behind those whose memory it needs. All ranks submit the same jobs in the same order.
+
+        Raises UsageError unless the context runs, and for a job that was submitted before; what
+        `Communicator.allreduce_async` raises.
+        """
+        with self._changed:
+            if self._state is not ContextState.RUNNING:
+                raise UsageError(f"the context is {self._state.value} and takes no jobs; call start() first")
+            self._settle()
+            job.enter()
+            if self._queue or self._in_the_way_of(job) is not None:
+                self._let_a_thread_start_jobs()
+                self._queue.append(job)
+                self._changed.notify_all()
+            else:
+                self._begin(job)
+            self._submitted[job.x.size] += 1
+
+    def wait_for_all_jobs(self, timeout_s: float | None = None) -> None:
+        """Wait until no job is under way or in the queue.
+
+        Raises TimeoutError after `timeout_s` seconds (None: no such limit), and the jobs go on; once all are over, the
+        error of the first that has failed.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            jobs = [*self._running, *self._queue]
+        first = None
+        for job in jobs:
+            try:
+                job.wait(None if end is None else max(0.0, end - time.monotonic()))
+            except OmniReduceError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    @property
+    def stats(self) -> Stats:
+        """What the context has done so far. Raises nothing, also after `stop`."""
+        with self._changed:
+            self._settle()
+            moved = None if self._comm is None else self._comm.statistics()
+            return Stats(
+                jobs_submitted=self._submitted.total(),
+                jobs_finished=self._ended[JobState.FINISHED],
+                jobs_failed=self._ended[JobState.FAILED],
+                sizes=Distribution.of(self._submitted),
+                sent_bytes=0 if moved is None else moved.sent_bytes,
+                received_bytes=0 if moved is None else moved.received_bytes,
+            )
+
+    def reset_stats(self) -> None:
+        """Count jobs anew from now on. Jobs under way count when they end."""
+        with self._changed:
+            self._settle()
+            self._submitted, self._ended = Counter[int](), Counter[JobState]()
+
+    # all with the lock held
+
+    def _begin(self, job: Job) -> None:
+        comm = self.communicator
+        comm.take_over()  # whichever thread this is, jobs need no names: they come one after another
+        job.start(comm)
+        self._running.append(job)
+
+    def _settle(self) -> None:
+        """Count the jobs that are over."""
+        for job in [each for each in self._running if each.over]:
+            self._running.remove(job)
+            self._count(job)
+
+    def _count(self, job: Job) -> None:
+        self._ended[job.state] += 1
+
+    def _in_the_way_of(self, job: Job) -> Job | None:
+        return next((each for each in self._running if not each.over and each.collides(job)), None)
+
+    # the queue
+
+    def _let_a_thread_start_jobs(self) -> None:
+        if self._starter is None:
+            self._starter = threading.Thread(target=self._start_jobs, name="omnireduce-switchml", daemon=True)
+            self._starter.start()
+
+    def _start_jobs(self) -> None:
+        """Start the jobs of the queue in their order, until the context stops."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._state is not ContextState.RUNNING)
+                if self._state is not ContextState.RUNNING:
+                    self._starter = None
+                    return
+                job = self._queue[0]
+                before = self._in_the_way_of(job)
+                if before is None:
+                    self._queue.popleft()
+                    self._begin_or_fail(job)
+            if before is not None:
+                with suppress(OmniReduceError):
+                    before.wait()
+
+    def _begin_or_fail(self, job: Job) -> None:
+        try:
+            self._begin(job)
+        except OmniReduceError as error:
+            job.fail(error)
+            self._count(job)

@@ -1,0 +1,58 @@
+"""What a context has done so far."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of the sizes of jobs, in elements. `stdev` is that of all of them, not of a sample. All are 0 of no jobs."""
+
+    sum: int
+    mean: float
+    max: int
+    min: int
+    median: float
+    stdev: float
+
+    @classmethod
+    def of(cls, counts: Counter[int]) -> Self:
+        """`counts`: how many jobs there were of each size."""
+        sizes = sorted(counts.elements()) or [0]
+        return cls(
+            sum(sizes), statistics.fmean(sizes), sizes[-1], sizes[0], statistics.median(sizes), statistics.pstdev(sizes)
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"Sum: {self.sum} Mean: {self.mean:.6g} Max: {self.max} Min: {self.min} Median: {self.median:.6g} "
+            f"Stdev: {self.stdev:.6g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Totals of a context since it was made, or since `Context.reset_stats`.
+
+    `jobs_finished` are those whose sum is there, `jobs_failed` those that have none; the others are under way.
+    `sizes` are those of the submitted jobs. `sent_bytes` and `received_bytes` are those of this rank since the context
+    was started last, framing included.
+    """
+
+    jobs_submitted: int
+    jobs_finished: int
+    jobs_failed: int
+    sizes: Distribution
+    sent_bytes: int
+    received_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"Jobs submitted: #{self.jobs_submitted}#\nJobs finished: #{self.jobs_finished}#\n"
+            f"Jobs failed: #{self.jobs_failed}#\nJob sizes: {self.sizes}\n"
+            f"Bytes sent: #{self.sent_bytes}#\nBytes received: #{self.received_bytes}#"
+        )

@@ -1,0 +1,40 @@
+"""`python -m benchmarks replay`, without the hosts that need root: trainings, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from local_cluster import Daemon, unique_job
+from rich.console import Console
+
+from benchmarks.group import PeerError
+from benchmarks.replays import URGENT, WAYS, _iteration_ms, _show
+from benchmarks.testbed import Host
+from worker.switchml.layers import Layer, write_layers
+
+HERE = [Host("here", "127.0.0.1", ())] * 2
+
+
+def options(daemon: Daemon, *more: str) -> list[str]:
+    sets = (f"cluster.aggregators={','.join(daemon.addresses)}", f"cluster.job={unique_job('replays')}")
+    return [*more, *(word for each in sets for word in ("--set", each))]
+
+
+@pytest.mark.parametrize("name", ["none", URGENT])
+def test_a_training_is_timed(daemon: Daemon, tmp_path: Path, name: str) -> None:
+    write_layers([Layer(0, 1000, 1000, 1000), Layer(1, 300_000, 1000, 1000)], tmp_path / "model.csv")
+    assert _iteration_ms(HERE, tmp_path, options(daemon, *WAYS[name])) > 0
+
+
+def test_a_training_that_fails_is_an_error(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "model.csv").write_text("0, 1\n")
+    with pytest.raises(PeerError, match=r"replay failed: Error: .*model\.csv:1: got 2 values, expected 4"):
+        _iteration_ms(HERE, tmp_path, options(daemon))
+
+
+@pytest.mark.parametrize(("backward", "is_met"), [(1.0, True), (1.9, False)])
+def test_what_gains_too_little_misses_its_aim(backward: float, is_met: bool) -> None:
+    found = {"none": [2.0, 2.2], "backward": [backward], "iterations": [1.0], URGENT: [1.0]}
+    with Console(width=120).capture():
+        assert _show(Console(width=120, quiet=True), "1gbit", found) is is_met

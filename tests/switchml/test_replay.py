@@ -1,0 +1,252 @@
+"""`replay`: files of layers, training by their timing, and the recording of a model of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from local_cluster import MPIRUN, WAIT_S, Daemon, Ranks, configured, unique_job
+
+from omnireduce.errors import UsageError
+from omnireduce.switchml import Context
+from worker.cli import main
+from worker.switchml.layers import HEADER, Layer, read_layers, write_layers
+from worker.switchml.replay import Device, Replay, Training
+
+NUMBER = r"#[\d.e+-]+#"
+LAYERS = [Layer(0, 1000, 2000, 3000), Layer(1, 20, 0, 1000), Layer(2, 300, 1000, 0)]
+ASKED = Replay(num_iters=2, num_warmup_iters=1, verify=True, err=1.0, random=True, seed=5, overlap="iterations")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.csv"
+    write_layers(LAYERS, path)
+    assert path.read_text().splitlines()[0] == HEADER
+    assert read_layers(path) == LAYERS
+    path.write_text("7, 5, 6, 7\n\n8,1,0,0\n")
+    assert read_layers(path) == [Layer(7, 5, 6, 7), Layer(8, 1, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "model.csv: has no layers, expected lines of layer_index, numel, forward_pass_ns, backward_pass_ns"),
+        ("0, 5, 6\n", "model.csv:1: got 3 values, expected 4: layer_index, numel"),
+        (f"{HEADER}\n0, 0, 1, 1\n", "model.csv:2: numel: got '0', expected a whole number from 1 to 2^40"),
+        ("0, 1, 1, -1\n", "model.csv:1: backward_pass_ns: got '-1', expected a whole number from 0"),
+        ("0, 1, 1e3, 1\n", "model.csv:1: forward_pass_ns: got '1e3', expected a whole number from 0"),
+        ("index, numel, forward, backward\n", "model.csv:1: layer_index: got 'index', expected a whole number"),
+        ("0, 1, 1, 1\n2, 1, 1, 1\n", "model.csv:2: layer_index: got 2, expected 1: one after the other"),
+        (None, "model.csv: cannot be read: No such file"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "model.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_layers(path)
+    assert str(caught.value).startswith(f"{tmp_path}/{message}")
+
+
+def worker(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """On an aggregator of its own."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
+    launcher = [] if ranks == 1 else [str(MPIRUN), "-n", str(ranks)]
+    command = [*launcher, sys.executable, "-m", "omnireduce", "replay", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=4 * WAIT_S, check=False
+    )
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+@pytest.mark.parametrize("options", [["--random", "1"], ["--overlap", "backward"], ["--overlap", "none"]])
+def test_two_ranks_train_by_the_file(tmp_path: Path, options: list[str]) -> None:
+    write_layers(LAYERS, tmp_path / "model.csv")
+    done = worker("model.csv", "--num-iters", "3", "--verify", "--json", "found.json", *options, cwd=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    patterns = [
+        r"Signal handler thread started\. .*", r"Running 5 warmup iterations\.", r"Warmup finished\.",
+        r"Running 3 iterations\.",
+        *(rf"Iteration #{each}# finished\. Duration: {NUMBER} ns Rate: {NUMBER} iter/s\." for each in range(3)),
+        r"All iterations finished\.", "Verifying final results", r"Data verified successfully\.", "",
+        *(rf"{name} [\d.e+]+ iter/s" for name in ("Min", "Max", "Median", "Mean", "Std dev")),
+        r"Cleaning up\.", "Signal handler thread is exiting",
+    ]  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(patterns), done.stdout
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(patterns, lines, strict=True)), done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["world_size"], found["wrong"], len(found["ns"])) == (2, 0, 3)
+    assert found["rate"]["max"] == pytest.approx(1e9 / min(found["ns"]))
+
+
+def test_an_iteration_begins_before_the_sums_of_the_last_one_are_there(daemon: Daemon) -> None:
+    """The other rank submits only the gradients of the last layers: this one ends its backward pass all the same, but
+    not its next forward pass."""
+    config = configured(daemon.addresses, f"cluster.job={unique_job('replay')}")
+    contexts = Ranks(2, lambda rank: Context().start(config, rank=rank, size=2)).results()
+    training = Training(contexts[0], LAYERS, ASKED)
+    assert training.iterate() >= 2000 + 3000 + 1000 + 1000
+    other = [np.zeros(layer.numel, np.float32) for layer in reversed(LAYERS)]
+    for each in other[:2]:
+        contexts[1].allreduce_async(each)
+    contexts[1].wait_for_all_jobs(WAIT_S)
+    second = Ranks(1, lambda _: training.iterate())
+    [before] = [job for job in training._jobs[:1] if job is not None]
+    with pytest.raises(TimeoutError):
+        before.wait(0.001)
+    contexts[1].allreduce_async(other[2])
+    before.wait(WAIT_S)
+    second.results()
+    for each in other:
+        contexts[1].allreduce_async(each)
+    training.finish()
+    assert training.wrong().count > 0  # the other rank's gradients were not what is expected
+    for context in contexts:
+        context.stop()
+
+
+@pytest.mark.parametrize("overlap", ["backward", "none"])
+def test_an_iteration_may_end_with_its_sums(daemon: Daemon, overlap: str) -> None:
+    config = configured(daemon.addresses, f"cluster.job={unique_job('replay')}")
+    asked = Replay(num_iters=1, num_warmup_iters=0, verify=True, err=0.0, random=False, seed=0, overlap=overlap)
+
+    def run(rank: int) -> list[int]:
+        with Context().start(config, rank=rank, size=2) as context:
+            training = Training(context, LAYERS, asked)
+            training.iterate()
+            assert all(job is not None and job.over for job in training._jobs)
+            right = training.wrong().count
+            training.forget()
+            return [right, training.wrong().count]
+
+    assert Ranks(2, run).results() == [[0, 1320]] * 2
+
+
+def test_a_device_computes_for_as_long_as_it_is_told() -> None:
+    begin = time.perf_counter_ns()
+    device = Device()
+    for _ in range(20):
+        device.compute(100_000)
+    assert time.perf_counter_ns() - begin >= 20 * 100_000
+
+
+MODELS = """
+import torch
+from torch import nn
+
+def plain():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), torch.ones(4, 8)
+
+def shared():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    first.bias.requires_grad_(False)
+    return nn.Sequential(first, second), (torch.ones(2, 4),), lambda output: (output ** 2).mean()
+
+def attention():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return layer, {"src": torch.ones(2, 3, 8)}, torch.sum
+
+def unused():
+    return nn.Linear(3, 3).requires_grad_(False), torch.ones(1, 3, requires_grad=True)
+
+def no_model():
+    return 3
+
+def broken():
+    return nn.Linear(3, 3), torch.ones(1, 4)
+
+def no_loss():
+    return nn.LSTM(3, 3), torch.ones(1, 4, 3)
+"""
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
+    """`replay --record` of a function of MODELS, in the folder of the test."""
+    pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
+    (tmp_path / "recorded_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    options = ["--output", "model.csv", "--num-iters", "3", "--num-warmup-iters", "1"]
+
+    def run(name: str) -> Result:
+        monkeypatch.delitem(sys.modules, "recorded_models", raising=False)
+        return CliRunner().invoke(main, ["replay", "--record", f"recorded_models:{name}", *options])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "numels"),
+    [("plain", [8 * 16 + 16, 16 * 2 + 2]), ("shared", [16, 4]), ("attention", None)],
+)
+def test_a_model_of_torch_is_recorded(record: Callable[[str], Result], name: str, numels: list[int] | None) -> None:
+    done = record(name)
+    assert done.exit_code == 0, done.stderr
+    layers = read_layers("model.csv")
+    assert numels is None or [layer.numel for layer in layers] == numels
+    total = sum(layer.numel for layer in layers)
+    assert name != "attention" or total == 3 * 8 * 8 + 3 * 8 + 8 * 8 + 8 + 2 * 8 * 16 + 16 + 8 + 4 * 8
+    assert re.fullmatch(
+        rf"model\.csv: {len(layers)} layers, {total} parameters, forward [\d.]+ ms, backward [\d.]+ ms\n", done.stdout
+    )
+    assert all(layer.backward_pass_ns > 0 for layer in layers)
+    assert layers[-1].forward_pass_ns > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unused", "no parameter of the model got a gradient"),
+        ("no_model", "it returned a int, expected (model, input) or (model, input, loss)"),
+        ("broken", "the model cannot be trained: RuntimeError: "),
+        ("no_loss", "the output is a tuple, no tensor: return a loss, too"),
+        ("none", "AttributeError: module 'recorded_models' has no attribute 'none'"),
+    ],
+)
+def test_a_model_that_cannot_be_recorded(record: Callable[[str], Result], name: str, message: str) -> None:
+    done = record(name)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not Path("model.csv").exists()
+
+
+def test_without_torch_one_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
+    code = "import sys; sys.path.insert(0, '.'); from worker.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "replay", "--record", "a:b", "--output", "model.csv"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "Error: torch is not installed here; `make torch`, or pip install 'omnireduce[torch]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], 2, "expected MODEL.CSV, or --record MODULE:FUNCTION --output MODEL.CSV"),
+        (["model.csv", "--output", "x.csv"], 2, "expected MODEL.CSV, or --record"),
+        (["--record", "a:b"], 2, "expected MODEL.CSV, or --record"),
+        (["model.csv", "--device", "gpu"], 1, "--device gpu: these tensors are in the memory of the host"),
+        (["none.csv"], 1, "none.csv: cannot be read: No such file or directory"),
+        (["--record", "a:b", "--output", "none/x.csv"], 1, "none/x.csv: there is no folder none"),
+    ],
+)
+def test_wrong_options_of_replay(arguments: list[str], status: int, message: str) -> None:
+    done = CliRunner().invoke(main, ["replay", *arguments])
+    assert done.exit_code == status
+    assert message in done.stderr

@@ -1,0 +1,28 @@
+"""What the commands of the worker share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def launch_options(command: _F) -> _F:
+    """Add `--rank R` and `--size N`, for workers that no launcher started."""
+    rank = click.option("--rank", type=int, help="This worker's rank. [default: from mpirun, Slurm or torchrun]")
+    size = click.option("--size", type=int, help="How many workers there are; goes with --rank.")
+    return rank(size(command))
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """The numbers in `1,4,8`, all 1 or more. Raises BadParameter."""
+    try:
+        found = [int(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise click.BadParameter(f"got {text!r}, expected numbers like 1,1000", param_hint=option)
+    return found

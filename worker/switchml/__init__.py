@@ -1,0 +1,1 @@
+"""The programs of SwitchML's tutorial, on `omnireduce.switchml`: `allreduce-benchmark` and `replay`."""

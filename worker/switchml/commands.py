@@ -1,0 +1,188 @@
+"""The commands of SwitchML's tutorial."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from omnireduce.cli import config_options, json_option
+from omnireduce.errors import OmniReduceError, UsageError
+from omnireduce.logs import start_logs
+from worker.options import launch_options, numbers
+
+if TYPE_CHECKING:
+    from omnireduce.switchml import Settings
+
+# The commands import what they run when they run: --help need not wait for it.
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_NUMEL = 1 << 28
+
+
+def _switch(name: str, text: str, *, default: bool = False) -> Callable[[_F], _F]:
+    """`--name` or `--name 1`: on; `--name 0`: off."""
+    text += f" [default: {default:d}]"
+    return click.option(
+        name, type=click.BOOL, is_flag=False, flag_value="true", default=default, metavar="[0|1]", help=text
+    )
+
+
+def _data_options(command: _F) -> _F:
+    """What both commands say of tensors and their check. The command gets them as they are named."""
+    options = (
+        click.option(
+            "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
+            help="Where tensors are; gpu is refused.",
+        ),
+        _switch("--verify", "Check every element of every sum, from above and from below; int32 exactly."),
+        click.option(
+            "--err", type=click.FloatRange(0, 100), default=1.0, show_default=True,
+            help="By how many per cent a float may be wrong.",
+        ),
+        _switch("--random", "Sum random values."),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of these."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command("allreduce-benchmark", short_help="Run SwitchML's benchmark.")
+@click.option("--tensor-numel", type=click.IntRange(1, 2**40), default=_NUMEL, show_default=True, help="Elements.")
+@click.option("--tensor-type", type=click.Choice(["int32", "float"]), default="float", show_default=True)
+@_data_options
+@click.option("--num-jobs", type=click.IntRange(1), default=10, show_default=True, help="All-reduces that are timed.")
+@click.option("--num-warmup-jobs", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
+@_switch("--inplace", "Let the sum replace the tensor.", default=True)
+@click.option(
+    "--sync-every",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Wait after so many jobs, and time them together; 0: after all.",
+)
+@_switch("--dump-stats", "Print what the context has counted.")
+@click.option(
+    "--num-tensors",
+    type=click.IntRange(1, 4096),
+    default=1,
+    show_default=True,
+    help="Tensors that jobs take in turn: those of different ones overlap.",
+)
+@click.option("--table", is_flag=True, help="Run once for each of --threads and --sizes, and print one table.")
+@click.option("--threads", default="1,4,8", show_default=True, help="Of the table: transport.threads.")
+@click.option("--sizes", default="10000,1000000,10000000", show_default=True, help="Of the table: elements.")
+@config_options
+@launch_options
+@json_option
+def allreduce_benchmark(
+    config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
+    table: bool, threads: str, sizes: str, device: str, **asked: Any,
+) -> None:  # fmt: skip
+    """Time all-reduces of one tensor, as SwitchML's allreduce_benchmark does, with its flags and its lines.
+
+    Goodput is the bits of one rank's tensor / time. The statistics are of one job each: of jobs that were waited for
+    together, of an equal part of their time. switchml.cfg is read as SwitchML reads it; docs/switchml.md.
+
+    The exit status is 1 if any element was wrong.
+    """
+    from worker.switchml.benchmark import Asked, run_benchmark
+    from worker.switchml.table import run_table
+
+    _refuse_gpu(device)
+    counts, numels = numbers(threads, "--threads"), numbers(sizes, "--sizes")
+    settings = _settings(config_file, overrides, rank, size)
+    if table:
+        wrong = run_table(settings, Asked(**asked), counts, numels, json_path)
+    else:
+        wrong = run_benchmark(settings, Asked(**asked), json_path)
+    _end(wrong)
+
+
+@click.command("replay", short_help="Train a model by its timing, as SwitchML does.")
+@click.argument("model", required=False, metavar="[MODEL.CSV]")
+@_data_options
+@click.option("--num-iters", type=click.IntRange(1), default=10, show_default=True, help="Iterations that are timed.")
+@click.option("--num-warmup-iters", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
+@click.option(
+    "--overlap",
+    type=click.Choice(["iterations", "backward", "none"]),
+    default="iterations",
+    show_default=True,
+    help="Exchange beside the backward and the next forward pass, beside the backward pass, or after it.",
+)
+@click.option("--record", metavar="MODULE:FUNCTION", help="Time the layers of a model of torch, and write --output.")
+@click.option("--output", metavar="FILE", help="Of --record: the MODEL.CSV that it writes.")
+@config_options
+@launch_options
+@json_option
+def replay(
+    config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
+    model: str | None, device: str, record: str | None, output: str | None, **asked: Any,
+) -> None:  # fmt: skip
+    """Train a model by its timing, as SwitchML's dnn_benchmark does: MODEL.CSV has a line for each layer with
+    layer_index, numel, forward_pass_ns and backward_pass_ns.
+
+    Passes take as long as the file says. The gradient of each layer is summed over all ranks while others compute; the
+    next forward pass of a layer waits for it.
+
+    With --record, FUNCTION of MODULE returns (model, input) or (model, input, loss). The model is trained, here and by
+    one rank, for --num-iters steps after --num-warmup-iters, and the medians of its layers are written.
+
+    The exit status is 1 if any element of the last sums was wrong.
+    """
+    _refuse_gpu(device)
+    if (model is None) == (record is None) or (record is None) != (output is None):
+        raise click.UsageError("expected MODEL.CSV, or --record MODULE:FUNCTION --output MODEL.CSV")
+    if record is not None and output is not None:
+        _record(record, output, asked["num_iters"], asked["num_warmup_iters"])
+        return
+    from worker.switchml.layers import read_layers
+    from worker.switchml.replay import Replay, run_replay
+
+    settings = _settings(config_file, overrides, rank, size)
+    assert model is not None
+    _end(run_replay(settings, read_layers(model), Replay(**asked), json_path))
+
+
+def _record(name: str, output: str, steps: int, warmup: int) -> None:
+    from omnireduce.files.output import check_writable
+    from worker.switchml.layers import write_layers
+    from worker.switchml.recording import record_layers
+
+    check_writable(output)
+    layers = record_layers(name, steps, warmup)
+    write_layers(layers, output)
+    forward, backward = (sum(each) / 1e6 for each in zip(*(layer[2:] for layer in layers), strict=True))
+    click.echo(
+        f"{output}: {len(layers)} layers, {sum(layer.numel for layer in layers)} parameters, "
+        f"forward {forward:.4g} ms, backward {backward:.4g} ms"
+    )
+
+
+def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None) -> Settings:
+    """What `switchml.cfg` and omnireduce's own configuration say, and who this rank is."""
+    from omnireduce.switchml import load_settings
+
+    settings = load_settings(config_file, overrides=overrides)
+    start_logs(settings.config.log)
+    return settings if rank is None and size is None else settings._replace(rank=rank, size=size)
+
+
+def _end(wrong: int) -> None:
+    """End with status 1 if elements were wrong. Rank 0 says it."""
+    from omnireduce.switchml import Context
+
+    if wrong and Context.instance().communicator.rank == 0:
+        raise OmniReduceError(f"{wrong} elements were wrong")
+    sys.exit(1 if wrong else 0)
+
+
+def _refuse_gpu(device: str) -> None:
+    if device == "gpu":
+        raise UsageError(
+            "--device gpu: these tensors are in the memory of the host; omnireduce.torch sums those on a GPU"
+        )

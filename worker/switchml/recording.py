@@ -1,0 +1,138 @@
+"""How long the layers of a model of torch compute, for `replay`.
+
+A layer is a module with trainable parameters of its own. Its forward pass ends when the module has returned, and its
+backward pass when the last of its gradients is there. Each pass begins where that of the layer before has ended, so
+what has no parameters counts for the layer after it, and all layers together take as long as the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omnireduce.errors import UsageError, in_a_line
+from worker.switchml.layers import Layer
+
+EXPECTED = "(model, input) or (model, input, loss)"
+
+
+def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
+    """Train the model that the function `name`, MODULE:FUNCTION, returns, and time its layers: medians of `steps`.
+
+    The function returns the model, its input, and perhaps a function that makes a loss of the output; else the loss is
+    the sum of the output. The input is a tensor, a tuple of arguments or a dict of named ones. Raises UsageError when
+    torch is not installed, and for a function or a model with which this does not work.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise UsageError("torch is not installed here; `make torch`, or pip install 'omnireduce[torch]'") from None
+    model, given, loss = _made(name, torch)
+    try:
+        stopwatch = _Stopwatch(model)
+        for step in range(warmup + steps):
+            if step == warmup:
+                stopwatch.forget()
+            model.zero_grad(set_to_none=True)
+            stopwatch.go()
+            if isinstance(given, Mapping):
+                output = model(**given)
+            else:
+                output = model(*(given if isinstance(given, tuple) else (given,)))
+            total = loss(output)
+            stopwatch.turn()
+            total.backward()
+        return stopwatch.layers()
+    except UsageError:
+        raise
+    except Exception as error:  # of the user's own model
+        raise UsageError(f"--record {name}: the model cannot be trained: {in_a_line(error)}") from error
+
+
+def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Model, input and loss. Raises UsageError."""
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise UsageError(f"--record {name}: expected MODULE:FUNCTION, such as models:digits")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the program `omnireduce` has it not
+    try:
+        found = getattr(importlib.import_module(module), function)()
+    except Exception as error:  # of the user's own module
+        raise UsageError(f"--record {name}: {in_a_line(error)}") from error
+    is_right = isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], torch.nn.Module)
+    if not is_right or not callable(found[-1] if len(found) == 3 else _sum):
+        raise UsageError(f"--record {name}: it returned a {type(found).__name__}, expected {EXPECTED}")
+    if any(each.device.type != "cpu" for each in found[0].parameters()):
+        raise UsageError(f"--record {name}: expected a model on the processor; a GPU would compute beside the clock")
+    return found[0], found[1], found[2] if len(found) == 3 else _sum
+
+
+def _sum(output: Any) -> Any:
+    if not hasattr(output, "sum"):
+        raise UsageError(
+            f"--record: the output is a {type(output).__name__}, no tensor: return a loss, too: {EXPECTED}"
+        )
+    return output.sum()
+
+
+class _Stopwatch:
+    """Times the layers of a model, in every step."""
+
+    def __init__(self, model: Any) -> None:
+        self._numels: dict[Any, int] = {}
+        self._at = 0
+        self.forget()
+        known = set[int]()  # a parameter of several modules counts once
+        for module in model.modules():
+            own = [each for each in module.parameters(recurse=False) if each.requires_grad and id(each) not in known]
+            known |= {id(each) for each in own}
+            if own:
+                self._numels[module] = sum(each.numel() for each in own)
+                module.register_forward_hook(lambda module, *_: self._note(self._forward, module))
+            for each in own:
+                each.register_post_accumulate_grad_hook(lambda _, module=module: self._note(self._backward, module))
+
+    def forget(self) -> None:
+        """What was timed so far does not count."""
+        self._steps = 0
+        self._forward = defaultdict[Any, list[int]](list)
+        self._backward = defaultdict[Any, list[int]](list)
+
+    def go(self) -> None:
+        """A forward pass begins."""
+        self._steps += 1
+        self._at = time.perf_counter_ns()
+
+    def turn(self) -> None:
+        """A backward pass begins. What came after the last layer is its own."""
+        if self._forward:
+            self._note(self._forward, next(reversed(self._forward)))
+        self._at = time.perf_counter_ns()
+
+    def _note(self, times: dict[Any, list[int]], module: Any) -> None:
+        """The time since the last note is that of `module`."""
+        now = time.perf_counter_ns()
+        found = times[module]
+        found += [0] * (self._steps - len(found))
+        found[-1] += now - self._at
+        self._at = now
+
+    def layers(self) -> list[Layer]:
+        """In the reverse order of the backward pass."""
+        if not self._backward:
+            raise UsageError("--record: no parameter of the model got a gradient")
+        return [
+            Layer(number, self._numels[module], _median(self._forward.get(module, [0])), _median(times))
+            for number, (module, times) in enumerate(reversed(self._backward.items()))
+        ]
+
+
+def _median(times: list[int]) -> int:
+    return round(statistics.median(times))

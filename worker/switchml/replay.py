@@ -1,0 +1,164 @@
+"""The training of a model by its timing: layers compute for as long as a file says, and their gradients are exchanged.
+
+The exchange overlaps with the backward pass, because each gradient is submitted when it is ready, and with the next
+forward pass, because a layer waits there for the sum of its own gradient only. The latter gains where the first layers
+are urgent (protocol.urgent_bytes): their gradients are submitted last and needed first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import click
+import msgspec
+import numpy as np
+
+from omnireduce.files.output import check_writable, write_json
+from omnireduce.switchml import Context, Job, Settings
+from worker.switchml.benchmark import nothing, verdict
+from worker.switchml.layers import Layer
+from worker.switchml.series import Series
+from worker.switchml.signals import SignalThread
+from worker.switchml.summands import DTYPES, Summands, Wrong
+
+SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses more, and a GPU would have been idle, too
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the flags say. `overlap`: with what the exchange does. "iterations": with the backward pass and the next
+    forward pass; "backward": with the former only; "none": it begins when that has ended."""
+
+    num_iters: int
+    num_warmup_iters: int
+    verify: bool
+    err: float
+    random: bool
+    seed: int
+    overlap: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the JSON has: nanoseconds of each iteration, and the statistics of iterations per second."""
+
+    asked: Replay
+    world_size: int
+    transport: str
+    ns: list[int]
+    rate: dict[str, float]
+    wrong: int
+
+
+class Device:
+    """Computes for a given time, while the processor is free, as beside a GPU. What a sleep is too long by, up to
+    SLACK_NS, makes the next one shorter."""
+
+    def __init__(self) -> None:
+        self._busy_until = time.perf_counter_ns()
+
+    def begin_anew(self) -> None:
+        """It had to wait until now."""
+        self._busy_until = time.perf_counter_ns()
+
+    def compute(self, ns: int) -> None:
+        """Return when it has computed for so long."""
+        self._busy_until = max(self._busy_until, time.perf_counter_ns() - SLACK_NS) + ns
+        time.sleep(max(0, self._busy_until - time.perf_counter_ns()) / 1e9)
+
+
+class Training:
+    """The layers of a model, with a gradient and its sum for each: float32, filled once."""
+
+    def __init__(self, context: Context, layers: Sequence[Layer], asked: Replay) -> None:
+        comm = context.communicator
+        self._context, self._layers, self._asked, self._device = context, layers, asked, Device()
+        self._summands = Summands(DTYPES["float"], comm.size, asked.seed if asked.random else None)
+        self._gradients = [np.empty(layer.numel, np.float32) for layer in layers]
+        self._sums = [np.empty(layer.numel, np.float32) for layer in layers]
+        self._jobs: list[Job | None] = [None for _ in layers]
+        for number, gradient in enumerate(self._gradients):
+            self._summands.fill(comm.rank, gradient, number)
+
+    def iterate(self) -> int:
+        """One iteration; how long it took, in nanoseconds."""
+        begin = time.perf_counter_ns()
+        for layer, job in zip(self._layers, self._jobs, strict=True):
+            if job is not None:
+                self._wait(job)
+            self._device.compute(layer.forward_pass_ns)
+        for number in reversed(range(len(self._layers))):
+            self._device.compute(self._layers[number].backward_pass_ns)
+            if self._asked.overlap != "none":
+                self._submit(number)
+        if self._asked.overlap == "none":
+            for number in reversed(range(len(self._layers))):
+                self._submit(number)
+        if self._asked.overlap != "iterations":
+            self.finish()
+        return time.perf_counter_ns() - begin
+
+    def _submit(self, number: int) -> None:
+        self._jobs[number] = self._context.allreduce_async(self._gradients[number], self._sums[number])
+
+    def _wait(self, job: Job) -> None:
+        is_over = job.over
+        job.wait()
+        if not is_over:
+            self._device.begin_anew()
+
+    def finish(self) -> None:
+        """Wait for all sums."""
+        self._context.wait_for_all_jobs()
+        self._device.begin_anew()
+
+    def forget(self) -> None:
+        """Nothing is left of the sums so far; for when none is under way."""
+        for each in self._sums:
+            each.fill(-1)
+
+    def wrong(self) -> Wrong:
+        """Check the sums."""
+        found = Wrong(0, ())
+        for number, each in enumerate(self._sums):
+            found = found.beside(self._summands.wrong(each, number=number, err=self._asked.err))
+        return found
+
+
+def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_path: str | None) -> int:
+    """Train on all ranks; return how many elements of the last sums were wrong, the same number on all of them. Rank 0
+    prints, and writes to `json_path`. Raises ConfigError, UsageError, and what ends a job of the service."""
+    context = Context.instance().start(settings)
+    comm = context.communicator
+    say: Callable[[str], object] = click.echo if comm.rank == 0 else nothing
+    with SignalThread(context, say):
+        with context:
+            if json_path is not None and comm.rank == 0:
+                check_writable(json_path)
+            training = Training(context, layers, asked)
+            times = _iterate(training, asked, say)
+            wrong = verdict(comm, training.wrong(), say) if asked.verify else 0
+            rates = Series.of([1e9 / ns for ns in times])
+            say("\n".join(["", *(f"{name} {rate:.6g} iter/s" for name, rate in rates.named())]))
+            say("Cleaning up.")
+        if json_path is not None and comm.rank == 0:
+            report = Report(asked, comm.size, comm.transport, times, rates._asdict(), wrong)
+            write_json(msgspec.json.encode(report), json_path)
+    return wrong
+
+
+def _iterate(training: Training, asked: Replay, say: Callable[[str], object]) -> list[int]:
+    say(f"Running {asked.num_warmup_iters} warmup iterations.")
+    for _ in range(asked.num_warmup_iters):
+        training.iterate()
+    training.finish()
+    training.forget()
+    say(f"Warmup finished.\nRunning {asked.num_iters} iterations.")
+    times = []
+    for number in range(asked.num_iters):
+        times.append(training.iterate())
+        say(f"Iteration #{number}# finished. Duration: #{times[-1]}# ns Rate: #{1e9 / times[-1]:.6g}# iter/s.")
+    training.finish()
+    say("All iterations finished.")
+    return times

@@ -1,0 +1,78 @@
+"""The table of the tutorial's second exercise: goodput by numbers of threads and sizes of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+from rich.table import Table
+
+from omnireduce.config import override_config
+from omnireduce.files.output import write_json
+from omnireduce.printing import make_console, short_count, times_text
+from omnireduce.switchml import Context, Settings
+from worker.switchml.benchmark import Asked, run_groups
+from worker.switchml.series import Series
+from worker.switchml.signals import SignalThread
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """`goodput_gbps`: of all jobs together. `wrong`: elements, on all ranks."""
+
+    threads: int
+    tensor_numel: int
+    goodput_gbps: float
+    job_ns: dict[str, float]
+    wrong: int
+
+
+def run_table(
+    settings: Settings, asked: Asked, threads: Sequence[int], sizes: Sequence[int], json_path: str | None
+) -> int:
+    """Run the benchmark in each cell; return how many elements were wrong. The context starts anew for
+    each number of threads. Rank 0 prints, and writes to `json_path`."""
+    context, cells = Context.instance(), list[Cell]()
+    for count in threads:
+        config = override_config(settings.config, {"transport.threads": count}, source="--threads")
+        with context.start(settings._replace(config=config)), SignalThread(context, lambda text: None):
+            cells += [_cell(context, replace(asked, tensor_numel=size), count) for size in sizes]
+    comm = context.communicator
+    console = make_console(quiet=comm.rank != 0)
+    shards = "1 shard" if comm.shards == 1 else f"{comm.shards} shards"
+    title = f"goodput, Gbit/s: {comm.size} ranks, {shards}, {comm.transport}, {asked.tensor_type}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("elements", justify="right")
+    for count in threads:
+        table.add_column(f"{count} threads" if count > 1 else "1 thread", justify="right")
+    for size in sizes:
+        row = [cell for cell in cells if cell.tensor_numel == size]
+        table.add_row(short_count(size), *(f"{cell.goodput_gbps:.4g}" for cell in row))
+    console.print(table)
+    console.print(trend(cells))
+    if json_path is not None and comm.rank == 0:
+        write_json(msgspec.json.encode(cells), json_path)
+    return sum(cell.wrong for cell in cells)
+
+
+def _cell(context: Context, asked: Asked, threads: int) -> Cell:
+    groups, wrong = run_groups(context, asked, lambda text: None)
+    series = Series.of([group.ns / (group.last - group.first + 1) for group in groups])
+    goodput = asked.tensor_numel * 32 * asked.num_jobs / sum(group.ns for group in groups)
+    return Cell(threads, asked.tensor_numel, goodput, series._asdict(), wrong)
+
+
+def trend(cells: Sequence[Cell]) -> str:
+    """What becomes of the goodput from the fewest threads to the most, and from the smallest tensor to the largest."""
+    found = {(cell.threads, cell.tensor_numel): cell.goodput_gbps for cell in cells}
+    threads, sizes = sorted({cell.threads for cell in cells}), sorted({cell.tensor_numel for cell in cells})
+    by_threads = [found[threads[-1], size] / found[threads[0], size] for size in sizes]
+    by_size = [found[count, sizes[-1]] / found[count, sizes[0]] for count in threads]
+    return (
+        f"trend: from {threads[0]} to {threads[-1]} threads {_span(by_threads)} the goodput; "
+        f"from {short_count(sizes[0])} to {short_count(sizes[-1])} elements {_span(by_size)}"
+    )
+
+
+def _span(factors: Sequence[float]) -> str:
+    return f"{times_text(min(factors))} to {times_text(max(factors))}"
