@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import click
+from click.core import ParameterSource
 
 from omnireduce.cli import Group, config_options, json_option
 from omnireduce.config import Config, load_config
@@ -113,6 +114,15 @@ def lab(
     is_flag=True,
     help="Go on when workers die, and take in those that are started again; sets elastic.enabled. Without MPI.",
 )
+@click.option(
+    "--compression",
+    "methods",
+    multiple=True,
+    metavar="METHOD",
+    help="Train once with each of these methods, and once without, and compare what they lose and what they send: "
+    "topk,0.01 or int8 or topk,0.01+bf16, or all. May be repeated. Ranks of one host exchange nothing in memory then.",
+)
+@click.option("--plot", "plot_path", metavar="FILE", help="Draw loss against bytes to FILE, with --compression.")
 def train(
     config_file: str | None,
     overrides: tuple[str, ...],
@@ -122,6 +132,8 @@ def train(
     against: str,
     folder: str | None,
     elastic: bool,
+    methods: tuple[str, ...],
+    plot_path: str | None,
 ) -> None:
     """Train word embeddings on the source files of Python's standard library, and verify the result.
 
@@ -129,19 +141,45 @@ def train(
     """
     if elastic and folder is not None:
         raise click.UsageError("--elastic has no --save-gradients: which worker has which rank may change")
+    if methods:
+        _refuse_beside_methods(elastic=elastic, folder=folder)
+        overrides = (*overrides, "transport.host_exchange=off")
+    elif plot_path is not None:
+        raise click.UsageError("--plot without --compression: expected a method, such as topk,0.01, or all")
     config = _load(config_file, (*overrides, "elastic.enabled=true") if elastic else overrides)
     import omnireduce as omni
     from omnireduce.bench.mpi import finalize
-    from worker.train import load_local_corpus, run_elastic_train, run_train
+    from worker.train import (
+        check_plot,
+        load_local_corpus,
+        named_methods,
+        run_elastic_train,
+        run_methods,
+        run_train,
+    )
+
+    named = named_methods(methods)
+    if plot_path is not None:
+        check_plot(plot_path)
 
     corpus = load_local_corpus(config) if elastic else None  # before others wait for this worker
     with omni.connect(config, rank=rank, size=size) as comm:
         if corpus is not None:
             status = run_elastic_train(comm, config, corpus, json_path=json_path)
+        elif methods:
+            status = run_methods(comm, config, named, json_path=json_path, plot_path=plot_path)
         else:
             status = run_train(comm, config, json_path=json_path, against_mpi=against == "mpi", gradients_folder=folder)
     finalize()
     sys.exit(status)
+
+
+def _refuse_beside_methods(*, elastic: bool, folder: str | None) -> None:
+    context = click.get_current_context()
+    against = context.get_parameter_source("against") is not ParameterSource.DEFAULT
+    for option, is_given in (("--elastic", elastic), ("--save-gradients", folder is not None), ("--against", against)):
+        if is_given:
+            raise click.UsageError(f"{option} with --compression: leave one of them out")
 
 
 def _load(config_file: str | None, overrides: tuple[str, ...]) -> Config:

@@ -82,13 +82,13 @@ class Compression:
     def _send_blocks(
         self, comm: Communicator, x: Array, out: Array, block_size: int, *, op: Sum, name: str, step: int
     ) -> None:
-        """Encode all here, so that the memory knows what was sent: it stays the same when it is encoded again."""
+        """Encode all here, so that a memory knows what was sent: it stays the same when it is encoded again."""
         protocol = comm.config.protocol
         codec = protocol.codec if self.codec is None else self.codec
         if codec != NONE and block_size > CODED_ELEMENTS:
             codec = NONE
         sent = x
-        if codec != NONE:
+        if codec != NONE and not isinstance(self.memory, NoMemory):
             key = stream_key(protocol.codec_seed, zlib.crc32(name.encode()) + (step << 32), comm.rank)
             coder = Coder(codec, codec_named(codec), block_size, Scratch())
             sent = coder.there_and_back(x, block_keys(key, np.arange(-(-x.size // block_size))))
@@ -105,12 +105,12 @@ class Compression:
             self._sum_elements(comm, places, x[places], out, op=op, name=name, codec=NONE)
             self.memory.keep_selected(name, places, self.selector)
             return
+        plain = x[places]
         with overflowing():
-            values = x[places].astype(ELEMENTS_AS[codec])
-        sent = np.zeros_like(x)
-        sent[places] = values
+            values = plain.astype(ELEMENTS_AS[codec])
+            plain -= values.astype(np.float32)
         self._sum_elements(comm, places, values, out, op=op, name=name, codec=codec)
-        self.memory.keep_rest(name, sent)
+        self.memory.keep_selected(name, places, self.selector, plain)
 
     def _sum_elements(
         self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str, codec: str
@@ -128,12 +128,17 @@ class Compression:
         most = np.array([places.size * (values.itemsize + STEP_BYTES), blocks * block_size * values.itemsize])
         by_number, by_block = comm.allreduce(most, op="max", name=f"{name} selected", block_size=8)
         if by_number < by_block:
-            rows = values.reshape(-1, 1)
-            sums = out.reshape(-1, 1) if rows.dtype == out.dtype else np.empty((out.size, 1), rows.dtype)
-            comm.allreduce_rows_into(sums, places, rows, op=op, name=name)
-            if rows.dtype != out.dtype:
-                out[:] = sums.reshape(-1)
+            self._sum_rows(comm, places, values.reshape(-1, 1), out, op=op, name=name)
         else:
             out[:] = 0
             out[places] = values
             comm.allreduce(out, op=op, name=name, codec=codec)
+
+    @staticmethod
+    def _sum_rows(comm: Communicator, places: Array, rows: Array, out: Array, *, op: Sum, name: str) -> None:
+        if rows.dtype == out.dtype:
+            comm.allreduce_rows_into(out.reshape(-1, 1), places, rows, op=op, name=name)
+        else:
+            numbers, sums = comm.allreduce_rows(places, rows, out.size, op=op, name=name)
+            out[:] = 0
+            out[numbers] = sums.reshape(-1)

@@ -38,8 +38,9 @@ class Memory(ABC):
         `gradient` itself. It stays as it is until the next call with this name."""
 
     @abstractmethod
-    def keep_selected(self, name: str, places: Array, selector: Selector) -> None:
-        """`places` were sent of what `compensate` gave, as `selector` selects; keep the rest."""
+    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
+        """`places` were sent of what `compensate` gave, as `selector` selects; keep the rest. `left`: what was rounded
+        off each of these elements, float32 (n,)."""
 
     @abstractmethod
     def keep_rest(self, name: str, sent: Array) -> None:
@@ -89,7 +90,7 @@ class NoMemory(Memory):
     def compensate(self, gradient: Array, name: str) -> Array:
         return gradient
 
-    def keep_selected(self, name: str, places: Array, selector: Selector) -> None: ...
+    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None: ...
 
     def keep_rest(self, name: str, sent: Array) -> None: ...
 
@@ -114,8 +115,8 @@ class Residual(Memory):
             x += gradient if self.gamma == 1 else gradient * self.gamma
         return x
 
-    def keep_selected(self, name: str, places: Array, selector: Selector) -> None:
-        clear(self._next["residuals"][name], places, selector)
+    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
+        clear(self._next["residuals"][name], places, selector, left)
         self._commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:
@@ -158,9 +159,9 @@ class DgcMomentum(Memory):
         norm = float(np.linalg.norm(gradient[np.isfinite(gradient)].astype(np.float64)))
         return gradient if norm <= self.clip else gradient * np.float32(self.clip / norm)
 
-    def keep_selected(self, name: str, places: Array, selector: Selector) -> None:
-        for sort in self.sorts:
-            clear(self._next[sort][name], places, selector)
+    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
+        clear(self._next["momenta"][name], places, selector)
+        clear(self._next["sums"][name], places, selector, left)
         self._commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:
@@ -190,9 +191,9 @@ def drop_overflow(x: Array) -> None:
         x[~np.isfinite(x)] = 0
 
 
-def clear(x: Array, places: Array, selector: Selector) -> None:
-    """Zero what was selected of `x`, float32 (elements,)."""
+def clear(x: Array, places: Array, selector: Selector, left: Array | None = None) -> None:
+    """Zero what was selected of `x`, float32 (elements,), but for what is `left` of elements."""
     if selector.unit == "elements":
-        x[places] = 0
+        x[places] = 0 if left is None else left
     else:
         zero_blocks(x, selector.block_size, places)

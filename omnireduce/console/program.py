@@ -120,12 +120,19 @@ def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple
 @click.option("--block-sizes", default="32,64,128,256,512,1024", show_default=True, help="Elements, comma-separated.")
 @click.option("--world-size", type=click.IntRange(min=2), default=2, show_default=True, help="Workers.")
 @_link_gbps
+@click.option(
+    "--methods", is_flag=True, help="Show for each array what each method of compression would take, and lose."
+)
 @json_option
-def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps: float, json_path: str | None) -> None:
+def density(
+    files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps: float, methods: bool, json_path: str | None
+) -> None:
     """Say how sparse the arrays in files are, and whether the service would help.
 
     Files are .npy, .npz or .safetensors, best a saved gradient. The density of blocks is what counts: the
     service moves a block unless all of it is zero.
+
+    With --methods it advises: for each array what blocks, rows, each codec and each selector would take at this link.
 
     The prediction compares with a dense ring all-reduce and assumes that every worker has such an array, its
     non-zero blocks at independent places.
@@ -138,6 +145,7 @@ def density(files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps
         world_size=world_size,
         link_gbps=link_gbps,
         json_path=json_path,
+        methods=methods,
     )
     sys.exit(0 if complete else 1)
 

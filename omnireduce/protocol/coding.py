@@ -16,6 +16,7 @@ from omnireduce.errors import CodecError, ProtocolError, in_a_line
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import Codecs
+from omnireduce.kernels.density import find_blocks
 from omnireduce.protocol.operands import Operand, Packed
 
 PIECE_BYTES = 1 << 19  # of float32 that are encoded, or decoded, in one step
@@ -111,13 +112,14 @@ class Coder:
         found = np.zeros(keys.size * self.block_size, np.float32)
         found[: x.size] = x
         values = found.reshape(keys.size, self.block_size)
-        is_zero = ~values.any(axis=1)  # such a block does not travel
-        for piece in self._pieces(keys.size):
-            encoded = np.empty((piece.stop - piece.start, self.block_bytes), np.uint8)
+        present = np.flatnonzero(find_blocks(found, self.block_size))  # others do not travel
+        for piece in self._pieces(present.size):
+            own = present[piece]
+            some, encoded = values[own], np.empty((own.size, self.block_bytes), np.uint8)
             with self._calling:
-                self._codec.encode(values[piece], encoded, keys[piece])
-                self._codec.decode(encoded, values[piece])
-        values[is_zero] = 0
+                self._codec.encode(some, encoded, keys[own])
+                self._codec.decode(encoded, some)
+            values[own] = some
         return found[: x.size]
 
     def _pieces(self, blocks: int) -> Iterator[slice]:

@@ -20,7 +20,7 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator
-from worker.train import run_train
+from worker.train import check_plot, named_methods, run_methods, run_train
 from worker.train.run import load_shared_corpus
 
 SMALL = {
@@ -203,3 +203,56 @@ def test_without_mpirun_the_program_says_why_there_is_no_comparison(daemon: Daem
     assert "no comparison with MPI" in outputs[0].stdout
     assert outputs[1].stdout == ""
     assert json.loads((tmp_path / "result.json").read_text())["mpi"]["missing"]
+
+
+def methods(config: Config, size: int, *texts: str, **paths: str) -> list[int]:
+    named = named_methods(texts)
+    return run_job(config, size, lambda comm: run_methods(comm, config, named, **paths))
+
+
+def test_methods_are_compared_by_what_they_lose_and_send(
+    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(daemon, BY_SHARDS, steps=60, dim=64)
+    path = tmp_path / "methods.json"
+    assert methods(config, 2, "int8", "topk,0.05", "int8", "powersgd,2", json_path=str(path)) == [0, 0]
+    none, int8, topk, powersgd = found = json.loads(path.read_text())
+    assert [each["method"] for each in found] == ["none", "int8", "topk,0.05", "powersgd,2"]
+    assert all(each["ranks_identical"] for each in found)
+    assert all(len(each["curve"]) == 10 for each in found)
+    assert all(each["curve"][-1]["loss"] == each["loss"] < each["curve"][0]["loss"] for each in (none, int8, topk))
+    assert none["loss_change"] == 0
+    assert abs(int8["loss_change"]) < 0.005
+    assert int8["wire_up_bytes"] < 0.3 * none["wire_up_bytes"]
+    assert topk["wire_up_bytes"] < none["wire_up_bytes"] > powersgd["wire_up_bytes"]
+    output = capsys.readouterr().out
+    assert output.count("weights: bit-identical on all workers") == 1  # only rank 0 prints
+    assert [line.split()[0] for line in output.splitlines() if "%" in line] == [each["method"] for each in found]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_a_plot_of_the_methods(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "methods.svg"
+    check_plot(str(path))
+    assert methods(small(daemon, BY_SHARDS, steps=3), 1, "bf16", plot_path=str(path)) == [0]
+    assert "<svg" in path.read_text()
+    with pytest.raises(UsageError, match=r"--plot .*\.txt: expected a file name that ends with \.svg, \.png, \.pdf"):
+        check_plot(str(tmp_path / "methods.txt"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plot", "x.svg"], "--plot without --compression: expected a method, such as topk,0.01, or all"),
+        (["--compression", "int8", "--elastic"], "--elastic with --compression: leave one of them out"),
+        (["--compression", "int8", "--against", "none"], "--against with --compression: leave one of them out"),
+        (["--compression", "nope"], "method 'nope': expected a name with numbers"),
+        (["--compression", "int8", "--plot", "/nowhere/x.svg"], "/nowhere/x.svg: there is no folder /nowhere"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anybody_trains(arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "worker", "train", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode in (1, 2)
+    assert words in " ".join(done.stderr.split())
+    assert done.stdout == ""

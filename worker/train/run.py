@@ -155,7 +155,7 @@ def _train(
             write_npy(gradient, folder / _GRADIENT.format(comm.rank))
 
     before = comm.statistics()
-    for number in _progress(comm, config, "train: step", plain):
+    for number in progress(comm, config, "train: step", plain):
         ours.step(number, inspect=save if number == config.train.steps - 1 else None)
         if over_mpi:
             over_mpi.step(number)
@@ -174,7 +174,7 @@ def _train(
     )
 
 
-def _progress(comm: Communicator, config: Config, what: str, plain: PlainProgress) -> Iterable[int]:
+def progress(comm: Communicator, config: Config, what: str, plain: PlainProgress) -> Iterable[int]:
     """The numbers of all steps; rank 0 shows how far they are, in plain lines if it has no terminal."""
     steps = range(config.train.steps)
     if comm.rank != 0:
@@ -205,11 +205,11 @@ def verify(
     `workers` says how many took part in each step. The other ranks follow with a barrier per step, so that no
     collective waits for longer than a step.
     """
-    ranks_identical = not _ranks_unlike_first(comm, trainer.weights_digest()).size
+    ranks_identical = not ranks_unlike_first(comm, trainer.weights_digest()).size
     outcome = np.zeros(2)
     if comm.rank == 0:
         reference = Trainer(corpus, config, ranks=range(comm.size), size=comm.size, exchange=no_exchange)
-        for number in _progress(comm, config, "train: checking against one process, step", plain):
+        for number in progress(comm, config, "train: checking against one process, step", plain):
             reference.take_part(range(workers[number]), workers[number])
             reference.step(number)
             comm.barrier()
@@ -240,7 +240,7 @@ def _timing(comm: Communicator, trainer: Trainer) -> Timing:
 
 
 def _expect_same(comm: Communicator, digest: bytes, what: str) -> None:
-    different = _ranks_unlike_first(comm, digest)
+    different = ranks_unlike_first(comm, digest)
     if different.size:
         comm.shutdown()  # every rank finds this out; leaving cleanly lets each say it
         raise UsageError(
@@ -249,7 +249,7 @@ def _expect_same(comm: Communicator, digest: bytes, what: str) -> None:
         )
 
 
-def _ranks_unlike_first(comm: Communicator, digest: bytes) -> Array:
+def ranks_unlike_first(comm: Communicator, digest: bytes) -> Array:
     """The ranks whose digest is not that of rank 0."""
     digests = comm.allgather(np.frombuffer(digest, np.uint8))
     return np.flatnonzero((digests != digests[0]).any(axis=1))

@@ -112,8 +112,8 @@ class Prepared(memories.Memory):
     def compensate(self, gradient: Array, name: str) -> Array:
         return self._compressor.prepare(self._memory.compensate(gradient, name), name)
 
-    def keep_selected(self, name: str, places: Array, selector: Selector) -> None:
-        self._memory.keep_selected(name, places, selector)
+    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
+        self._memory.keep_selected(name, places, selector, left)
         self._compressor.commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:

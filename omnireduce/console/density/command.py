@@ -13,19 +13,24 @@ from rich.text import Text
 from omnireduce.console.density.estimate import (
     COLLECTIVE_MS,
     DENSE_COLLECTIVE_MS,
+    HELPS,
     Density,
     Estimate,
     estimate,
     measure,
 )
+from omnireduce.console.density.methods import MethodEstimate, advise
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.files.tensors import FileError, Tensor, read_tensors
 from omnireduce.printing import density_text, make_console, short_count, short_time, times_text
 
+LITTLE = 0.02  # of its norm that an array may lose in a step, and little is said to be lost
+
 
 class ArrayReport(msgspec.Struct, frozen=True):
-    """One array. `density` is that of its elements; the estimates hold those of its blocks."""
+    """One array. `density` is that of its elements; the estimates hold those of its blocks. `methods`: other ways to
+    send it, if they were asked for."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,6 +39,7 @@ class ArrayReport(msgspec.Struct, frozen=True):
     bytes: int
     density: float
     estimates: list[Estimate]
+    methods: list[MethodEstimate]
 
 
 class FileReport(msgspec.Struct, frozen=True):
@@ -56,14 +62,16 @@ def report_files(
     world_size: int,
     link_gbps: float,
     json_path: str | None,
+    methods: bool = False,
 ) -> bool:
-    """Print a report of each file; return whether all arrays of all files could be read. Errors go to stderr."""
+    """Print a report of each file, with `methods` of compression for each array. Return whether all arrays of all
+    files could be read; errors go to stderr."""
     if json_path:
         check_writable(json_path)
     console = make_console()
     reports: list[FileReport] = []
     for file in files:
-        report = _report(file, block_sizes, world_size, link_gbps)
+        report = _report(file, block_sizes, world_size, link_gbps, methods)
         if report.arrays:
             if reports:
                 console.print()
@@ -76,7 +84,7 @@ def report_files(
     return not any(report.errors for report in reports)
 
 
-def _report(file: str, block_sizes: Sequence[int], world_size: int, link_gbps: float) -> FileReport:
+def _report(file: str, block_sizes: Sequence[int], world_size: int, link_gbps: float, methods: bool) -> FileReport:
     arrays: list[ArrayReport] = []
     parts: list[Density] = []
     errors: list[str] = []
@@ -92,7 +100,10 @@ def _report(file: str, block_sizes: Sequence[int], world_size: int, link_gbps: f
                 errors.append(f"{file}: {tensor.name}: {error}")
                 continue
             parts.append(part)
-            arrays.append(_array_report(tensor, part, estimates([part])))
+            advice = list[MethodEstimate]()
+            if methods:
+                advice = advise(tensor.values, tensor.shape, part, world_size=world_size, link_gbps=link_gbps)
+            arrays.append(_array_report(tensor, part, estimates([part]), advice))
     except FileError as error:
         errors.append(str(error))
     if not arrays and not errors:
@@ -111,7 +122,9 @@ def _report(file: str, block_sizes: Sequence[int], world_size: int, link_gbps: f
     )
 
 
-def _array_report(tensor: Tensor, part: Density, estimates: list[Estimate]) -> ArrayReport:
+def _array_report(
+    tensor: Tensor, part: Density, estimates: list[Estimate], methods: list[MethodEstimate]
+) -> ArrayReport:
     return ArrayReport(
         name=tensor.name,
         shape=tensor.shape,
@@ -120,6 +133,7 @@ def _array_report(tensor: Tensor, part: Density, estimates: list[Estimate]) -> A
         bytes=part.bytes,
         density=part.of_elements,
         estimates=estimates,
+        methods=methods,
     )
 
 
@@ -135,6 +149,11 @@ def _print(console: Console, report: FileReport) -> None:
         )
     )
     console.print(_estimates_table(report))
+    for array in report.arrays:
+        if array.methods:
+            console.print(Text(f"\n{array.name}: what each method would take, and what one step of it would lose"))
+            console.print(_methods_table(array.methods))
+            console.print(Text(_advice(array.methods), style="bold"))
     console.print(Text(_verdict(report), style="bold"))
 
 
@@ -172,6 +191,29 @@ def _estimates_table(report: FileReport) -> Table:
             style="bold" if each.helps and each.block_size == report.best_block_size else None,
         )
     return table
+
+
+def _methods_table(methods: Sequence[MethodEstimate]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("method", no_wrap=True)
+    for title in ("up", "down", "time ms", "speed-up", "lost"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in methods:
+        table.add_row(
+            each.method, short_count(each.wire_up_bytes), short_count(each.wire_down_bytes), short_time(each.time_ms),
+            times_text(each.speedup), "nothing" if each.exact else f"{each.lost:.2%}",
+        )  # fmt: skip
+    return table
+
+
+def _advice(methods: Sequence[MethodEstimate]) -> str:
+    """The fastest that is exact, and the fastest of those that lose little."""
+    exact = max((each for each in methods if each.exact), key=lambda each: each.speedup)
+    near = max((each for each in methods if each.lost <= LITTLE), key=lambda each: each.speedup)
+    said = f"Exact: {exact.method}, {times_text(exact.speedup)} as fast as a dense ring"
+    if near.speedup < HELPS * exact.speedup:
+        return f"{said}; no method that loses less than {LITTLE:.0%} is faster"
+    return f"{said}; {near.method} would lose {near.lost:.2%} in a step, {times_text(near.speedup)} as fast"
 
 
 def _verdict(report: FileReport) -> str:

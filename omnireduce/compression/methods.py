@@ -1,0 +1,76 @@
+"""Methods by a short text: a selector with its numbers, a codec, or both: `topk,0.01`, `int8`, `topk,0.01+bf16`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from omnireduce.compression.compressed import Compression
+from omnireduce.compression.memories import Residual
+from omnireduce.compression.powersgd import PowerSgd
+from omnireduce.compression.selectors import (
+    Adaptive,
+    BlockTopK,
+    DgcSampling,
+    GuardedThreshold,
+    RandomK,
+    Selector,
+    Threshold,
+    TopK,
+)
+from omnireduce.compression.sums import Sum
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.kernels.codecs.table import BUILT_IN, NONE
+from omnireduce.runtime.member.communicator import Communicator
+
+M = TypeVar("M")
+SELECTORS: dict[str, Callable[..., Selector]] = {
+    "topk": TopK,
+    "block_topk": BlockTopK,
+    "randomk": RandomK,
+    "threshold": Threshold,
+    "guarded_threshold": GuardedThreshold,
+    "dgc": DgcSampling,
+    "adaptive": Adaptive,
+}
+POWERSGD = "powersgd"
+MOST = {"guarded_threshold": 2, "block_topk": 2}  # numbers behind the name of a selector; of others one
+ALL = (
+    *(NONE, *BUILT_IN, "topk,0.01", "topk,0.01+bf16", "block_topk,0.01", "block_topk,0.01+int8", "randomk,0.01"),
+    *("threshold,0.0001", "guarded_threshold,0.001,0.01", "dgc,0.01", "adaptive,0.01", "powersgd,2"),
+)
+
+
+class Method(Protocol):
+    """Sums gradients in some way, as `Compression.allreduce` does."""
+
+    def allreduce(self, comm: Communicator, gradient: Array, *, name: str, op: Sum = "mean") -> Array: ...
+
+
+def method_of(text: str) -> Method:
+    """The method that `text` names, new. What a selector or factors leave out, a `Residual` keeps; of what a codec
+    alone rounds off, nothing is kept: then zeros stay zeros, and need not travel.
+
+    Raises UsageError for a text that names none.
+    """
+    selector, _, codec = text.replace(" ", "").partition("+")
+    name, *numbers = selector.split(",")
+    if name in SELECTORS:
+        return Compression(_made(text, SELECTORS[name], numbers, MOST.get(name, 1)), Residual(), codec or None)
+    if name == POWERSGD and not codec:
+        return _made(text, PowerSgd, numbers, 1)
+    if (name == NONE or name in BUILT_IN or ":" in name) and not numbers and not codec:
+        return Compression(codec=name)
+    names = ", ".join((*SELECTORS, POWERSGD, NONE, *BUILT_IN))
+    raise UsageError(f"method '{text}': expected a name with numbers, such as topk,0.01 or topk,0.01+bf16; {names}")
+
+
+def _made(text: str, make: Callable[..., M], numbers: list[str], most: int) -> M:
+    try:
+        values = [float(each) if "." in each or "e" in each else int(each) for each in numbers]
+    except ValueError:
+        values = []
+    if len(values) != len(numbers) or len(values) > most:
+        raise UsageError(f"method '{text}': expected up to {most} numbers behind the name, with commas between")
+    return make(*values)

@@ -1,0 +1,135 @@
+"""What each method of compression would take for one array, and what one step of it would lose.
+
+Bytes, unions and times are those of `estimate`: of blocks, of rows, of blocks that are encoded, or of single elements
+with steps between them. What is selected of the array, and what its blocks become, is found by doing it. As there, the
+places of the workers are taken for independent of each other, but for those that all draw alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from omnireduce.compression.compressed import ELEMENTS_AS, Compression
+from omnireduce.compression.methods import ALL, method_of
+from omnireduce.compression.selectors import Everything
+from omnireduce.console.density.estimate import COLLECTIVE_MS, INDEX_BYTES, Density, estimate
+from omnireduce.dtypes import Array, number_type
+from omnireduce.kernels.codecs.draws import block_keys
+from omnireduce.kernels.codecs.table import NONE, codec_named
+from omnireduce.protocol.coding import Coder, Scratch
+from omnireduce.wire.blocks import HEADER_BYTES
+
+BLOCK = 256  # elements of what is encoded
+FLOAT_BYTES = 4
+SEVEN, FOURTEEN = 127, 16383  # the longest steps of one byte and of two
+
+
+class MethodEstimate(msgspec.Struct, frozen=True):
+    """One all-reduce of an array by `method`; bytes are per worker. `exact`: whatever the array is, nothing is lost.
+    `lost`: the distance between the array and what is sent of it in one step, as a share of the array's norm. A memory
+    would send that later."""
+
+    method: str
+    exact: bool
+    wire_up_bytes: int
+    wire_down_bytes: int
+    time_ms: float
+    speedup: float
+    lost: float
+
+
+def advise(
+    values: Array, shape: tuple[int, ...], part: Density, *, world_size: int, link_gbps: float
+) -> list[MethodEstimate]:
+    """Estimates for each method that fits `values`, (elements,), of this `shape` and density: the exact ones first.
+
+    Raises UsageError as `estimate` does.
+    """
+    dense = estimate([part], BLOCK, world_size=world_size, link_gbps=link_gbps)
+    bytes_per_ms = link_gbps * 1e6 / 8
+
+    def estimated(
+        method: str, up: float, down: float, lost: float | None = None, collectives: int = 1
+    ) -> MethodEstimate:
+        up, down = up + HEADER_BYTES, down + HEADER_BYTES
+        time_ms = max(up, down) / bytes_per_ms + COLLECTIVE_MS * collectives
+        speedup = dense.dense_time_ms / time_ms
+        return MethodEstimate(method, lost is None, round(up), round(down), time_ms, speedup, lost or 0.0)
+
+    sizes = [estimate([part], size, world_size=world_size, link_gbps=link_gbps) for size in part.nonzero_blocks]
+    best = max(sizes, key=lambda each: (round(each.speedup, 2), each.block_size))
+    found = [estimated(f"blocks of {best.block_size}", best.wire_up_bytes, best.wire_down_bytes)]
+    if len(shape) == 2 and shape[1] > 0:
+        found.append(estimated("rows", *_rows(values, shape, part.itemsize, world_size)))
+    if number_type(values.dtype.newbyteorder("=")).is_float and part.elements:
+        found += [estimated(*each) for each in _lossy(np.ascontiguousarray(values, np.float32), part, world_size)]
+    return found
+
+
+def _rows(values: Array, shape: tuple[int, ...], itemsize: int, world_size: int) -> tuple[float, float]:
+    """Bytes up and down of rows that are not zero, each with its number."""
+    own = int(np.count_nonzero(values.reshape(shape).any(axis=1)))
+    row_bytes = shape[1] * itemsize + INDEX_BYTES
+    return own * row_bytes, _union(own / max(1, shape[0]), world_size) * shape[0] * row_bytes
+
+
+def _lossy(x: Array, part: Density, world_size: int) -> Iterator[tuple[str, float, float, float, int]]:
+    """For each codec and selector: its name, bytes up and down, what is lost, and how many collectives it takes."""
+    norm = float(np.linalg.norm(x))
+    for text in ALL:
+        method = method_of(text)
+        if text == NONE or not isinstance(method, Compression):
+            continue
+        sent, places = _sent(method, x)
+        lost = float(np.linalg.norm(x - sent)) / norm if norm else 0.0
+        if method.selector.unit == "elements" and not isinstance(method.selector, Everything):
+            value_bytes = 2 if method.codec in ELEMENTS_AS else FLOAT_BYTES
+            yield (text, *_elements(places, x.size, value_bytes, world_size, method.selector.is_common), lost, 2)
+        else:
+            block_bytes = FLOAT_BYTES * BLOCK if method.codec is None else codec_named(method.codec).block_bytes(BLOCK)
+            blocks = -(-x.size // BLOCK)
+            own = part.of_blocks(BLOCK) if isinstance(method.selector, Everything) else places.size / blocks
+            up, down = (density * blocks * (block_bytes + INDEX_BYTES) for density in (own, _union(own, world_size)))
+            yield text, up, down, lost, 1
+
+
+def _sent(method: Compression, x: Array) -> tuple[Array, Array]:
+    """What stands for `x` in one step, and which places are selected."""
+    places, sent = method.selector.select(x), x
+    if not isinstance(method.selector, Everything):
+        sent = np.zeros(-(-x.size // method.selector.block_size) * method.selector.block_size, np.float32)
+        padded = np.append(x, np.zeros(sent.size - x.size, np.float32))
+        unit = sent.reshape(-1, method.selector.block_size)
+        unit[places] = padded.reshape(unit.shape)[places]
+        sent = sent[: x.size]
+    if method.codec in ELEMENTS_AS:
+        sent = sent.astype(ELEMENTS_AS[method.codec]).astype(np.float32)
+    elif method.codec is not None:
+        coder = Coder(method.codec, codec_named(method.codec), BLOCK, Scratch())
+        sent = coder.there_and_back(sent, block_keys(0, np.arange(-(-x.size // BLOCK))))
+    return sent, places
+
+
+def _elements(places: Array, elements: int, value_bytes: int, world_size: int, is_common: bool) -> tuple[float, float]:
+    """Bytes up and down of single elements: with steps between them, or in blocks where these take less."""
+    if is_common:
+        return places.size * value_bytes, places.size * value_bytes
+    density, blocks = places.size / elements, -(-elements // BLOCK)
+    in_blocks = np.unique(places // BLOCK).size / blocks
+    by_number = [each * elements * (value_bytes + _step_bytes(each)) for each in (density, _union(density, world_size))]
+    block_bytes = value_bytes * BLOCK + INDEX_BYTES
+    by_block = [each * blocks * block_bytes for each in (in_blocks, _union(in_blocks, world_size))]
+    up, down = min(by_number, by_block)
+    return up, down
+
+
+def _step_bytes(density: float) -> float:
+    """What a step takes on average, where each element is there with this likelihood."""
+    return 1 + (1 - density) ** SEVEN + (1 - density) ** FOURTEEN
+
+
+def _union(density: float, world_size: int) -> float:
+    return float(1 - (1 - density) ** world_size)
