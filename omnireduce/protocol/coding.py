@@ -86,12 +86,14 @@ class Coder:
 
     def put(self, operand: Operand, rows: Array, indices: Array) -> None:
         """As `operand.put`, of `rows`, uint8 (blocks, block bytes), that are encoded."""
-        for piece in self._pieces(len(indices)):
-            own = indices[piece]
-            plain = self._plain[: own.size]
-            with self._calling:
-                self._codec.decode(rows[piece], plain)
-            operand.put(plain.view(operand.row_dtype), own, np.zeros(own.size, np.bool_), left_out=False)
+
+        def place(some: slice, where: Array, target: Array) -> None:
+            encoded = rows[some]
+            for piece in self._pieces(len(where)):
+                with self._calling:
+                    self._codec.place(encoded[piece], where[piece], target)
+
+        operand.put_placed(indices, place)
 
     def combine(self, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array, key: int) -> None:
         """Combine `parts`, as `Union.plan` lists them, of `slots`, uint8 (bytes,), into `out`, uint8 (blocks, block

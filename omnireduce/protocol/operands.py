@@ -57,6 +57,12 @@ class RowBlocks(NamedTuple):
     memory: Memory
 
 
+class Place(Protocol):
+    """Writes blocks `some` of a result to `target[where]`, float32 (blocks, block size)."""
+
+    def __call__(self, some: slice, where: Array, target: Array, /) -> None: ...
+
+
 class Operand(Protocol):
     """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
     tensor, or of the rows that this worker has. While it `is_divisible`, threads may call it for different shards at
@@ -90,6 +96,10 @@ class Operand(Protocol):
 
         `left_out`: what is unchanged has no row. Raises ProtocolError when this worker cannot have it.
         """
+        ...
+
+    def put_placed(self, indices: Array, place: Place) -> None:
+        """Take result blocks of float32, which `place` writes."""
         ...
 
     def finish(self) -> None:
@@ -171,6 +181,14 @@ class _Tensor:
         if left_out and not blocks.in_place:
             own = indices[unchanged]
             blocks.target[own] = blocks.source[own]
+
+    def put_placed(self, indices: Array, place: Place) -> None:
+        blocks, count = self.blocks, indices.size
+        if count and indices[-1] == self.layout.full_blocks:
+            count -= 1
+            place(slice(count, count + 1), np.zeros(1, np.int64), blocks.target_tail.view(np.float32))
+        if count:
+            place(slice(count), indices[:count], blocks.target.view(np.float32))
 
     def _put_tail(self, rows: Array, unchanged: Array, left_out: bool) -> None:
         if unchanged[-1]:
@@ -279,6 +297,10 @@ class HostSum(_Tensor):
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         super().put(rows, indices, unchanged, left_out)
+        self.notes[indices] |= RETURNED
+
+    def put_placed(self, indices: Array, place: Place) -> None:
+        super().put_placed(indices, place)
         self.notes[indices] |= RETURNED
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import deal_rows, pack_rows
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import Memory, Operand, Packed, RowBlocks, as_writable
+from omnireduce.protocol.operands import Memory, Operand, Packed, Place, RowBlocks, as_writable
 
 
 class NumberedRows:
@@ -64,6 +64,11 @@ class NumberedRows:
         else:
             self._union[start:stop] = rows[: indices.size]
         self._count = stop
+
+    def put_placed(self, indices: Array, place: Place) -> None:
+        rows = np.empty((indices.size, self.block_bytes), np.uint8)
+        place(slice(indices.size), np.arange(indices.size), rows.view(np.float32))
+        self.put(rows, indices, np.zeros(indices.size, np.bool_), False)
 
     def _brought(self, wanted: Array) -> Array:
         """The rows of these numbers that were brought. Raises ProtocolError."""

@@ -27,7 +27,7 @@ FLOAT_BYTES = 4
 SEVEN, FOURTEEN = 127, 16383  # the longest steps of one byte and of two
 
 
-class MethodEstimate(msgspec.Struct, frozen=True):
+class MethodEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """One all-reduce of an array by `method`; bytes are per worker. `exact`: whatever the array is, nothing is lost.
     `lost`: the distance between the array and what is sent of it in one step, as a share of the array's norm. A memory
     would send that later."""
@@ -57,7 +57,15 @@ def advise(
         up, down = up + HEADER_BYTES, down + HEADER_BYTES
         time_ms = max(up, down) / bytes_per_ms + COLLECTIVE_MS * collectives
         speedup = dense.dense_time_ms / time_ms
-        return MethodEstimate(method, lost is None, round(up), round(down), time_ms, speedup, lost or 0.0)
+        return MethodEstimate(
+            method=method,
+            exact=lost is None,
+            wire_up_bytes=round(up),
+            wire_down_bytes=round(down),
+            time_ms=time_ms,
+            speedup=speedup,
+            lost=lost or 0.0,
+        )
 
     sizes = [estimate([part], size, world_size=world_size, link_gbps=link_gbps) for size in part.nonzero_blocks]
     best = max(sizes, key=lambda each: (round(each.speedup, 2), each.block_size))

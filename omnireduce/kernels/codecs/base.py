@@ -36,6 +36,12 @@ class Codec(ABC):
         values[:] = 0
         self.add(encoded, np.arange(len(encoded)), values)
 
+    def place(self, encoded: Array, where: Array, target: Array) -> None:
+        """Write to `target[where[k]]`, float32 like `values`, what block k of `encoded` stands for."""
+        values = np.empty((len(encoded), target.shape[1]), np.float32)
+        self.decode(encoded, values)
+        target[where] = values
+
     def sum(self, slots: Array, parts: Array, totals: Array) -> None:
         """Write to each of `totals` the sum of its parts, in their order. `parts`: int64 (blocks, senders), where in
         `slots`, uint8 (bytes,), an encoded block begins; negative: there is none."""
@@ -56,7 +62,15 @@ class Compiled(Codec):
         totals[where] += values
 
     def decode(self, encoded: Array, values: Array) -> None:
-        self.sum(encoded.reshape(-1), np.arange(len(encoded)).reshape(-1, 1) * encoded.shape[1], values)
+        self.place(encoded, np.arange(len(encoded)), values)
+
+    def place(self, encoded: Array, where: Array, target: Array) -> None:
+        starts = np.arange(0, encoded.size, encoded.shape[1])
+        self.sum_at(encoded.reshape(-1), starts.reshape(-1, 1), where, target)
+
+    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+        self.sum_at(slots, parts, np.arange(len(parts)), totals)
 
     @abstractmethod
-    def sum(self, slots: Array, parts: Array, totals: Array) -> None: ...
+    def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
+        """As `sum`, of parts k to `totals[where[k]]`."""

@@ -22,10 +22,10 @@ def _encode(brain: bool, values: Array, bits: Array, encoded: Array) -> None:
 
 
 @kernel
-def _sum(brain: bool, slots: Array, parts: Array, totals: Array, scratch: Array, bits: Array) -> None:
+def _sum(brain: bool, slots: Array, parts: Array, where: Array, totals: Array, scratch: Array, bits: Array) -> None:
     """`slots`: as uint16. `scratch`: float32 (block size,), and `bits` the same memory as uint32."""
     for k in range(len(parts)):
-        total = row_of(totals, k)
+        total = row_of(totals, where[k])
         for i in range(total.size):
             total[i] = 0
         for sender in range(parts.shape[1]):
@@ -47,6 +47,6 @@ class Half(Compiled):
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:
         _encode(self._brain, values, values.view(np.uint32), encoded.view(np.uint16))
 
-    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+    def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         scratch = np.empty(totals.shape[1], np.float32)
-        _sum(self._brain, slots.view(np.uint16), parts, totals, scratch, scratch.view(np.uint32))
+        _sum(self._brain, slots.view(np.uint16), parts, where, totals, scratch, scratch.view(np.uint32))

@@ -59,10 +59,10 @@ def _encode(apart: bool, values: Array, encoded: Array, means: Array, mean_bytes
 
 
 @kernel
-def _sum(slots: Array, parts: Array, totals: Array, means: Array, mean_bytes: Array) -> None:
+def _sum(slots: Array, parts: Array, where: Array, totals: Array, means: Array, mean_bytes: Array) -> None:
     """`means`: float32 (2,); `mean_bytes` the same memory as uint8."""
     for k in range(len(parts)):
-        total = row_of(totals, k)
+        total = row_of(totals, where[k])
         for i in range(total.size):
             total[i] = 0
         for sender in range(parts.shape[1]):
@@ -90,6 +90,6 @@ class SignMeans(Compiled):
         means = np.empty(2, np.float32)
         _encode(self._apart, values, encoded, means, means.view(np.uint8))
 
-    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+    def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         means = np.empty(2, np.float32)
-        _sum(slots, parts, totals, means, means.view(np.uint8))
+        _sum(slots, parts, where, totals, means, means.view(np.uint8))

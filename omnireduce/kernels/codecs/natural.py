@@ -70,9 +70,9 @@ def _value(code: np.int64, top: np.int64) -> np.float32:
 
 
 @kernel
-def _sum(slots: Array, parts: Array, totals: Array) -> None:
+def _sum(slots: Array, parts: Array, where: Array, totals: Array) -> None:
     for k in range(len(parts)):
-        total = row_of(totals, k)
+        total = row_of(totals, where[k])
         for i in range(total.size):
             total[i] = 0
         for sender in range(parts.shape[1]):
@@ -94,5 +94,5 @@ class Natural(Compiled):
         with np.errstate(over="ignore"):  # of random numbers, with the JIT off
             _encode(values.view(np.int32), encoded, keys)
 
-    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
-        _sum(slots, parts, totals)
+    def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
+        _sum(slots, parts, where, totals)

@@ -30,9 +30,9 @@ def _encode(values: Array, encoded: Array) -> None:
 
 
 @kernel
-def _sum(slots: Array, parts: Array, totals: Array) -> None:
+def _sum(slots: Array, parts: Array, where: Array, totals: Array) -> None:
     for k in range(len(parts)):
-        total = row_of(totals, k)
+        total = row_of(totals, where[k])
         for i in range(total.size):
             total[i] = 0
         for sender in range(parts.shape[1]):
@@ -52,5 +52,5 @@ class Sign(Compiled):
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:
         _encode(values, encoded)
 
-    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
-        _sum(slots, parts, totals)
+    def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
+        _sum(slots, parts, where, totals)

@@ -69,4 +69,5 @@ def _try_out(codec: Codec) -> None:
     codec.encode(values, encoded, np.zeros(1, np.uint64))
     codec.add(encoded, where, values)
     codec.decode(encoded, values)
+    codec.place(encoded, where, values)
     codec.sum(encoded.reshape(-1), where.reshape(1, 1), values)

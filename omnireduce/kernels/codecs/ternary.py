@@ -53,10 +53,10 @@ def _encode(values: Array, bits: Array, encoded: Array, scale: Array, scale_bits
 
 
 @kernel
-def _sum(slots: Array, parts: Array, totals: Array, scale: Array, scale_bytes: Array) -> None:
+def _sum(slots: Array, parts: Array, where: Array, totals: Array, scale: Array, scale_bytes: Array) -> None:
     """`scale`: float32 (1,); `scale_bytes` the same memory as uint8."""
     for k in range(len(parts)):
-        total = row_of(totals, k)
+        total = row_of(totals, where[k])
         for i in range(total.size):
             total[i] = 0
         for sender in range(parts.shape[1]):
@@ -87,6 +87,6 @@ class Ternary(Compiled):
         with np.errstate(over="ignore"):  # of random numbers, with the JIT off
             _encode(values, values.view(np.int32), encoded, scale, scale.view(np.int32), keys)
 
-    def sum(self, slots: Array, parts: Array, totals: Array) -> None:
+    def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         scale = np.empty(1, np.float32)
-        _sum(slots, parts, totals, scale, scale.view(np.uint8))
+        _sum(slots, parts, where, totals, scale, scale.view(np.uint8))

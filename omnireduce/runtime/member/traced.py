@@ -14,7 +14,7 @@ from omnireduce.logs import BoundLog
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.exchange import STEPS, HostExchange
 from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.operands import Operand, Packed, RowBlocks, TensorBlocks
+from omnireduce.protocol.operands import Operand, Packed, Place, RowBlocks, TensorBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
@@ -69,6 +69,12 @@ class TracedOperand:
         self._operand.put(rows, indices, unchanged, left_out)
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
         self.union += indices.size  # also those that are left out of the message: the result has them
+
+    def put_placed(self, indices: Array, place: Place) -> None:
+        start = now()
+        self._operand.put_placed(indices, place)
+        self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
+        self.union += indices.size
 
     def finish(self) -> None:
         start = now()
