@@ -136,12 +136,13 @@ class RowsInto(RowSet):
         return self._cleared  # the first shard's part clears all
 
     def start(self, shard: int) -> int:
-        self._clear()
+        if not self._cleared:
+            self._deal()
+            self._clear()
         return super().start(shard)
 
     def _clear(self) -> None:
         if not self._cleared:  # not earlier: `out` is ours only once the collective is under way
-            self._deal()
             self._out.view(BYTES)[:] = 0
             self._cleared = True
 

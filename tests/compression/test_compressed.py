@@ -18,8 +18,10 @@ from omnireduce.compression import (
     GuardedThreshold,
     RandomK,
     Residual,
+    Selector,
     Threshold,
     TopK,
+    compressed,
 )
 from omnireduce.dtypes import Array
 
@@ -121,6 +123,30 @@ def test_elements_travel_with_numbers_or_in_blocks_whichever_is_less(
         assert set(x) == {0.0, 4.0}
         by_number, in_blocks = 1024 * (value_bytes + 2), 1024 * value_bytes
         assert sent < (in_blocks if together else by_number) + 1000
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ratio", [0.001, 0.02, 0.3])
+def test_both_ways_give_the_same_sums(daemon: Daemon, way: str, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(comm: Communicator) -> Array:
+        return Compression(TopK(ratio)).allreduce(comm, gradient(comm.rank, 0), name="w", op="sum")
+
+    config = configured(daemon.addresses, way)
+    chosen = run_job(config, 2, run)
+    for work_bytes in (-6, 1 << 30):  # always by number, always in blocks
+        monkeypatch.setattr(compressed, "WORK_BYTES", work_bytes)
+        monkeypatch.setattr(compressed, "WORK_BYTES_IN_MEMORY", work_bytes)
+        assert [each.tobytes() for each in run_job(config, 2, run)] == [each.tobytes() for each in chosen]
+
+
+@pytest.mark.parametrize("make", [lambda: TopK(0.9), lambda: TopK(0.01), lambda: RandomK(0.1)])
+def test_a_codec_for_elements_with_blocks_too_large_for_codecs(daemon: Daemon, make: Callable[[], Selector]) -> None:
+    def run(comm: Communicator) -> Array:
+        return Compression(make(), codec="bf16").allreduce(comm, np.ones(SIZE, np.float32), name="w", op="sum")
+
+    for x in run_job(configured(daemon.addresses, BY_SHARDS, "protocol.block_size=32768"), 2, run):
+        assert 0 < np.count_nonzero(x) <= 0.9 * SIZE
+        assert set(x) == {0.0, 2.0}
 
 
 def test_a_mean_of_a_matrix(daemon: Daemon) -> None:

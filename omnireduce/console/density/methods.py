@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from omnireduce.compression.compressed import ELEMENTS_AS, Compression
+from omnireduce.compression.compressed import ELEMENTS_AS, STEP_BYTES, WORK_BYTES, Compression
 from omnireduce.compression.methods import ALL, method_of
 from omnireduce.compression.selectors import Everything
 from omnireduce.console.density.estimate import COLLECTIVE_MS, INDEX_BYTES, Density, estimate
@@ -122,15 +122,18 @@ def _sent(method: Compression, x: Array) -> tuple[Array, Array]:
 
 
 def _elements(places: Array, elements: int, value_bytes: int, world_size: int, is_common: bool) -> tuple[float, float]:
-    """Bytes up and down of single elements: with steps between them, or in blocks where these take less."""
+    """Bytes up and down of single elements: with steps between them, or in blocks where these cost less."""
     if is_common:
         return places.size * value_bytes, places.size * value_bytes
-    density, blocks = places.size / elements, -(-elements // BLOCK)
-    in_blocks = np.unique(places // BLOCK).size / blocks
-    by_number = [each * elements * (value_bytes + _step_bytes(each)) for each in (density, _union(density, world_size))]
-    block_bytes = value_bytes * BLOCK + INDEX_BYTES
-    by_block = [each * blocks * block_bytes for each in (in_blocks, _union(in_blocks, world_size))]
-    up, down = min(by_number, by_block)
+    density, blocks, block_bytes = places.size / elements, -(-elements // BLOCK), value_bytes * BLOCK
+    touched = np.unique(places // BLOCK).size
+    if places.size * (value_bytes + STEP_BYTES + WORK_BYTES) < touched * block_bytes:
+        up, down = (
+            each * elements * (value_bytes + _step_bytes(each)) for each in (density, _union(density, world_size))
+        )
+    else:
+        in_blocks = touched / blocks
+        up, down = (each * blocks * (block_bytes + INDEX_BYTES) for each in (in_blocks, _union(in_blocks, world_size)))
     return up, down
 
 
