@@ -44,6 +44,7 @@ class Compression:
         if self.codec not in (None, NONE):
             self._check_together(str(codec))
         self._steps: dict[str, int] = {}
+        self._generation = -1  # of the job in which these steps were made
 
     def _check_together(self, codec: str) -> None:
         if self.selector.unit == "elements" and not self._sends_all and codec not in ELEMENTS_AS:
@@ -66,6 +67,8 @@ class Compression:
         dtype.
         """
         flat = check_gradient(gradient)
+        if self._generation != comm.generation:  # another rank may be new, and all draw by the same step
+            self._steps, self._generation = {}, comm.generation
         step = self._steps.get(check_name(name), 0)
         x = self.memory.compensate(flat, name)
         if self._sends_all:
