@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from benchmarks.codecs import measure as measure_codecs
+from benchmarks.elements import RATE as SLOW
 from benchmarks.elements import measure as measure_elements
 from benchmarks.group import PeerError
 from benchmarks.replays import measure as measure_replays
@@ -55,7 +56,7 @@ def selectors(turns: int) -> None:
 
 @click.command()
 @click.option("--turns", type=click.IntRange(1), default=9, show_default=True)
-@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+@click.option("--rate", default=SLOW, show_default=True, help="What each link carries, as tc writes it.")
 def elements(turns: int, rate: str) -> None:
     """Time the sum of single elements that four ranks have selected, on hosts with shaped links (as root), against an
     all-gather of them. Exit status 3 when it is not as fast as it should be."""
