@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from omnireduce.errors import UsageError
-from omnireduce.files.output import check_writable, make_folder, write_json, write_npy
+from omnireduce.files.output import check_writable, make_folder, write_file, write_json, write_npy
 
 
 def test_json_replaces_a_file_or_leaves_it_alone(tmp_path: Path) -> None:
@@ -55,3 +56,24 @@ def test_make_folder(tmp_path: Path) -> None:
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UsageError, match="cannot be made a folder"):
             make_folder(wrong)
+
+
+def test_a_device_stays_a_device() -> None:
+    check_writable("/dev/null")
+    write_file(b"gone", "/dev/null")
+    assert Path("/dev/null").is_char_device()
+    with pytest.raises(UsageError, match="/dev/full: cannot be written: No space left on device"):
+        write_file(b"much", "/dev/full")
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_pipe_is_written_where_somebody_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(UsageError, match="pipe: cannot be written: No such device or address"):
+        write_file(b"nobody", path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(b"something", path)
+    assert os.read(reader, 100) == b"something"
+    os.close(reader)
+    assert path.is_fifo()
