@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_cluster import ROOT, WAIT_S, Daemon, Process, configured, unique_job
+from local_cluster import ROOT, WAIT_S, Daemon, Process, configured, run_job, unique_job
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import omnireduce as omni
 import omnireduce.torch as hvd
-from omnireduce import UsageError
+from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace_from_params
 
 SCRIPT = str(ROOT / "tests" / "pytorch" / "grace_worker.py")
@@ -89,10 +89,50 @@ def test_what_cannot_be() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
     with pytest.raises(UsageError, match="step with a closure"):
         optimizer.step(lambda: 0.0)
+    with pytest.raises(UsageError, match="step with a closure"):
+        optimizer.step(closure=lambda: 0.0)
+    with pytest.raises(UsageError, match="combines gradients already; expected one that was not given here before"):
+        hvd.DistributedOptimizer(optimizer)
     words = nn.Embedding(4, 2, sparse=True)
     words(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"'parameter 0' has a sparse gradient: expected nn.Embedding\(sparse=False\)"):
         step_of(words)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_closure_that_is_none_is_no_closure() -> None:
+    net = nn.Linear(1, 1, bias=False)
+    net.weight.grad = net.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    optimizer.step(None)
+    assert net.weight.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_parameters_that_come_later_are_combined(daemon: Daemon, is_named: bool) -> None:
+    """Those of a group that was added when the optimizer had been given. The mean of all gradients is 0.5."""
+
+    def run(comm: Communicator) -> list[float]:
+        first, later = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        names = {"first": first, "later": later} if is_named else None
+        plain = torch.optim.SGD([first], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, named_parameters=names, grace=grace_from_params({}, comm=comm))
+        optimizer.add_param_group({"params": [later]})
+        first.grad, later.grad = (torch.full((1,), float(comm.rank)) for _ in range(2))
+        optimizer.step()
+        return [first.item(), later.item()]
+
+    assert run_job(configured(daemon.addresses), SIZE, run) == [[-0.5, -0.5]] * SIZE
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_comes_later_has_a_name() -> None:
+    net = nn.Linear(2, 2)
+    plain = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=net.named_parameters())
+    optimizer.add_param_group({"params": nn.Linear(1, 1, bias=False).parameters()})
+    with pytest.raises(UsageError, match="expected a name for each parameter; 1 parameters of the optimizer have none"):
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("alone")
