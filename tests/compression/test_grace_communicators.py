@@ -18,6 +18,7 @@ from omnireduce.dtypes import Array
 SIZE, RANKS, STEPS = 3000, 3, 3
 PAIRS = [(name, each) for name, kind in COMPRESSORS.items() for each in kind.communicators]
 NO_SUMS = ("signsgd", "signum", "terngrad")  # votes, what follows a momentum; terngrad has a test of its own
+DRAWN = [("qsgd", "aggregator")]
 WAYS = [BY_SHARDS, "transport.host_exchange=auto"]
 
 
@@ -298,6 +299,26 @@ def test_a_step_that_was_aborted_can_be_made_again(daemon: Daemon, communicator:
     assert (one == other).all()
     found = [run_job(config, 1, lambda comm, i=i: made(comm, i).step(gradient(0, 1), "w"))[0] for i in range(2)]
     assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize("communicator", COMMUNICATORS)
+def test_what_is_forgotten_begins_anew(daemon: Daemon, communicator: str) -> None:
+    """Of memories, momenta of compressors and factors. What is drawn at random on the service goes on."""
+    names = ["topk", "signum", "powersgd", "qsgd"]
+
+    def run(comm: Communicator) -> None:
+        for name in [each for each in names if (each, communicator) in PAIRS and (each, communicator) not in DRAWN]:
+            made = grace_from_params(
+                {"compressor": name, "memory": "residual", "communicator": communicator}, comm=comm
+            )
+            found = []
+            for _ in range(2):
+                found += [made.step(gradient(comm.rank, step).reshape(50, 60), "w").tobytes() for step in range(STEPS)]
+                made.forget(["w", "v"])
+            assert len(set(found)) == STEPS, name
+            assert found[:STEPS] == found[STEPS:], name
+
+    run_job(configured(daemon.addresses), 2, run)
 
 
 def test_the_line_that_says_it(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import omnireduce as omni
 import omnireduce.torch as hvd
 from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace_from_params
+from omnireduce.torch.grace import Buckets
 
 SCRIPT = str(ROOT / "tests" / "pytorch" / "grace_worker.py")
 SIZE = 2
@@ -179,10 +181,44 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
     finally:
         dist.destroy_process_group()
     kept = grc.memory.state_dict()["residuals"]
-    assert list(kept) == ["bucket 0", "bucket 1"]  # else this test would test nothing
+    assert list(kept) == ["bucket 1"]  # else this test would test nothing
     left = torch.from_numpy(kept["bucket 1"]).view(2, 16).flip(0).flatten()  # in the order of their gradients
     everything = torch.cat(own) * (steps - 1)
     assert torch.equal(torch.cat(received) + left, everything)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("compressor", ["topk", "signum", "powersgd"])
+def test_models_one_after_another_have_nothing_of_each_other(compressor: str) -> None:
+    """Of one shape and with one communicator: memory of the first ones is used again for the next ones."""
+    x, found = torch.tensor([[1.0, 2, -3, 4]]), []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    grc: Any = grace_from_params({"compressor": compressor, "memory": "residual"})
+    try:
+        for sign in (1, -1, 1, -1, 1):
+            net = nn.Linear(4, 4, bias=False)
+            model = DistributedDataParallel(net)
+            model.register_comm_hook(grc.state, grc.hook)
+            (sign * model(x)).sum().backward()
+            found.append((sign * net.weight.grad).tolist())
+            del net, model
+            gc.collect()
+    finally:
+        dist.destroy_process_group()
+    assert found == found[:1] * 5
+    kept = grc.memory.state_dict()["residuals"]
+    assert [each.partition(",")[0] for each in kept] in ([], ["bucket 4"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_bucket_is_known_while_its_parameters_are_there() -> None:
+    grc, buckets = grace_from_params({}), Buckets()
+    one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    assert [buckets.name_of(each, grc) for each in ([one, other], [one, other])] == ["bucket 0"] * 2
+    assert [buckets.name_of(each, grc) for each in ([other, one], [one, other])] == ["bucket 1", "bucket 2"]
+    names = {buckets.name_of([nn.Parameter(torch.zeros(1))], grc) for _ in range(20)}
+    assert len(names) == 20
+    assert buckets.name_of([one, other], grc) == "bucket 2"
 
 
 def test_the_optimizer_asks_for_a_communicator() -> None:

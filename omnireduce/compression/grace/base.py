@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from omnireduce.compression.sums import check_name
@@ -55,6 +55,9 @@ class Compressor(ABC):
     def take_back(self, name: str) -> None:  # noqa: B027  most keep nothing
         """What `compress` made last of this gradient was not sent: undo what it has changed here."""
 
+    def forget(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Keep nothing of these gradients any more."""
+
 
 class Memory(ABC):
     """Keeps what a compressor leaves out, by the name of the gradient."""
@@ -67,6 +70,9 @@ class Memory(ABC):
         self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any
     ) -> None:
         """Keep the rest of `tensor`, which `compensate` gave, now that `tensor_compressed` was sent."""
+
+    def forget(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Keep nothing of these gradients any more."""
 
 
 class Communicator(ABC):
@@ -115,6 +121,13 @@ class Communicator(ABC):
     @abstractmethod
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         """Exchange `tensors`, decompress those of each rank, and aggregate."""
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Keep nothing of these gradients any more, in memory and compressor: none of them comes again. All ranks do
+        so alike."""
+        gone = list(names)
+        self.memory.forget(gone)
+        self.compressor.forget(gone)
 
     def combined(self, parts: Sequence[Any]) -> Any:
         """The decompressed gradients of all ranks, aggregated, and averaged if the compressor says so."""

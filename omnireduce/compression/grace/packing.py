@@ -6,7 +6,7 @@ by block, so scales are those of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,6 +176,13 @@ class SignumCompressor(SignSGDCompressor):
         del self._momenta[name]
         if name in self._before:
             self._momenta[name] = self._before.pop(name)
+
+    def forget(self, names: Iterable[str]) -> None:
+        gone = list(names)
+        super().forget(gone)
+        for kept in (self._momenta, self._next, self._before):
+            for name in gone:
+                kept.pop(name, None)
 
 
 class QSGDCompressor(Native):

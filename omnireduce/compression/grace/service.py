@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,12 @@ class Aggregator(Collective):
         sums = form.values.reshape(form.shape).copy()
         self._service.allreduce(self.comm, sums, name=name, op=_op(self.compressor))
         return self.compressor.aggregate([form.restore(sums)])
+
+    def forget(self, names: Iterable[str]) -> None:
+        gone = list(names)
+        super().forget(gone)
+        if isinstance(self._service, PowerSgd):
+            self._service.forget(gone)
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         form = Form(self.compressor.decompress(tensors, ctx))
