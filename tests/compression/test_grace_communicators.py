@@ -209,6 +209,9 @@ def test_what_does_not_go_with_classes_of_the_users_own(daemon: Daemon) -> None:
             grace.Aggregator(Largest(), grace.NoneMemory(), comm=comm)
         with pytest.raises(UsageError, match="PowerSGDCompressor goes with the memories of omnireduce"):
             grace.Aggregator(grace.PowerSGDCompressor(), Doubling(), comm=comm)
+        for make in (grace.Aggregator, grace.Allreduce):
+            with pytest.raises(UsageError, match=r"Factors is a class of your own\. .* take PowerSGDCompressor, or"):
+                make(Factors(), grace.PowerSGDMemory(), comm=comm)
         largest = grace.Allgather(Largest(), grace.NoneMemory(), comm=comm)
         largest.compressor.average = False
         found: list[float] = largest.step(np.full(4, comm.rank, np.float32), "w").tolist()
@@ -223,6 +226,10 @@ class Sparser(grace.TopKCompressor):
     def encode(self, x: Array, ctx: Any) -> Any:
         values, gaps = super().encode(x, ctx)
         return [values / 2, gaps]
+
+
+class Factors(grace.PowerSGDCompressor):
+    """As ours. The service does not know that."""
 
 
 class Votes(grace.SignSGDCompressor):
@@ -246,6 +253,42 @@ class Gathered(grace.Communicator):
     def send_receive(self, tensors: Any, name: str, ctx: Any) -> Any:
         parts = self.comm.allgather_object([np.asarray(each) for each in tensors], name=name)
         return self.compressor.aggregate([self.compressor.decompress(each, ctx) for each in parts]) / self.world_size
+
+
+@pytest.mark.parametrize("name", ["natural", "qsgd", "terngrad"])
+def test_a_seed_that_the_service_would_not_take(daemon: Daemon, name: str) -> None:
+    """It draws from that of the configuration. With another communicator the seed counts."""
+
+    def run(comm: Communicator) -> Array:
+        params = {"compressor": name, "seed": 1}
+        with pytest.raises(UsageError, match=r"with seed 1 and communicator 'aggregator': .* protocol\.codec_seed"):
+            grace_from_params(params, comm=comm)
+        seeds = [grace_from_params({**params, "seed": seed, "communicator": "allgather"}, comm=comm) for seed in (0, 1)]
+        one, other = (made.step(gradient(0, 0), "w") for made in seeds)
+        assert (one != other).any()
+        found: Array = grace_from_params({"compressor": name}, comm=comm).step(gradient(0, 0), "w")
+        return found
+
+    ways = [(BY_SHARDS, f"protocol.codec_seed={seed}") for seed in (0, 1)]
+    one, other = (run_job(configured(daemon.addresses, *each), 1, run)[0] for each in ways)
+    assert (one != other).any()
+
+
+def test_what_is_seeded_without_a_codec_goes_to_the_service(daemon: Daemon) -> None:
+    """randomk, dgc and powersgd draw by themselves; qsgd with other levels is decompressed before."""
+
+    def run(comm: Communicator) -> None:
+        for params in (
+            {"compressor": "randomk"}, {"compressor": "dgc"}, {"compressor": "powersgd", "compress_rank": 2},
+            {"compressor": "qsgd", "quantum_num": 7},
+        ):  # fmt: skip
+            one, other = (
+                grace_from_params({**params, "seed": seed}, comm=comm).step(gradient(0, 0).reshape(50, 60), "w")
+                for seed in (0, 1)
+            )
+            assert (one != other).any(), params
+
+    run_job(configured(daemon.addresses), 1, run)
 
 
 def test_a_communicator_of_the_users_own(daemon: Daemon) -> None:

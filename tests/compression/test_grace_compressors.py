@@ -169,12 +169,23 @@ def test_a_guard_counts_ties_and_nan() -> None:
 
 def test_signs_and_their_means() -> None:
     x = np.array([1, -2, 3, -6, 0, 4, 0, 0, 0], np.float32)
-    assert there_and_back(grace.OneBitCompressor(), x).tolist() == pytest.approx([2, -4, 2, -4, 2, 2, 2, 2, 2])
+    assert there_and_back(grace.OneBitCompressor(), x).tolist() == pytest.approx([a := 8 / 7, -4, a, -4, *[a] * 5])
     found = there_and_back(grace.EFSignSGDCompressor(), x)
-    assert found.tolist() == pytest.approx([16 / 6, -16 / 6, 16 / 6, -16 / 6, *[16 / 6] * 5])
+    assert found.tolist() == pytest.approx([16 / 9, -16 / 9, 16 / 9, -16 / 9, *[16 / 9] * 5])
     assert there_and_back(grace.SignSGDCompressor(), x).tolist() == [1, -1, 1, -1, 1, 1, 1, 1, 1]
     votes = [np.array(each, np.float32) for each in ([1, -1], [-1, -1], [1, 1], [-1, -1])]
     assert grace.SignSGDCompressor().aggregate(votes).tolist() == [1, -1]
+
+
+def test_means_are_those_of_all_elements() -> None:
+    """Also of zeros at the end. A mean over what is not finite is not finite, and no warning."""
+    x = np.zeros(10_000, np.float32)
+    x[:10] = np.arange(1, 11)
+    for kind in (grace.OneBitCompressor, grace.EFSignSGDCompressor):
+        assert there_and_back(kind(), x).tolist() == [np.float32(0.0055)] * 10_000
+        assert np.isnan(there_and_back(kind(), np.array([1, np.nan, 0], np.float32))).all()
+        assert there_and_back(kind(), np.array([1, np.inf, 0], np.float32)).tolist() == [np.inf] * 3
+        assert there_and_back(kind(), np.full(3, -2, np.float32)).tolist() == [-2] * 3
 
 
 def test_a_momentum_of_signs_and_a_step_that_was_not_sent() -> None:
