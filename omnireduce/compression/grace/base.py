@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+from omnireduce.compression.selectors import Selects
 from omnireduce.compression.sums import check_name
 from omnireduce.errors import UsageError
 from omnireduce.logs import tagged
@@ -31,11 +32,16 @@ class Compressor(ABC):
     `average`: what was aggregated is divided by the number of ranks. `tensors_size_are_same` is GRACE's, and is not
     needed here: sizes may always differ between ranks. `communicators`: the names of those that it goes with; of a
     class of the user's own whose tensors may be summed as they are, "allreduce" is one of them.
+
+    `selects`: which elements it sends, for who tests it. "largest" magnitudes; "about" so many of them as it says;
+    "some" others, as they are; "none": what comes back are other numbers. None: the largest, where it says how many by
+    an attribute `compress_ratio`, `ratio` or `threshold`.
     """
 
     average = True
     tensors_size_are_same = True
     communicators: Sequence[str] = ("allgather", "broadcast", "aggregator")
+    selects: Selects | None = None
 
     def __init__(self, average: bool = True, tensors_size_are_same: bool = True) -> None:
         self.average, self.tensors_size_are_same = average, tensors_size_are_same
