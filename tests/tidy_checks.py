@@ -51,6 +51,7 @@ BASE = {
     "errors",
     "files",
     "layout",
+    "loading",
     "logs",
     "printing",
     "processors",

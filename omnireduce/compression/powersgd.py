@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -83,6 +84,13 @@ class PowerSgd:
         if known.shape != (columns, rank):
             raise UsageError(f"gradient '{name}' has {columns} columns; it had {known.shape[0]} before")
         return known
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Keep nothing of these gradients any more, neither a rest nor factors."""
+        gone = list(names)
+        self.memory.forget(gone)
+        for name in gone:
+            self._factors.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
         """A copy of all that is kept: that of the memory, and the factors."""

@@ -29,16 +29,20 @@ from omnireduce.kernels.select import (
 from omnireduce.runtime.member.numbers import whole
 
 Unit = Literal["elements", "blocks"]
+Selects = Literal["largest", "about", "some", "none"]
 BLOCK = 256  # elements
 
 
 class Selector(ABC):
     """Selects a part of each gradient. `unit`: what it selects; of blocks, `block_size` is how many elements one has,
-    and the last one may be short. `is_common`: all ranks select the same places."""
+    and the last one may be short. `is_common`: all ranks select the same places. `selects`: for who tests a
+    selector of elements that each rank chooses for itself, "largest" magnitudes, "about" so many of them as its `ratio`
+    says, or "some" others."""
 
     unit: Unit = "elements"
     block_size = 1
     is_common = False
+    selects: Selects = "largest"
 
     def select(self, x: Array, name: str = "", step: int = 0) -> Array:
         """The places that are selected in `x`, float32 (elements,), ascending: int64 (n,).
@@ -192,6 +196,7 @@ class DgcSampling(Selector):
     """
 
     SAMPLE, UP, DOWN, ROUNDS = 0.01, 1.3, 0.7, 30
+    selects: Selects = "about"
 
     def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
         self.ratio = share(ratio)
@@ -225,6 +230,7 @@ class Adaptive(Selector):
     """
 
     MOST, GAIN = 4.0, 0.5
+    selects: Selects = "about"
 
     def __init__(self, ratio: float = 0.01) -> None:
         self.ratio = share(ratio)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +16,7 @@ from omnireduce.compression.grace.loading import class_named
 from omnireduce.compression.grace.trial import OfSelector, try_compressor
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
+from omnireduce.loading import look_in_this_folder
 
 
 def report_trial(name: str, settings: Sequence[str]) -> bool:
@@ -33,6 +32,9 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
     trial = try_compressor(make, kinds, generators)
     for kind, error in trial.not_taken.items():
         click.echo(f"Not tried with {kind}: {error}", err=True)
+    for what, checks in (("Checked", trial.checked), ("Not checked", trial.unchecked)):
+        if checks:
+            click.echo(f"{what}: {', '.join(checks)}")
     for each in trial.failures:
         click.echo(each)
     click.echo(f"{len(trial.failures)} failed" if trial.failures else "Test passed!")
@@ -41,7 +43,7 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
 
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
     """What makes the compressor. Raises UsageError for what cannot be loaded or made."""
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    look_in_this_folder()
     found = class_named(name, Compressor, Selector)
 
     def make() -> Compressor:

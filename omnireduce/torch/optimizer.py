@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.torch.tensors import array_of, put_back, staged
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
+_combining: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def init(config: Any = None, **named: Any) -> Communicator:
@@ -59,37 +61,55 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 ) -> torch.optim.Optimizer:
     """Let `optimizer` combine the gradients of all ranks before each of its steps, and return it.
 
-    `named_parameters`: names of all its parameters, the same on all ranks; None: they are numbered. `grace`: what
-    `grace_from_params` returns, which combines gradient by gradient; None: all are averaged at once. A parameter
-    without a gradient counts as one whose gradient is zero: others may have one.
+    `named_parameters`: names of all its parameters, the same on all ranks; None: they are numbered. Those of parameters
+    that it gets later, by `add_param_group`, may be among them. `grace`: what `grace_from_params` returns, which
+    combines gradient by gradient; None: all are averaged at once. A parameter without a gradient counts as one whose
+    gradient is zero: others may have one.
 
-    Raises UsageError for names that are missing; a step raises it for a closure and for sparse gradients, and otherwise
-    what the collectives raise.
+    Raises UsageError for names that are missing, and for an optimizer that combines already. A step raises it for a
+    parameter without a name, for a closure and for sparse gradients, and otherwise what the collectives raise.
     """
     if grace is not None and not isinstance(grace, Grace):
         raise UsageError(f"grace is a {type(grace).__name__}; expected what grace_from_params returns")
-    gradients = Gradients(_names(optimizer, named_parameters), grace, world.running() if grace is None else grace.comm)
+    if optimizer in _combining:
+        raise UsageError("the optimizer combines gradients already; expected one that was not given here before")
+    names = None if named_parameters is None else _names(named_parameters)
+    gradients = Gradients(names, grace, world.running() if grace is None else grace.comm)
+    gradients.of(optimizer)  # raises what is wrong with the names
     optimizer.register_step_pre_hook(gradients.before_step)
+    _combining.add(optimizer)
     return optimizer
 
 
 class Gradients:
-    """The gradients of the parameters of an optimizer."""
+    """The gradients of the parameters of an optimizer. `names`: of each parameter; None: they are numbered."""
 
-    def __init__(self, names: dict[str, Tensor], grace: Grace | None, comm: Communicator) -> None:
-        self._parameters, self._grace, self._comm = names, grace, comm
+    def __init__(self, names: dict[Tensor, str] | None, grace: Grace | None, comm: Communicator) -> None:
+        self._names, self._grace, self._comm = names, grace, comm
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Combine them: a hook of the optimizer."""
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
             raise UsageError("step with a closure: gradients are combined before the step. Compute them first")
-        found = {name: self._gradient(name, each) for name, each in self._parameters.items() if each.requires_grad}
+        found = {name: self._gradient(name, each) for name, each in self.of(optimizer).items() if each.requires_grad}
         if self._grace is None:
             _combine(self._comm, list(found.values()), "gradients", "mean")
             return
         for name, gradient in found.items():
             gradient.copy_(self._grace.step(gradient, name))
+
+    def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The parameters that the optimizer has now by name, in its order. Raises UsageError for one without a name."""
+        own = [each for group in optimizer.param_groups for each in group["params"]]
+        if self._names is None:
+            return {f"parameter {i}": each for i, each in enumerate(own)}
+        missing = sum(each not in self._names for each in own)
+        if missing:
+            raise UsageError(
+                f"named_parameters: expected a name for each parameter; {missing} parameters of the optimizer have none"
+            )
+        return {self._names[each]: each for each in own}
 
     @staticmethod
     def _gradient(name: str, parameter: Tensor) -> Tensor:
@@ -106,15 +126,9 @@ def _combine(comm: Communicator, tensors: list[Tensor], name: str, op: Any) -> N
     put_back(tensors, copies)
 
 
-def _names(optimizer: torch.optim.Optimizer, named: Named | None) -> dict[str, Tensor]:
-    """The parameters of the optimizer by name, in its order. Raises UsageError for one without a name of its own."""
-    own = [each for group in optimizer.param_groups for each in group["params"]]
-    if named is None:
-        return {f"parameter {i}": each for i, each in enumerate(own)}
+def _names(named: Named) -> dict[Tensor, str]:
+    """The name of each parameter. Raises UsageError where two have the same."""
     pairs = list(named.items() if isinstance(named, Mapping) else named)
-    name_of = {each: name for name, each in pairs}
-    missing = sum(each not in name_of for each in own)
-    if missing or len(dict(pairs)) < len(pairs):
-        what = f"{missing} parameters of the optimizer have none" if missing else "some are there twice"
-        raise UsageError(f"named_parameters: expected a name for each parameter; {what}")
-    return {name_of[each]: each for each in own}
+    if len(dict(pairs)) < len(pairs):
+        raise UsageError("named_parameters: expected a name for each parameter; some are there twice")
+    return {each: name for name, each in pairs}

@@ -18,6 +18,7 @@ from omnireduce.dtypes import Array
 SIZE, RANKS, STEPS = 3000, 3, 3
 PAIRS = [(name, each) for name, kind in COMPRESSORS.items() for each in kind.communicators]
 NO_SUMS = ("signsgd", "signum", "terngrad")  # votes, what follows a momentum; terngrad has a test of its own
+DRAWN = [("qsgd", "aggregator")]
 WAYS = [BY_SHARDS, "transport.host_exchange=auto"]
 
 
@@ -208,6 +209,9 @@ def test_what_does_not_go_with_classes_of_the_users_own(daemon: Daemon) -> None:
             grace.Aggregator(Largest(), grace.NoneMemory(), comm=comm)
         with pytest.raises(UsageError, match="PowerSGDCompressor goes with the memories of omnireduce"):
             grace.Aggregator(grace.PowerSGDCompressor(), Doubling(), comm=comm)
+        for make in (grace.Aggregator, grace.Allreduce):
+            with pytest.raises(UsageError, match=r"Factors is a class of your own\. .* take PowerSGDCompressor, or"):
+                make(Factors(), grace.PowerSGDMemory(), comm=comm)
         largest = grace.Allgather(Largest(), grace.NoneMemory(), comm=comm)
         largest.compressor.average = False
         found: list[float] = largest.step(np.full(4, comm.rank, np.float32), "w").tolist()
@@ -222,6 +226,10 @@ class Sparser(grace.TopKCompressor):
     def encode(self, x: Array, ctx: Any) -> Any:
         values, gaps = super().encode(x, ctx)
         return [values / 2, gaps]
+
+
+class Factors(grace.PowerSGDCompressor):
+    """As ours. The service does not know that."""
 
 
 class Votes(grace.SignSGDCompressor):
@@ -245,6 +253,42 @@ class Gathered(grace.Communicator):
     def send_receive(self, tensors: Any, name: str, ctx: Any) -> Any:
         parts = self.comm.allgather_object([np.asarray(each) for each in tensors], name=name)
         return self.compressor.aggregate([self.compressor.decompress(each, ctx) for each in parts]) / self.world_size
+
+
+@pytest.mark.parametrize("name", ["natural", "qsgd", "terngrad"])
+def test_a_seed_that_the_service_would_not_take(daemon: Daemon, name: str) -> None:
+    """It draws from that of the configuration. With another communicator the seed counts."""
+
+    def run(comm: Communicator) -> Array:
+        params = {"compressor": name, "seed": 1}
+        with pytest.raises(UsageError, match=r"with seed 1 and communicator 'aggregator': .* protocol\.codec_seed"):
+            grace_from_params(params, comm=comm)
+        seeds = [grace_from_params({**params, "seed": seed, "communicator": "allgather"}, comm=comm) for seed in (0, 1)]
+        one, other = (made.step(gradient(0, 0), "w") for made in seeds)
+        assert (one != other).any()
+        found: Array = grace_from_params({"compressor": name}, comm=comm).step(gradient(0, 0), "w")
+        return found
+
+    ways = [(BY_SHARDS, f"protocol.codec_seed={seed}") for seed in (0, 1)]
+    one, other = (run_job(configured(daemon.addresses, *each), 1, run)[0] for each in ways)
+    assert (one != other).any()
+
+
+def test_what_is_seeded_without_a_codec_goes_to_the_service(daemon: Daemon) -> None:
+    """randomk, dgc and powersgd draw by themselves; qsgd with other levels is decompressed before."""
+
+    def run(comm: Communicator) -> None:
+        for params in (
+            {"compressor": "randomk"}, {"compressor": "dgc"}, {"compressor": "powersgd", "compress_rank": 2},
+            {"compressor": "qsgd", "quantum_num": 7},
+        ):  # fmt: skip
+            one, other = (
+                grace_from_params({**params, "seed": seed}, comm=comm).step(gradient(0, 0).reshape(50, 60), "w")
+                for seed in (0, 1)
+            )
+            assert (one != other).any(), params
+
+    run_job(configured(daemon.addresses), 1, run)
 
 
 def test_a_communicator_of_the_users_own(daemon: Daemon) -> None:
@@ -298,6 +342,26 @@ def test_a_step_that_was_aborted_can_be_made_again(daemon: Daemon, communicator:
     assert (one == other).all()
     found = [run_job(config, 1, lambda comm, i=i: made(comm, i).step(gradient(0, 1), "w"))[0] for i in range(2)]
     assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize("communicator", COMMUNICATORS)
+def test_what_is_forgotten_begins_anew(daemon: Daemon, communicator: str) -> None:
+    """Of memories, momenta of compressors and factors. What is drawn at random on the service goes on."""
+    names = ["topk", "signum", "powersgd", "qsgd"]
+
+    def run(comm: Communicator) -> None:
+        for name in [each for each in names if (each, communicator) in PAIRS and (each, communicator) not in DRAWN]:
+            made = grace_from_params(
+                {"compressor": name, "memory": "residual", "communicator": communicator}, comm=comm
+            )
+            found = []
+            for _ in range(2):
+                found += [made.step(gradient(comm.rank, step).reshape(50, 60), "w").tobytes() for step in range(STEPS)]
+                made.forget(["w", "v"])
+            assert len(set(found)) == STEPS, name
+            assert found[:STEPS] == found[STEPS:], name
+
+    run_job(configured(daemon.addresses), 2, run)
 
 
 def test_the_line_that_says_it(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,6 +49,21 @@ def test_a_product_of_factors(seed: int, n: int, m: int, rank: int) -> None:
     assert (out == left @ right.T).all()
 
 
+def test_what_is_forgotten_begins_anew(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> list[bytes]:
+        sgd, x = PowerSgd(rank=2, memory=Residual()), matrix(0, 0)
+        found = []
+        for _ in range(2):
+            found += [sgd.allreduce(comm, x.copy(), name="w").tobytes() for _ in range(2)]
+            sgd.forget(["w", "v"])
+        assert sgd.state_dict() == {"residuals": {}, "factors": {}}
+        return found
+
+    first, second, *again = run_job(configured(daemon.addresses), 1, run)[0]
+    assert first != second
+    assert again == [first, second]
+
+
 def test_what_the_factors_can_say_is_the_mean(daemon: Daemon) -> None:
     """All ranks together have a matrix of rank 3."""
 

@@ -59,6 +59,72 @@ class Odd(Half):
 
 class Mean:
     pass
+
+class Guarded(Compressor):
+    # the exercise: all above the threshold, but no fewer than a share of all
+    def __init__(self, threshold, compress_ratio):
+        super().__init__()
+        self.threshold, self.compress_ratio = threshold, compress_ratio
+    def magnitudes(self, flat):
+        return np.where(np.isnan(flat), np.inf, np.abs(flat))
+    def above(self, flat):
+        return np.flatnonzero(self.magnitudes(flat) > self.threshold)
+    def few(self, flat):
+        return np.argsort(-self.magnitudes(flat), kind="stable")
+    def compress(self, tensor, name):
+        flat = tensor.reshape(-1)
+        k, places = max(1, int(flat.size * self.compress_ratio)), self.above(flat)
+        places = places if places.size >= k else self.few(flat)[:k]
+        return [flat[places], places], tensor.shape
+    def decompress(self, tensors, ctx):
+        found = np.zeros(ctx, tensors[0].dtype)
+        found.reshape(-1)[tensors[1]] = tensors[0]
+        return found
+
+class Smallest(Guarded):
+    def few(self, flat):
+        return np.argsort(self.magnitudes(flat), kind="stable")
+
+class First(Guarded):
+    def above(self, flat):
+        return np.arange(0)
+    def few(self, flat):
+        return np.arange(flat.size)
+
+class NoThreshold(Guarded):
+    def above(self, flat):
+        return np.arange(0)
+
+class NoMagnitude(Guarded):
+    def magnitudes(self, flat):
+        return np.where(np.isnan(flat), np.inf, flat)
+
+class NoNaN(Guarded):
+    def magnitudes(self, flat):
+        return np.where(np.isnan(flat), 0, np.abs(flat))
+
+class LargestOfAll(Guarded):
+    def above(self, flat):
+        return np.flatnonzero(self.magnitudes(flat) > min(self.threshold, flat.max(initial=0)))
+
+class Halved(Guarded):
+    def decompress(self, tensors, ctx):
+        return super().decompress(tensors, ctx) * np.float32(0.5)
+
+class AtRandom(Guarded):
+    selects = "some"
+    def above(self, flat):
+        return np.arange(0)
+    def few(self, flat):
+        return np.random.default_rng(1).permutation(flat.size)
+
+class Means(Guarded):
+    selects = "none"
+    def decompress(self, tensors, ctx):
+        return super().decompress([np.full_like(tensors[0], 2), tensors[1]], ctx)
+
+class Untold(Guarded):
+    selects = "most"
 """
 
 
@@ -83,26 +149,68 @@ def test_the_one_of_the_document_passes(tmp_path: Path) -> None:
             [*command, f"threshold={threshold}", "compress_ratio=0.01"],
             cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=2 * WAIT_S,
         )  # fmt: skip
-        assert (done.returncode, done.stdout.rpartition("\n")[0]) == (status, last), done.stderr
+        assert (done.returncode, done.stdout.rpartition("\n")[0].rpartition("\n")[2]) == (status, last), done.stderr
+
+
+CHOICE = ["elements are as they were", "the largest are sent", "how many are sent"]
+GUARD = ("compress_ratio=0.01", "threshold=")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "unchecked"),
     [
-        ("omnireduce.compression.grace:GuardedThresholdCompressor", "threshold=1e9", "compress_ratio=0.01"),
-        ("omnireduce.compression:BlockTopK", "ratio=0.1", "block_size=8"),
-        ("omnireduce.compression:TopK",),
+        (("omnireduce.compression.grace:GuardedThresholdCompressor", "threshold=1e9", "compress_ratio=0.01"), []),
+        (("omnireduce.compression.grace:RandomKCompressor",), CHOICE[1:2]),
+        (("omnireduce.compression.grace:QSGDCompressor",), CHOICE),
+        (("omnireduce.compression:BlockTopK", "ratio=0.1", "block_size=8"), CHOICE[1:]),
+        (("omnireduce.compression:TopK",), []),
+        (("omnireduce.compression:Threshold", "threshold=0.5"), []),
+        (("omnireduce.compression:GuardedThreshold", "threshold=1e-9"), []),
+        (("omnireduce.compression:DgcSampling", "ratio=0.3"), CHOICE[2:]),
+        (("omnireduce.compression:Adaptive",), CHOICE[2:]),
+        (("omnireduce.compression:RandomK", "ratio=0.1"), CHOICE[1:2]),
     ],
 )
-def test_ours_pass(run: Callable[..., Result], arguments: tuple[str, ...]) -> None:
+def test_ours_pass(run: Callable[..., Result], arguments: tuple[str, ...], unchecked: list[str]) -> None:
+    """And it says what was looked at."""
     found = run(*arguments)
-    assert (found.exit_code, found.stdout, found.stderr) == (0, "Test passed!\n", "")
+    always = ["shapes and types", "the gradient stays", "a second run sends the same"]
+    checked = [*always, "generators stay", *(each for each in CHOICE if each not in unchecked)]
+    lines = [f"Checked: {', '.join(checked)}", *([f"Not checked: {', '.join(unchecked)}"] if unchecked else [])]
+    assert (found.exit_code, found.stdout, found.stderr) == (0, "\n".join([*lines, "Test passed!\n"]), "")
+
+
+@pytest.mark.parametrize("threshold", ["0.1", "1e9", "1e-9"])
+@pytest.mark.parametrize("name", ["Guarded", "AtRandom", "Means"])
+def test_what_keeps_to_what_it_says_passes(run: Callable[..., Result], name: str, threshold: str) -> None:
+    ratio = "compress_ratio=1" if name == "AtRandom" else GUARD[0]  # all are sent, also those above the threshold
+    found = run(f"wrong:{name}", ratio, GUARD[1] + threshold)
+    assert found.stdout.splitlines()[-1] == "Test passed!", found.stdout
+
+
+@pytest.mark.parametrize("threshold", ["0.1", "1e9", "1e-9"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Smallest", "one above the threshold, NumPy: expected the largest magnitudes, got element"),
+        ("First", "half above the threshold, NumPy: expected the largest magnitudes, got element"),
+        ("NoThreshold", "half above the threshold, NumPy: expected 500 elements, got 10"),
+        ("NoMagnitude", "half above the threshold, NumPy: expected 500 elements, got"),
+        ("NoNaN", "with NaN, NumPy: expected the largest magnitudes, got element"),
+        ("LargestOfAll", "all below the threshold, and negative, NumPy: expected 10 elements, got 1000"),
+        ("Halved", "random of shape (1000,), NumPy: expected element"),
+    ],
+)
+def test_what_misses_the_exercise_fails(run: Callable[..., Result], name: str, expected: str, threshold: str) -> None:
+    found = run(f"wrong:{name}", GUARD[0], GUARD[1] + threshold)
+    assert found.exit_code == 1
+    assert any(line.startswith(expected) for line in found.stdout.splitlines()), found.stdout
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Half", "random of shape (1000,), NumPy: expected 500 to 1000 elements, got "),
+        ("Half", "random of shape (1000,), NumPy: expected 500 elements, got "),
         ("Half", "all negative, NumPy: expected something to be sent, got zeros only"),
         ("Shifted", "random of shape (1000,), NumPy: expected element 0 to be"),
         ("Wild", "random of shape (1000,), NumPy: expected the gradient as it was; compress has changed it"),
@@ -132,6 +240,7 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
         (("wrong:Half", "share=3"), "wrong:Half(share=3) cannot be made: TypeError"),
         (("wrong:Half", "share"), "share: expected KEY=VALUE, an argument of the class"),
         (("omnireduce.compression:TopK", "ratio=much"), "omnireduce.compression:TopK(ratio='much') cannot be made"),
+        (("wrong:Untold", "threshold=1", "compress_ratio=0.5"), "selects is 'most'; expected largest, about"),
         (("wrong:Odd",), "random of shape (1000,): expected a compressed gradient; compress: expected (list of tens"),
         (("wrong:Backwards",), "random of shape (1000,): expected a compressed gradient; expected ascending places"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from contextlib import ExitStack
@@ -11,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_cluster import ROOT, WAIT_S, Daemon, Process, configured, unique_job
+from local_cluster import ROOT, WAIT_S, Daemon, Process, configured, run_job, unique_job
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import omnireduce as omni
 import omnireduce.torch as hvd
-from omnireduce import UsageError
+from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace_from_params
+from omnireduce.torch.grace import Buckets
 
 SCRIPT = str(ROOT / "tests" / "pytorch" / "grace_worker.py")
 SIZE = 2
@@ -89,10 +91,50 @@ def test_what_cannot_be() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
     with pytest.raises(UsageError, match="step with a closure"):
         optimizer.step(lambda: 0.0)
+    with pytest.raises(UsageError, match="step with a closure"):
+        optimizer.step(closure=lambda: 0.0)
+    with pytest.raises(UsageError, match="combines gradients already; expected one that was not given here before"):
+        hvd.DistributedOptimizer(optimizer)
     words = nn.Embedding(4, 2, sparse=True)
     words(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"'parameter 0' has a sparse gradient: expected nn.Embedding\(sparse=False\)"):
         step_of(words)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_closure_that_is_none_is_no_closure() -> None:
+    net = nn.Linear(1, 1, bias=False)
+    net.weight.grad = net.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    optimizer.step(None)
+    assert net.weight.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_parameters_that_come_later_are_combined(daemon: Daemon, is_named: bool) -> None:
+    """Those of a group that was added when the optimizer had been given. The mean of all gradients is 0.5."""
+
+    def run(comm: Communicator) -> list[float]:
+        first, later = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        names = {"first": first, "later": later} if is_named else None
+        plain = torch.optim.SGD([first], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, named_parameters=names, grace=grace_from_params({}, comm=comm))
+        optimizer.add_param_group({"params": [later]})
+        first.grad, later.grad = (torch.full((1,), float(comm.rank)) for _ in range(2))
+        optimizer.step()
+        return [first.item(), later.item()]
+
+    assert run_job(configured(daemon.addresses), SIZE, run) == [[-0.5, -0.5]] * SIZE
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_comes_later_has_a_name() -> None:
+    net = nn.Linear(2, 2)
+    plain = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=net.named_parameters())
+    optimizer.add_param_group({"params": nn.Linear(1, 1, bias=False).parameters()})
+    with pytest.raises(UsageError, match="expected a name for each parameter; 1 parameters of the optimizer have none"):
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("alone")
@@ -139,10 +181,44 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
     finally:
         dist.destroy_process_group()
     kept = grc.memory.state_dict()["residuals"]
-    assert list(kept) == ["bucket 0", "bucket 1"]  # else this test would test nothing
+    assert list(kept) == ["bucket 1"]  # else this test would test nothing
     left = torch.from_numpy(kept["bucket 1"]).view(2, 16).flip(0).flatten()  # in the order of their gradients
     everything = torch.cat(own) * (steps - 1)
     assert torch.equal(torch.cat(received) + left, everything)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("compressor", ["topk", "signum", "powersgd"])
+def test_models_one_after_another_have_nothing_of_each_other(compressor: str) -> None:
+    """Of one shape and with one communicator: memory of the first ones is used again for the next ones."""
+    x, found = torch.tensor([[1.0, 2, -3, 4]]), []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    grc: Any = grace_from_params({"compressor": compressor, "memory": "residual"})
+    try:
+        for sign in (1, -1, 1, -1, 1):
+            net = nn.Linear(4, 4, bias=False)
+            model = DistributedDataParallel(net)
+            model.register_comm_hook(grc.state, grc.hook)
+            (sign * model(x)).sum().backward()
+            found.append((sign * net.weight.grad).tolist())
+            del net, model
+            gc.collect()
+    finally:
+        dist.destroy_process_group()
+    assert found == found[:1] * 5
+    kept = grc.memory.state_dict()["residuals"]
+    assert [each.partition(",")[0] for each in kept] in ([], ["bucket 4"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_bucket_is_known_while_its_parameters_are_there() -> None:
+    grc, buckets = grace_from_params({}), Buckets()
+    one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    assert [buckets.name_of(each, grc) for each in ([one, other], [one, other])] == ["bucket 0"] * 2
+    assert [buckets.name_of(each, grc) for each in ([other, one], [one, other])] == ["bucket 1", "bucket 2"]
+    names = {buckets.name_of([nn.Parameter(torch.zeros(1))], grc) for _ in range(20)}
+    assert len(names) == 20
+    assert buckets.name_of([one, other], grc) == "bucket 2"
 
 
 def test_the_optimizer_asks_for_a_communicator() -> None:

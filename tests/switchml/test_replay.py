@@ -213,7 +213,7 @@ def test_a_model_of_torch_is_recorded(record: Callable[[str], Result], name: str
         ("no_model", "it returned a int, expected (model, input) or (model, input, loss)"),
         ("broken", "the model cannot be trained: RuntimeError: "),
         ("no_loss", "the output is a tuple, no tensor: return a loss, too"),
-        ("none", "AttributeError: module 'recorded_models' has no attribute 'none'"),
+        ("none", "recorded_models:none cannot be loaded: AttributeError: module 'recorded_models' has no attribute"),
     ],
 )
 def test_a_model_that_cannot_be_recorded(record: Callable[[str], Result], name: str, message: str) -> None:

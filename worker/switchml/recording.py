@@ -7,16 +7,14 @@ what has no parameters counts for the layer after it, and all layers together ta
 
 from __future__ import annotations
 
-import importlib
-import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnireduce.errors import UsageError, in_a_line
+from omnireduce.loading import load_named, look_in_this_folder
 from worker.switchml.layers import Layer
 
 EXPECTED = "(model, input) or (model, input, loss)"
@@ -57,14 +55,11 @@ def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
 
 def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     """Model, input and loss. Raises UsageError."""
-    module, _, function = name.partition(":")
-    if not (module and function):
-        raise UsageError(f"--record {name}: expected MODULE:FUNCTION, such as models:digits")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the program `omnireduce` has it not
+    look_in_this_folder()
+    function = load_named(name, f"--record {name}", "MODULE:FUNCTION, such as models:digits")
     try:
-        found = getattr(importlib.import_module(module), function)()
-    except Exception as error:  # of the user's own module
+        found = function()
+    except Exception as error:  # of the user's own function
         raise UsageError(f"--record {name}: {in_a_line(error)}") from error
     is_right = isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], torch.nn.Module)
     if not is_right or not callable(found[-1] if len(found) == 3 else _sum):

@@ -7,7 +7,7 @@ quantizing     those that send few values           lowrank      PowerSGD
 memories       what is kept of the rest             params       all of them by name
 communicators, pieces, service                      how ranks exchange what was compressed
 forms          arrays and tensors                   trial        tries a compressor on many gradients
-loading        classes of the user's own
+loading        classes of the user's own            claims       what a compressor says of what it sends
 """
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory

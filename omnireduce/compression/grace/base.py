@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+from omnireduce.compression.selectors import Selects
 from omnireduce.compression.sums import check_name
 from omnireduce.errors import UsageError
 from omnireduce.logs import tagged
@@ -31,11 +32,16 @@ class Compressor(ABC):
     `average`: what was aggregated is divided by the number of ranks. `tensors_size_are_same` is GRACE's, and is not
     needed here: sizes may always differ between ranks. `communicators`: the names of those that it goes with; of a
     class of the user's own whose tensors may be summed as they are, "allreduce" is one of them.
+
+    `selects`: which elements it sends, for who tests it. "largest" magnitudes; "about" so many of them as it says;
+    "some" others, as they are; "none": what comes back are other numbers. None: the largest, where it says how many by
+    an attribute `compress_ratio`, `ratio` or `threshold`.
     """
 
     average = True
     tensors_size_are_same = True
     communicators: Sequence[str] = ("allgather", "broadcast", "aggregator")
+    selects: Selects | None = None
 
     def __init__(self, average: bool = True, tensors_size_are_same: bool = True) -> None:
         self.average, self.tensors_size_are_same = average, tensors_size_are_same
@@ -55,6 +61,9 @@ class Compressor(ABC):
     def take_back(self, name: str) -> None:  # noqa: B027  most keep nothing
         """What `compress` made last of this gradient was not sent: undo what it has changed here."""
 
+    def forget(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Keep nothing of these gradients any more."""
+
 
 class Memory(ABC):
     """Keeps what a compressor leaves out, by the name of the gradient."""
@@ -67,6 +76,9 @@ class Memory(ABC):
         self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any
     ) -> None:
         """Keep the rest of `tensor`, which `compensate` gave, now that `tensor_compressed` was sent."""
+
+    def forget(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Keep nothing of these gradients any more."""
 
 
 class Communicator(ABC):
@@ -115,6 +127,13 @@ class Communicator(ABC):
     @abstractmethod
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         """Exchange `tensors`, decompress those of each rank, and aggregate."""
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Keep nothing of these gradients any more, in memory and compressor: none of them comes again. All ranks do
+        so alike."""
+        gone = list(names)
+        self.memory.forget(gone)
+        self.compressor.forget(gone)
 
     def combined(self, parts: Sequence[Any]) -> Any:
         """The decompressed gradients of all ranks, aggregated, and averaged if the compressor says so."""

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from omnireduce.compression import memories
@@ -23,6 +24,9 @@ class Keeping(Memory):
 
     def update(self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any) -> None:
         self.kept.keep_rest(name, Form(compressor.decompress(tensor_compressed, ctx)).values)
+
+    def forget(self, names: Iterable[str]) -> None:
+        self.kept.forget(names)
 
     def state_dict(self) -> memories.State:
         """A copy of all that is kept, for `load_state_dict`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +72,10 @@ class Native(Compressor):
     def take_back(self, name: str) -> None:
         """Undo the last `commit`."""
         self._steps[name] -= 1
+
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._steps.pop(name, None)
 
     def key(self, ctx: Context) -> np.uint64:
         """What tells the random numbers of this step from all others."""

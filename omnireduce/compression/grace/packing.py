@@ -6,7 +6,8 @@ by block, so scales are those of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from omnireduce.compression.memories import finite, overflowing
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform
+from omnireduce.kernels.codecs.means import MEANS_BYTES
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.runtime.member.numbers import whole
 
@@ -83,7 +85,7 @@ def _block_size(size: int) -> int:
 
 
 class NaturalCompressor(Packing):
-    """Powers of two, rounded at random."""
+    """Powers of two, rounded at random. `seed`: see `Aggregator`."""
 
     communicators, codec = IN_PIECES, "natural"
 
@@ -96,7 +98,7 @@ class TernGradCompressor(Packing):
     """-1, 0 or 1 times the largest magnitude, rounded at random; before, elements are clipped.
 
     The limit is 2.5 times the root mean square. GRACE takes the deviation from the mean, which is zero where all
-    elements are equal, so that nothing would be sent.
+    elements are equal, so that nothing would be sent. `seed`: see `Aggregator`.
     """
 
     communicators, codec, LIMIT = IN_PIECES, "ternary", 2.5
@@ -110,17 +112,42 @@ class TernGradCompressor(Packing):
         return np.clip(x, -limit, limit) if np.isfinite(limit) else x
 
 
-class OneBitCompressor(Packing):
-    """Signs, with the mean of the elements of each."""
+class Signs(Packing):
+    """Signs, and what the two stand for: `means`, over all elements.
+
+    The codec leaves zeros at the end out of its means: it does not know the size of what it encodes, and these may fill
+    a block up. On the service it does so in each block.
+    """
+
+    def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
+        (packed,) = super().encode(x, ctx)
+        if x.size:
+            with overflowing():
+                packed[:MEANS_BYTES] = np.array(self.means(x.astype(np.float64)), np.float32).view(np.uint8)
+        return [packed]
+
+    @abstractmethod
+    def means(self, x: Array) -> tuple[float, float]:
+        """What stands for the elements of `x`, float64 (elements,), below zero, and for the others."""
+
+
+class OneBitCompressor(Signs):
+    """Signs, with the mean of the elements of each. With `Aggregator` see `Signs`."""
 
     codec = "onebit"
 
     def __init__(self) -> None:
         super().__init__()
 
+    def means(self, x: Array) -> tuple[float, float]:
+        below = x < 0
+        negatives = np.count_nonzero(below)
+        return x[below].sum() / max(negatives, 1), x[~below].sum() / max(x.size - negatives, 1)
 
-class EFSignSGDCompressor(Packing):
-    """Signs times the mean magnitude. With its memory it is sent `lr` times the gradient; the sum is divided by it."""
+
+class EFSignSGDCompressor(Signs):
+    """Signs times the mean magnitude. With its memory it is sent `lr` times the gradient; the sum is divided by it.
+    With `Aggregator` see `Signs`."""
 
     codec = "scaled_sign"
 
@@ -129,6 +156,10 @@ class EFSignSGDCompressor(Packing):
         self.learning_rate = float(finite(lr, "lr"))
         if self.learning_rate <= 0:
             raise UsageError(f"lr {lr!r}: expected a number above 0")
+
+    def means(self, x: Array) -> tuple[float, float]:
+        mean = np.abs(x).mean()
+        return -mean, mean
 
     def aggregate(self, tensors: Sequence[Any]) -> Any:
         return sum(tensors) / self.learning_rate
@@ -177,12 +208,19 @@ class SignumCompressor(SignSGDCompressor):
         if name in self._before:
             self._momenta[name] = self._before.pop(name)
 
+    def forget(self, names: Iterable[str]) -> None:
+        gone = list(names)
+        super().forget(gone)
+        for kept in (self._momenta, self._next, self._before):
+            for name in gone:
+                kept.pop(name, None)
+
 
 class QSGDCompressor(Native):
     """`quantum_num` levels of the norm of each bucket of `bucket_size` elements, rounded at random: an int8 each.
 
     A bucket whose norm is not finite becomes NaN. The service has 127 levels of the largest element of each block, and
-    with another `quantum_num` moves the decompressed gradient.
+    with another `quantum_num` moves the decompressed gradient. `seed`: see `Aggregator`.
     """
 
     communicators, LEVELS = IN_PIECES, 127

@@ -6,7 +6,7 @@ float32, so that nothing is rounded twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,8 @@ class InPieces(Compressor):
         form = Form(tensor)
         pieces = np.zeros((self._comm.size, -(-form.size // self._comm.size)), np.float32)
         pieces.reshape(-1)[: form.size] = form.values
-        made = [self.compressor.compress(each, f"{name}/{i}") for i, each in enumerate(pieces)]
+        names = self._pieces_of(name)
+        made = [self.compressor.compress(each, own) for each, own in zip(pieces, names, strict=True)]
         return [each for tensors, _ in made for each in tensors], (form, [ctx for _, ctx in made])
 
     def decompress(self, tensors: Tensors, ctx: tuple[Form, list[Any]]) -> Any:
@@ -64,5 +65,11 @@ class InPieces(Compressor):
         return self.compressor.aggregate(tensors)
 
     def take_back(self, name: str) -> None:
-        for i in range(self._comm.size):
-            self.compressor.take_back(f"{name}/{i}")
+        for each in self._pieces_of(name):
+            self.compressor.take_back(each)
+
+    def forget(self, names: Iterable[str]) -> None:
+        self.compressor.forget(piece for name in names for piece in self._pieces_of(name))
+
+    def _pieces_of(self, name: str) -> list[str]:
+        return [f"{name}/{i}" for i in range(self._comm.size)]

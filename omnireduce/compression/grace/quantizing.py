@@ -9,7 +9,7 @@ import numpy as np
 from omnireduce.compression.grace.native import Context, Native
 from omnireduce.compression.grace.selecting import gaps_of, places_of
 from omnireduce.compression.memories import finite, overflowing
-from omnireduce.compression.selectors import largest, share, wanted
+from omnireduce.compression.selectors import Selects, largest, share, wanted
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.numbers import whole
@@ -21,6 +21,8 @@ class AdaqCompressor(Native):
     NaN counts as positive. After Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural
     Networks", MLHPC 2016.
     """
+
+    selects: Selects = "none"
 
     def __init__(self, compress_ratio: float = 0.3) -> None:
         super().__init__(tensors_size_are_same=False)

@@ -30,6 +30,7 @@ class Selecting(Native):
     def __init__(self, selector: selectors.Selector, *, tensors_size_are_same: bool = False) -> None:
         super().__init__(tensors_size_are_same=tensors_size_are_same)
         self.selector = selector
+        self.selects = "some" if selector.is_common or selector.unit == "blocks" else selector.selects
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
         places = self.selector.select(x, ctx.name, ctx.step)
@@ -61,6 +62,7 @@ class ThresholdCompressor(Selecting):
 
     def __init__(self, threshold: float = 0.01) -> None:
         super().__init__(selectors.Threshold(threshold))
+        self.threshold = threshold
 
 
 class GuardedThresholdCompressor(Selecting):
@@ -68,7 +70,7 @@ class GuardedThresholdCompressor(Selecting):
 
     def __init__(self, threshold: float = 0.01, compress_ratio: float = 0.01) -> None:
         super().__init__(selectors.GuardedThreshold(threshold, compress_ratio))
-        self.compress_ratio = compress_ratio
+        self.threshold, self.compress_ratio = threshold, compress_ratio
 
 
 class AdaptiveCompressor(Selecting):

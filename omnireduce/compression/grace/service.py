@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from omnireduce.runtime.member.communicator import Communicator as Member
 
 
 class Aggregator(Collective):
-    """The aggregators sum what the compressor selects, block by block in the form of its codec.
+    """The aggregators sum what the compressor selects, block by block in the form of its codec. What this draws at
+    random follows from `protocol.codec_seed`: a `seed` of the compressor is refused.
 
     Of a compressor or memory of the user's own, what the compressor has made is decompressed here and summed; blocks of
     zeros do not travel.
@@ -43,7 +45,12 @@ class Aggregator(Collective):
             )
         self._service = _service(compressor, memory)
         if self._service is None and isinstance(compressor, PowerSGDCompressor):
-            raise UsageError(f"{type(compressor).__name__} goes with the memories of omnireduce: take PowerSGDMemory")
+            raise UsageError(_why_no_factors(compressor))
+        if isinstance(self._service, Compression) and isinstance(compressor, Native) and compressor.seed:
+            raise UsageError(
+                f"{type(compressor).__name__} with seed {compressor.seed} and communicator '{self.name}': the service "
+                "draws from protocol.codec_seed. Set that, and leave seed at 0"
+            )
 
     def step(self, tensor: Any, name: str) -> Any:
         if self._service is None:
@@ -53,6 +60,12 @@ class Aggregator(Collective):
         sums = form.values.reshape(form.shape).copy()
         self._service.allreduce(self.comm, sums, name=name, op=_op(self.compressor))
         return self.compressor.aggregate([form.restore(sums)])
+
+    def forget(self, names: Iterable[str]) -> None:
+        gone = list(names)
+        super().forget(gone)
+        if isinstance(self._service, PowerSgd):
+            self._service.forget(gone)
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         form = Form(self.compressor.decompress(tensors, ctx))
@@ -77,6 +90,17 @@ class Allreduce(Aggregator):
 
 def _op(compressor: Compressor) -> Sum:
     return "mean" if compressor.average else "sum"
+
+
+def _why_no_factors(compressor: PowerSGDCompressor) -> str:
+    """Why the service does not make factors for this one."""
+    name = type(compressor).__name__
+    if _is_ours(type(compressor)):
+        return f"{name} goes with the memories of omnireduce: take PowerSGDMemory"
+    return (
+        f"{name} is a class of your own. Factors are summed while they are made, by the service itself: take "
+        "PowerSGDCompressor, or a class that derives from Compressor"
+    )
 
 
 def _is_ours(kind: type) -> bool:

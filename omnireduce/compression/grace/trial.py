@@ -9,16 +9,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnireduce.compression.grace.base import Compressor
-from omnireduce.compression.grace.forms import Form, is_tensor, payload_of
+from omnireduce.compression.grace.claims import Claim, claim_of
+from omnireduce.compression.grace.forms import Form, payload_of
 from omnireduce.compression.grace.native import Context
 from omnireduce.compression.grace.selecting import Selecting
-from omnireduce.compression.selectors import Selector, wanted
+from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
 
 NAME = "layer.weight"
 Make = Callable[[], Compressor]
 Convert = Callable[[Array], Any]
+ALWAYS = (
+    "shapes and types",
+    "the gradient stays",
+    "a second run sends the same",
+    "generators stay",
+)
 
 
 class Gradient(NamedTuple):
@@ -30,15 +37,18 @@ class Gradient(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What came of it: how many gradients were tried, what failed, and why some kinds of arrays were not taken."""
+    """What came of it: how many gradients were tried, what failed, why some kinds of arrays were not taken, and what
+    was checked, and what was not."""
 
     tried: int
     failures: list[str]
     not_taken: dict[str, str]
+    checked: list[str]
+    unchecked: list[str]
 
 
-def gradients() -> Iterator[Gradient]:
-    """The ones to try; a random one comes first."""
+def gradients(threshold: float | None = None) -> Iterator[Gradient]:
+    """The ones to try; a random one comes first. Of some few elements are above the `threshold`, if there is one."""
     rng = np.random.default_rng(1)
     for shape in ((1000,), (64, 33), (3, 4, 5, 7), (1, 1)):
         yield Gradient(f"random of shape {shape}", rng.standard_normal(shape).astype(np.float32), True)
@@ -53,17 +63,25 @@ def gradients() -> Iterator[Gradient]:
     for title, odd in (("NaN", np.nan), ("infinity", np.inf), ("minus infinity", -np.inf)):
         yield Gradient(f"with {title}", np.concatenate([rng.standard_normal(99), [odd]]).astype(np.float32))
     yield Gradient("no element", np.empty(0, np.float32))
+    if threshold is not None and 1e-30 < threshold < 1e30:  # as float32 it and all near it are numbers like others
+        below = threshold * rng.uniform(0.1, 0.9, 1000)
+        signs = rng.choice([-1, 1], 1000)
+        yield Gradient("all below the threshold, and negative", -below.astype(np.float32), True)
+        for title, count in (("one", 1), ("half", 500)):
+            above = np.where(rng.permutation(1000) < count, 2 * threshold, 0)
+            yield Gradient(f"{title} above the threshold", (signs * (below + above)).astype(np.float32), True)
 
 
 def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping[str, Callable[[], Any]]) -> Trial:
     """Try what `make` returns, anew for each gradient.
 
     `kinds`: how to make a gradient of each kind of array from one of NumPy. `generators`: what gives the state of each
-    generator of random numbers that must stay as it is. Raises UsageError where it takes no kind of array at all.
+    generator of random numbers that must stay as it is. Raises UsageError where it takes no kind of array at all, or
+    `selects` is none of its words.
     """
     known = {"random": random.getstate, "numpy": lambda: tuple(np.random.get_state()), **generators}
     before = {name: state() for name, state in known.items()}
-    first = next(gradients())
+    first, claim = next(gradients()), claim_of(make())
     errors = {kind: _error(make, convert(first.values)) for kind, convert in kinds.items()}
     not_taken = {kind: error for kind, error in errors.items() if error}
     if len(not_taken) == len(kinds):
@@ -71,15 +89,14 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
     failures, tried = [], 0
     for kind, convert in kinds.items():
         if kind not in not_taken:
-            selects = _selects(make, convert(first.values))
-            for gradient in gradients():
+            for gradient in gradients(claim.threshold):
                 tried += 1
-                found = _wrong(make, gradient, convert, selects=selects)
+                found = _wrong(make, gradient, convert, claim)
                 failures += [f"{gradient.title}, {kind}: {each}" for each in found]
     for name, state in known.items():
         if not _same(before[name], state()):
             failures.append(f"all gradients: expected the generator of {name} as it was; it was seeded, or drawn from")
-    return Trial(tried, failures, not_taken)
+    return Trial(tried, failures, not_taken, [*ALWAYS, *claim.checked], claim.unchecked)
 
 
 def _error(make: Make, x: Any) -> str:
@@ -103,23 +120,11 @@ def _there_and_back(compressor: Compressor, x: Any) -> tuple[list[Any], Any]:
     return sent, compressor.decompress(*made)
 
 
-def _selects(make: Make, x: Any) -> bool:
-    """Whether it sends some elements as they are: what comes back is among those of `x`, and not all, or it says which
-    share it sends."""
-    compressor = make()
-    back = _there_and_back(compressor, x)[1]
-    if not (isinstance(back, np.ndarray) or is_tensor(back)):
-        return False
-    values = Form(back).values
-    is_part = not values.all() or _ratio(compressor) > 0
-    return is_part and bool(np.isin(values[values != 0], Form(x).values).all())
-
-
-def _wrong(make: Make, gradient: Gradient, convert: Convert, *, selects: bool) -> Iterator[str]:
+def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> Iterator[str]:
     """What is wrong with what becomes of one gradient: what was expected, and what came."""
-    x, compressor = convert(gradient.values.copy()), make()
+    x = convert(gradient.values.copy())
     try:
-        sent, back = _there_and_back(compressor, x)
+        sent, back = _there_and_back(make(), x)
         again, _ = _there_and_back(make(), convert(gradient.values.copy()))
     except Exception as error:
         if gradient.values.size:  # of no elements not all can be asked
@@ -132,30 +137,12 @@ def _wrong(make: Make, gradient: Gradient, convert: Convert, *, selects: bool) -
         return
     if not _same(sent, again):
         yield "expected the same tensors of the same gradient; a second compressor has sent others"
-    yield from _wrong_values(Form(back).values, gradient, compressor, selects=selects)
-
-
-def _wrong_values(found: Array, gradient: Gradient, compressor: Compressor, *, selects: bool) -> Iterator[str]:
-    x = gradient.values.reshape(-1)
-    if selects:
-        wrong = np.flatnonzero((found != 0) & (found != x) & ~(np.isnan(found) & np.isnan(x)))
-        if wrong.size:
-            yield f"expected element {wrong[0]} to be {x[wrong[0]]} or 0, got {found[wrong[0]]}"
-    if not gradient.is_full:
-        return
-    count, k = int(np.count_nonzero(found)), wanted(_ratio(compressor), x.size)
-    if not np.isfinite(found).all():
-        yield f"expected finite numbers, got {found[~np.isfinite(found)][0]}"
-    elif not count:
+    values = Form(back).values
+    yield from claim.broken(values, gradient.values.reshape(-1))
+    if gradient.is_full and not np.isfinite(values).all():
+        yield f"expected finite numbers, got {values[~np.isfinite(values)][0]}"
+    elif gradient.is_full and claim.threshold is None and not values.any():
         yield "expected something to be sent, got zeros only"
-    elif selects and count < k:
-        yield f"expected {k} to {x.size} elements, got {count}"
-
-
-def _ratio(compressor: Compressor) -> float:
-    """The share of elements that it says it sends; of one that says nothing the least that there is."""
-    found = getattr(compressor, "compress_ratio", getattr(compressor, "ratio", None))
-    return float(found) if isinstance(found, int | float) and 0 < found <= 1 else 0.0
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -178,7 +165,7 @@ class OfSelector(Selecting):
     def __init__(self, selector: Selector) -> None:
         super().__init__(selector)
         if selector.unit == "elements":
-            self.ratio = getattr(selector, "ratio", None)
+            self.ratio, self.threshold = (getattr(selector, each, None) for each in ("ratio", "threshold"))
 
     def encode(self, x: Array, ctx: Context) -> list[Array]:
         chosen = self.selector.select(x, ctx.name, ctx.step)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +16,7 @@ from omnireduce.kernels.codecs.natural import Natural
 from omnireduce.kernels.codecs.qsgd import Qsgd
 from omnireduce.kernels.codecs.sign import Sign
 from omnireduce.kernels.codecs.ternary import Ternary
+from omnireduce.loading import load_named
 
 Codecs = Mapping[str, Codec]
 NONE = "none"  # the name for float32 as it is
@@ -45,13 +44,7 @@ def codec_named(name: str) -> Codec:
     if name in BUILT_IN:
         _try_out(BUILT_IN[name])
         return BUILT_IN[name]
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise UsageError(f"codec '{name}': expected {', '.join((NONE, *BUILT_IN))}, or module:Class")
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module is a user's own, and may raise anything
-        raise UsageError(f"the codec '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
+    found = load_named(name, f"the codec '{name}'", f"{', '.join((NONE, *BUILT_IN))}, or module:Class")
     if not (isinstance(found, type) and issubclass(found, Codec)):
         raise UsageError(f"the codec '{name}' is a {found!r}; expected a class that derives from omnireduce.Codec")
     try:
