@@ -218,7 +218,8 @@ class DgcSampling(Selector):
                 threshold = (low * high) ** 0.5
             else:
                 threshold *= self.UP if count > aim else self.DOWN
-        return at_least(x, threshold)
+        found = at_least(x, threshold)
+        return found if found.size else largest(x, wanted(self.ratio, x.size))  # magnitudes are equal: none is between
 
 
 class Adaptive(Selector):

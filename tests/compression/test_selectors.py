@@ -165,3 +165,9 @@ def test_arrays_of_another_kind_are_refused(x: Any) -> None:
         with pytest.raises(UsageError, match="expected a flat, contiguous array of float32"):
             selector.select(x)
     assert TopK(np.float32(0.5)).select(np.ones(4, np.float32)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("larger", [0, 5])
+def test_sampling_sends_something_of_equal_magnitudes(larger: int) -> None:
+    x = np.where(np.arange(1000) < larger, 2, 1).astype(np.float32)
+    assert 0 < DgcSampling(0.01).select(x).size <= 10
