@@ -211,15 +211,16 @@ class DgcSampling(Selector):
         low, high = 0.0, np.inf  # too many are above the one, too few above the other
         for _ in range(self.ROUNDS):
             count = count_at_least(x.view(np.int32), _bits_of(threshold))
-            if self.DOWN * aim <= count <= self.UP * aim or not 0 < threshold < np.inf:
+            if self.DOWN * aim <= count <= self.UP * aim:
+                return at_least(x, threshold)
+            if not 0 < threshold < np.inf:
                 break
             low, high = (threshold, high) if count > aim else (low, threshold)
             if low > 0 and high < np.inf:
                 threshold = (low * high) ** 0.5
             else:
                 threshold *= self.UP if count > aim else self.DOWN
-        found = at_least(x, threshold)
-        return found if found.size else largest(x, wanted(self.ratio, x.size))  # magnitudes are equal: none is between
+        return largest(x, wanted(self.ratio, x.size))  # no threshold lies between: magnitudes are equal
 
 
 class Adaptive(Selector):
