@@ -3,6 +3,9 @@
 Jobs are started in the order in which they are submitted, which must be the same on every rank. They overlap: many may
 be under way together. Only a job that uses memory which an earlier one still uses waits in a queue, and those behind it
 do, too, so that the order stays the same. While there is a queue, a thread starts its jobs as memory becomes free.
+
+When that is differs between ranks. So each job goes out under its number: where another collective comes before it on
+one rank and after it on another, all ranks get an error that names both, and no wrong sum.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Context:
     """The jobs of this rank. `Context.instance()` is the one of this process; a program may make others.
 
     Any thread may call any method. `with Context.instance() as context:` starts it, unless it runs, and stops it in the
-    end. After `stop`, or when the job of the ranks was aborted, it may be started again; all ranks do that.
+    end. After `stop` it may be started again; all ranks do that. When the job of the ranks was aborted, stop it first.
     """
 
     _instance: ClassVar[Context | None] = None
@@ -57,6 +60,7 @@ class Context:
         self._comm: Communicator | None = None
         self._queue = deque[Job]()
         self._running: list[Job] = []
+        self._begun = Counter[int]()  # how many jobs, in each generation of the communicator
         self._starter: threading.Thread | None = None  # of the jobs in the queue
         self.reset_stats()
 
@@ -75,8 +79,13 @@ class Context:
 
     @property
     def communicator(self) -> Communicator:
-        """What the context stands on: rank, size, configuration, and all collectives that SwitchML has not. Raises
-        UsageError before the first start."""
+        """What the context stands on: rank, size, configuration, and all collectives that SwitchML has not.
+
+        They take part in the order of jobs, so call them when no job is in the queue, after `wait_for_all_jobs` for
+        example. Else jobs may come before them on one rank and after them on another, which ends the job of the ranks
+        with AbortedError. The thread that has called `start` need not name them. Raises UsageError before the first
+        start.
+        """
         if self._comm is None:
             raise UsageError("the context was never started; call start() first")
         return self._comm
@@ -110,6 +119,7 @@ class Context:
         finally:
             with self._changed:
                 self._comm = comm or self._comm
+                self._begun.clear()
                 self._state = ContextState.STOPPED if comm is None else ContextState.RUNNING
                 self._changed.notify_all()
         return self
@@ -170,20 +180,20 @@ class Context:
         """Start a job, or put it behind those whose memory it needs. All ranks submit the same jobs in the same order.
 
         Raises UsageError unless the context runs, and for a job that was submitted before; what
-        `Communicator.allreduce_async` raises.
+        `Communicator.allreduce_async` raises, and then the job has failed with it.
         """
         with self._changed:
             if self._state is not ContextState.RUNNING:
                 raise UsageError(f"the context is {self._state.value} and takes no jobs; call start() first")
             self._settle()
             job.enter()
+            self._submitted[job.x.size] += 1
             if self._queue or self._in_the_way_of(job) is not None:
                 self._let_a_thread_start_jobs()
                 self._queue.append(job)
                 self._changed.notify_all()
             else:
                 self._begin(job)
-            self._submitted[job.x.size] += 1
 
     def wait_for_all_jobs(self, timeout_s: float | None = None) -> None:
         """Wait until no job is under way or in the queue.
@@ -227,9 +237,15 @@ class Context:
     # all with the lock held
 
     def _begin(self, job: Job) -> None:
+        """Let the ranks exchange a job. Where that raises, the job has failed."""
         comm = self.communicator
-        comm.take_over()  # whichever thread this is, jobs need no names: they come one after another
-        job.start(comm)
+        self._begun[comm.generation] += 1  # a rank that comes new to an elastic job counts as the others do
+        try:
+            job.start(comm, f"switchml job {self._begun[comm.generation]}")
+        except OmniReduceError as error:
+            job.fail(error)
+            self._count(job)
+            raise
         self._running.append(job)
 
     def _settle(self) -> None:
@@ -263,14 +279,8 @@ class Context:
                 before = self._in_the_way_of(job)
                 if before is None:
                     self._queue.popleft()
-                    self._begin_or_fail(job)
+                    with suppress(OmniReduceError):  # the job has it
+                        self._begin(job)
             if before is not None:
                 with suppress(OmniReduceError):
                     before.wait()
-
-    def _begin_or_fail(self, job: Job) -> None:
-        try:
-            self._begin(job)
-        except OmniReduceError as error:
-            job.fail(error)
-            self._count(job)

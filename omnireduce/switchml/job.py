@@ -128,15 +128,16 @@ class Job:
             raise UsageError(f"job {self.id} was submitted before; make another one")
         self._submitted = True
 
-    def start(self, comm: Communicator) -> None:
-        """Let the ranks exchange it. Raises what `Communicator.allreduce_async` raises."""
-        handle = comm.allreduce_async(self.out) if self.in_place else comm.allreduce_async(self.x, out=self.out)
+    def start(self, comm: Communicator, name: str) -> None:
+        """Let the ranks exchange it as the collective `name`. Raises what `Communicator.allreduce_async` raises."""
+        x, out = (self.out, None) if self.in_place else (self.x, self.out)
+        handle = comm.allreduce_async(x, out=out, name=name)
         with self._changed:
             self._handle = handle
             self._changed.notify_all()
 
     def fail(self, error: OmniReduceError) -> None:
-        """It will not be started."""
+        """It was not started, and will not be."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

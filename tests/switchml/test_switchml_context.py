@@ -121,6 +121,90 @@ def test_jobs_go_through_their_states(daemon: Daemon) -> None:
         context.stop()
 
 
+def behind_another(daemon: Daemon, run: Callable[[Context, Job, threading.Event], object]) -> list[Any]:
+    """`run` on two ranks after their second job, which is in the queue of rank 0: rank 1 begins the first one only when
+    rank 0 has set the event."""
+    config, begun = configured(daemon.addresses, f"cluster.job={unique_job('switchml')}"), threading.Event()
+
+    def start(rank: int) -> object:
+        with Context().start(config, rank=rank, size=2) as context:
+            x = np.ones(8, np.float32)
+            if rank == 1:
+                assert begun.wait(WAIT_S)
+            first = context.allreduce_async(x)
+            if rank == 1:
+                first.wait(WAIT_S)
+            second = context.allreduce_async(x)
+            assert rank == 1 or second.state is JobState.QUEUED
+            return run(context, second, begun)
+
+    return Ranks(2, start).results()
+
+
+def test_a_job_meets_no_other_collective(daemon: Daemon) -> None:
+    """The other one comes before the job on rank 0, and after it on rank 1. Both are sums of eight numbers."""
+
+    def run(context: Context, job: Job, begun: threading.Event) -> str:
+        if context.communicator.rank == 0:
+            context.communicator.allreduce_async(np.full(8, 100, np.float32))
+            begun.set()
+        error = failure(lambda: job.wait(WAIT_S))
+        assert isinstance(error, AbortedError)
+        return str(error)
+
+    for said in behind_another(daemon, run):
+        assert "'switchml job 2'" in said
+
+
+def test_other_collectives_need_no_name_when_jobs_are_over(daemon: Daemon) -> None:
+    """Though another thread has started a job."""
+
+    def run(context: Context, job: Job, begun: threading.Event) -> list[float]:
+        begun.set()
+        context.wait_for_all_jobs(WAIT_S)
+        return [float(job.out[0]), float(context.communicator.allreduce(np.full(8, 100, np.float32))[0])]
+
+    assert behind_another(daemon, run) == [[4.0, 200.0]] * 2
+
+
+def test_a_rank_that_comes_new_counts_jobs_as_the_others_do(daemon: Daemon) -> None:
+    """Rank 1 leaves and is started again. Meanwhile rank 0 goes on alone."""
+    elastic = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
+    config, alone = configured(daemon.addresses, f"cluster.job={unique_job('switchml')}", *elastic), threading.Event()
+
+    def total(context: Context) -> float:
+        return float(context.allreduce(np.ones(8, np.float32), timeout_s=WAIT_S)[0])
+
+    def run(rank: int) -> float:
+        with Context().start(config, rank=rank, size=2) as context:
+            if rank == 0:
+                with pytest.raises(AbortedError, match="rank 1"):
+                    total(context)
+                context.communicator.reform()
+                alone.set()
+                assert eventually(lambda: total(context) == 1.0 and context.communicator.newcomers > 0)
+                context.communicator.reform()
+                return total(context)
+        assert alone.wait(WAIT_S)
+        with Context().start(config, rank=1, size=2) as context:
+            return total(context)
+
+    assert Ranks(2, run).results() == [2.0, 2.0]
+
+
+def test_a_job_that_cannot_begin_has_failed(daemon: Daemon) -> None:
+    first, second = pair(daemon)
+    second.stop()
+    with pytest.raises(AbortedError, match="rank 1"):
+        first.allreduce(np.ones(8, np.float32), timeout_s=WAIT_S)
+    job = Job(np.ones(8, np.float32))
+    error = failure(lambda: first.submit(job))
+    assert (job.state, job.error) == (JobState.FAILED, error)
+    assert failure(lambda: job.wait(WAIT_S)) is error
+    assert (first.stats.jobs_submitted, first.stats.jobs_failed) == (2, 2)
+    first.stop()
+
+
 def test_jobs_of_their_own_memory_run_together(daemon: Daemon) -> None:
     first, second = pair(daemon)
     arrays = [np.full(10 * number, number, np.float32) for number in range(1, 6)]
@@ -195,6 +279,7 @@ def test_a_rank_that_leaves_is_named_and_all_may_start_again(daemon: Daemon) -> 
         assert job.state is JobState.FAILED
         assert "rank 1" in str(job.error)
     assert eventually(lambda: first.stats.jobs_failed == 2)
+    assert "the context is running; stop it" in str(failure(lambda: first.start()))
     first.stop()
     config = configured(daemon.addresses, f"cluster.job={unique_job('switchml')}")
 
