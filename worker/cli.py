@@ -188,7 +188,5 @@ def _load(config_file: str | None, overrides: tuple[str, ...]) -> Config:
     return config
 
 
-for _command in (allreduce_benchmark, replay):
-    main.add_command(_command)
-for _command in (density, trace, show_config):  # of the console; `python -m worker` has them, too
+for _command in (allreduce_benchmark, replay, density, trace, show_config):  # the last three are of the console
     main.add_command(_command)

@@ -19,8 +19,9 @@ from local_cluster import MPIRUN, WAIT_S, Daemon, Ranks, configured, unique_job
 from omnireduce.errors import UsageError
 from omnireduce.switchml import Context
 from worker.cli import main
+from worker.switchml.benchmark import nothing
 from worker.switchml.layers import HEADER, Layer, read_layers, write_layers
-from worker.switchml.replay import Device, Replay, Training
+from worker.switchml.replay import Device, Replay, Training, _iterate
 
 NUMBER = r"#[\d.e+-]+#"
 LAYERS = [Layer(0, 1000, 2000, 3000), Layer(1, 20, 0, 1000), Layer(2, 300, 1000, 0)]
@@ -72,7 +73,7 @@ def worker(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedPr
 @pytest.mark.parametrize("options", [["--random", "1"], ["--overlap", "backward"], ["--overlap", "none"]])
 def test_two_ranks_train_by_the_file(tmp_path: Path, options: list[str]) -> None:
     write_layers(LAYERS, tmp_path / "model.csv")
-    done = worker("model.csv", "--num-iters", "3", "--verify", "--json", "found.json", *options, cwd=tmp_path, ranks=2)
+    done = worker("--num-iters", "3", "--json", "found.json", *options, "--verify", "model.csv", cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     patterns = [
         r"Signal handler thread started\. .*", r"Running 5 warmup iterations\.", r"Warmup finished\.",
@@ -131,6 +132,31 @@ def test_an_iteration_may_end_with_its_sums(daemon: Daemon, overlap: str) -> Non
             return [right, training.wrong().count]
 
     assert Ranks(2, run).results() == [[0, 1320]] * 2
+
+
+class Losing(Training):
+    """Does not submit the gradient of layer 1 in the last iteration: its sum is never written."""
+
+    def _submit(self, number: int) -> None:
+        self.submitted = getattr(self, "submitted", 0) + 1
+        if self.submitted != (ASKED.num_warmup_iters + ASKED.num_iters) * len(LAYERS) - 1:
+            super()._submit(number)
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [(Training, 0), (Losing, LAYERS[1].numel)])
+def test_the_check_sees_what_the_last_iteration_has_not_summed(
+    daemon: Daemon, kind: type[Training], wrong: int
+) -> None:
+    """Though those before, while whose sums it begins, have summed the same."""
+    config = configured(daemon.addresses, f"cluster.job={unique_job('replay')}")
+
+    def run(rank: int) -> int:
+        with Context().start(config, rank=rank, size=2) as context:
+            training = kind(context, LAYERS, ASKED)
+            _iterate(training, ASKED, nothing)
+            return training.wrong().count
+
+    assert Ranks(2, run).results() == [wrong] * 2
 
 
 def test_a_device_computes_for_as_long_as_it_is_told() -> None:
@@ -243,6 +269,10 @@ def test_without_torch_one_line_says_so(tmp_path: Path) -> None:
         (["--record", "a:b"], 2, "expected MODEL.CSV, or --record"),
         (["model.csv", "--device", "gpu"], 1, "--device gpu: these tensors are in the memory of the host"),
         (["none.csv"], 1, "none.csv: cannot be read: No such file or directory"),
+        (["--verify", "none.csv"], 1, "none.csv: cannot be read: No such file or directory"),
+        (["--random", "0", "--verify", "1", "none.csv"], 1, "none.csv: cannot be read: No such file or directory"),
+        (["none.csv", "--verify", "2"], 2, "unexpected extra argument (2)"),
+        (["none.csv", "--verify=2"], 2, "'--verify': '2' is not a valid boolean"),
         (["--record", "a:b", "--output", "none/x.csv"], 1, "none/x.csv: there is no folder none"),
     ],
 )

@@ -70,6 +70,21 @@ def test_all_flags_and_their_defaults() -> None:
         assert re.search(rf"\[default: {re.escape(default)}[;\]]", described) or not default, described
 
 
+@pytest.mark.parametrize("command", ["allreduce-benchmark", "replay"])
+def test_h_is_help(command: str) -> None:
+    short, long = (CliRunner().invoke(main, [command, flag]) for flag in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+
+
+def test_help_says_what_each_command_checks() -> None:
+    said = [
+        " ".join(CliRunner().invoke(main, [name, "-h"]).output.split()) for name in ("allreduce-benchmark", "replay")
+    ]
+    assert "Check every element of every sum, int32 exactly, from above and from below." in said[0]
+    assert "Check every element of the sums of the last iteration, from above and from below." in said[1]
+    assert "int32" not in said[1]
+
+
 def test_one_rank_prints_what_switchml_prints() -> None:
     done = run("--tensor-numel", "10000", "--num-jobs", "3", "--verify", "1")
     assert (done.returncode, complaints(done)) == (0, [])

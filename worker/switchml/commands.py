@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -20,24 +21,40 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NUMEL = 1 << 28
+_VALUES = ("0", "1", "false", "true", "")  # of a switch; the last one: nothing follows
+_HELP = {"help_option_names": ["-h", "--help"]}  # as in SwitchML
+
+
+class _Switch(click.Option):
+    """`--name` or `--name 1`: on; `--name 0`: off."""
+
+
+class _Command(click.Command):
+    """A switch takes what follows only if that is a value of it: in `--verify model.csv` it is none."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        switches = {name for each in self.params if isinstance(each, _Switch) for name in each.opts}
+        pairs = pairwise([*args, ""])
+        return super().parse_args(ctx, [f"{a}=1" if a in switches and b not in _VALUES else a for a, b in pairs])
 
 
 def _switch(name: str, text: str, *, default: bool = False) -> Callable[[_F], _F]:
-    """`--name` or `--name 1`: on; `--name 0`: off."""
     text += f" [default: {default:d}]"
     return click.option(
-        name, type=click.BOOL, is_flag=False, flag_value="true", default=default, metavar="[0|1]", help=text
-    )
+        name, cls=_Switch, type=click.BOOL, is_flag=False, flag_value="true", default=default, metavar="[0|1]",
+        help=text,
+    )  # fmt: skip
 
 
-def _data_options(command: _F) -> _F:
-    """What both commands say of tensors and their check. The command gets them as they are named."""
+def _data_options(verify: str) -> Callable[[_F], _F]:
+    """What both commands say of tensors and their check; `verify`: what is checked. The command gets them as they are
+    named."""
     options = (
         click.option(
             "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
             help="Where tensors are; gpu is refused.",
         ),
-        _switch("--verify", "Check every element of every sum, from above and from below; int32 exactly."),
+        _switch("--verify", f"Check {verify}, from above and from below."),
         click.option(
             "--err", type=click.FloatRange(0, 100), default=1.0, show_default=True,
             help="By how many per cent a float may be wrong.",
@@ -45,15 +62,19 @@ def _data_options(command: _F) -> _F:
         _switch("--random", "Sum random values."),
         click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of these."),
     )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+    def add(command: _F) -> _F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-@click.command("allreduce-benchmark", short_help="Run SwitchML's benchmark.")
+@click.command("allreduce-benchmark", cls=_Command, context_settings=_HELP, short_help="Run SwitchML's benchmark.")
 @click.option("--tensor-numel", type=click.IntRange(1, 2**40), default=_NUMEL, show_default=True, help="Elements.")
 @click.option("--tensor-type", type=click.Choice(["int32", "float"]), default="float", show_default=True)
-@_data_options
+@_data_options(verify="every element of every sum, int32 exactly")
 @click.option("--num-jobs", type=click.IntRange(1), default=10, show_default=True, help="All-reduces that are timed.")
 @click.option("--num-warmup-jobs", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
 @_switch("--inplace", "Let the sum replace the tensor.", default=True)
@@ -102,9 +123,11 @@ def allreduce_benchmark(
     _end(wrong)
 
 
-@click.command("replay", short_help="Train a model by its timing, as SwitchML does.")
+@click.command(
+    "replay", cls=_Command, context_settings=_HELP, short_help="Train a model by its timing, as SwitchML does."
+)
 @click.argument("model", required=False, metavar="[MODEL.CSV]")
-@_data_options
+@_data_options(verify="every element of the sums of the last iteration")
 @click.option("--num-iters", type=click.IntRange(1), default=10, show_default=True, help="Iterations that are timed.")
 @click.option("--num-warmup-iters", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
 @click.option(
@@ -129,10 +152,10 @@ def replay(
     Passes take as long as the file says. The gradient of each layer is summed over all ranks while others compute; the
     next forward pass of a layer waits for it.
 
-    With --record, FUNCTION of MODULE returns (model, input) or (model, input, loss). The model is trained, here and by
-    one rank, for --num-iters steps after --num-warmup-iters, and the medians of its layers are written.
+    With --record, FUNCTION of MODULE returns (model, input) or (model, input, loss). One rank, this one, makes its
+    forward and backward pass --num-iters times after --num-warmup-iters, and the medians of its layers are written.
 
-    The exit status is 1 if any element of the last sums was wrong.
+    The exit status is 1 if any element of the last iteration's sums was wrong.
     """
     _refuse_gpu(device)
     if (model is None) == (record is None) or (record is None) != (output is None):
