@@ -168,6 +168,8 @@ def test_a_device_computes_for_as_long_as_it_is_told() -> None:
 
 
 MODELS = """
+import time
+
 import torch
 from torch import nn
 
@@ -183,6 +185,44 @@ def shared():
 def attention():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return layer, {"src": torch.ones(2, 3, 8)}, torch.sum
+
+SPIN_NS = 5_000_000
+
+class Spin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        spin()
+        return gradient
+
+def spin():
+    end = time.perf_counter_ns() + SPIN_NS
+    while time.perf_counter_ns() < end:
+        pass
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        spin()
+        return super().forward(x)
+
+class Heads(nn.Module):
+    "Three layers, of which only the middle one gets a gradient; the input gets one after it."
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.used, self.last = Slow(4, 4), nn.Linear(4, 2), Slow(4, 4)
+
+    def forward(self, x):
+        self.first(x)
+        found = self.used(Spin.apply(x))
+        self.last(x)
+        return found
+
+def heads():
+    return Heads(), torch.ones(2, 4, requires_grad=True)
 
 def unused():
     return nn.Linear(3, 3).requires_grad_(False), torch.ones(1, 3, requires_grad=True)
@@ -230,6 +270,17 @@ def test_a_model_of_torch_is_recorded(record: Callable[[str], Result], name: str
     )
     assert all(layer.backward_pass_ns > 0 for layer in layers)
     assert layers[-1].forward_pass_ns > 0
+
+
+def test_all_layers_together_take_as_long_as_the_model(record: Callable[[str], Result]) -> None:
+    """Two layers without a gradient take 5 ms each, one before and one after the only one that has one. Behind that the
+    backward pass goes on for 5 ms."""
+    done = record("heads")
+    assert done.exit_code == 0, done.stderr
+    [layer] = read_layers("model.csv")
+    assert layer.numel == 4 * 2 + 2
+    assert layer.forward_pass_ns >= 2 * 5_000_000
+    assert layer.backward_pass_ns >= 5_000_000
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,14 @@ def test_h_is_help(command: str) -> None:
     assert (short.exit_code, short.output) == (0, long.output)
 
 
-def test_help_says_what_each_command_checks() -> None:
+def test_help_says_what_each_command_does() -> None:
     said = [
         " ".join(CliRunner().invoke(main, [name, "-h"]).output.split()) for name in ("allreduce-benchmark", "replay")
     ]
     assert "Check every element of every sum, int32 exactly, from above and from below." in said[0]
     assert "Check every element of the sums of the last iteration, from above and from below." in said[1]
     assert "int32" not in said[1]
+    assert "One rank, this one, makes its forward and backward pass --num-iters times" in said[1]
 
 
 def test_one_rank_prints_what_switchml_prints() -> None:

@@ -1,15 +1,16 @@
 """How long the layers of a model of torch compute, for `replay`.
 
-A layer is a module with trainable parameters of its own. Its forward pass ends when the module has returned, and its
-backward pass when the last of its gradients is there. Each pass begins where that of the layer before has ended, so
-what has no parameters counts for the layer after it, and all layers together take as long as the model.
+A layer is a module with trainable parameters of its own that get a gradient. Its forward pass ends when the module has
+returned, and its backward pass when the last of its gradients is there. Each pass begins where that of the layer before
+has ended, so what is no layer counts for the layer after it, or else for the last one. In each step all layers together
+take as long as the model.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ EXPECTED = "(model, input) or (model, input, loss)"
 
 
 def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
-    """Train the model that the function `name`, MODULE:FUNCTION, returns, and time its layers: medians of `steps`.
+    """Time the layers of the model that the function `name`, MODULE:FUNCTION, returns: medians of `steps` forward and
+    backward passes, after `warmup` others. Its parameters stay what they are.
 
     The function returns the model, its input, and perhaps a function that makes a loss of the output; else the loss is
     the sum of the output. The input is a tensor, a tuple of arguments or a dict of named ones. Raises UsageError when
@@ -46,6 +48,7 @@ def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
             total = loss(output)
             stopwatch.turn()
             total.backward()
+            stopwatch.stop()
         return stopwatch.layers()
     except UsageError:
         raise
@@ -96,38 +99,54 @@ class _Stopwatch:
 
     def forget(self) -> None:
         """What was timed so far does not count."""
-        self._steps = 0
-        self._forward = defaultdict[Any, list[int]](list)
-        self._backward = defaultdict[Any, list[int]](list)
+        self._step = -1
+        # of each module, in the order of the pass: nanoseconds of each step
+        self._forward = defaultdict[Any, Counter[int]](Counter)
+        self._backward = defaultdict[Any, Counter[int]](Counter)
 
     def go(self) -> None:
         """A forward pass begins."""
-        self._steps += 1
+        self._step += 1
         self._at = time.perf_counter_ns()
 
     def turn(self) -> None:
-        """A backward pass begins. What came after the last layer is its own."""
-        if self._forward:
-            self._note(self._forward, next(reversed(self._forward)))
+        """A backward pass begins. What came after the last module is its own."""
+        self._note_rest(self._forward)
+
+    def stop(self) -> None:
+        """The backward pass has ended."""
+        self._note_rest(self._backward)
+
+    def _note_rest(self, times: dict[Any, Counter[int]]) -> None:
+        if times:
+            self._note(times, next(reversed(times)))
         self._at = time.perf_counter_ns()
 
-    def _note(self, times: dict[Any, list[int]], module: Any) -> None:
+    def _note(self, times: dict[Any, Counter[int]], module: Any) -> None:
         """The time since the last note is that of `module`."""
         now = time.perf_counter_ns()
-        found = times[module]
-        found += [0] * (self._steps - len(found))
-        found[-1] += now - self._at
+        times[module][self._step] += now - self._at
         self._at = now
 
     def layers(self) -> list[Layer]:
         """In the reverse order of the backward pass."""
         if not self._backward:
             raise UsageError("--record: no parameter of the model got a gradient")
+        forward = self._forward_of_layers()
         return [
-            Layer(number, self._numels[module], _median(self._forward.get(module, [0])), _median(times))
+            Layer(number, self._numels[module], self._median(forward[module]), self._median(times))
             for number, (module, times) in enumerate(reversed(self._backward.items()))
         ]
 
+    def _forward_of_layers(self) -> dict[Any, Counter[int]]:
+        """A module without a gradient is no layer: its time is that of the next layer, or else of the last one."""
+        found, before = defaultdict[Any, Counter[int]](Counter), Counter[int]()
+        for module, times in self._forward.items():
+            before += times
+            if module in self._backward:
+                found[module], before = before, Counter()
+        found[next(reversed(found), next(iter(self._backward)))] += before
+        return found
 
-def _median(times: list[int]) -> int:
-    return round(statistics.median(times))
+    def _median(self, times: Counter[int]) -> int:
+        return round(statistics.median(times[step] for step in range(self._step + 1)))
