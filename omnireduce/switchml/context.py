@@ -223,7 +223,7 @@ class Context:
                 jobs_submitted=self._submitted.total(),
                 jobs_finished=self._ended[JobState.FINISHED],
                 jobs_failed=self._ended[JobState.FAILED],
-                sizes=Distribution.of(self._submitted),
+                sizes=Distribution.of(self._submitted.elements()),
                 sent_bytes=0 if moved is None else moved.sent_bytes,
                 received_bytes=0 if moved is None else moved.received_bytes,
             )

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of the sizes of jobs, in elements. `stdev` is that of all of them, not of a sample. All are 0 of no jobs."""
+    """Of some numbers, such as the sizes of jobs, in elements. `stdev` is that of all of them, not of a sample. All are
+    0 of no numbers."""
 
-    sum: int
+    sum: float
     mean: float
-    max: int
-    min: int
+    max: float
+    min: float
     median: float
     stdev: float
 
     @classmethod
-    def of(cls, counts: Counter[int]) -> Self:
-        """`counts`: how many jobs there were of each size."""
-        sizes = sorted(counts.elements()) or [0]
-        return cls(
-            sum(sizes), statistics.fmean(sizes), sizes[-1], sizes[0], statistics.median(sizes), statistics.pstdev(sizes)
-        )
+    def of(cls, values: Iterable[float]) -> Self:
+        """That of `values`."""
+        found = sorted(values) or [0]
+        mean = statistics.fmean(found)
+        return cls(sum(found), mean, found[-1], found[0], statistics.median(found), statistics.pstdev(found, mean))
 
     def __str__(self) -> str:
         return (

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, Process, configured, unique_job
 
-from omnireduce.switchml import Context
+from omnireduce.switchml import Context, Distribution
 from worker.cli import main
 from worker.switchml.summands import DTYPES, LENGTH, Summands
 from worker.switchml.table import Cell, trend
@@ -111,6 +112,8 @@ def test_two_ranks_in_groups(tmp_path: Path, options: list[str], groups: list[st
     for group in found["groups"]:
         jobs = group["last"] - group["first"] + 1
         assert group["goodput_gbps"] == pytest.approx(20000 * 32 * jobs / group["ns"])
+    each = [group["ns"] / (group["last"] - group["first"] + 1) for group in found["groups"]]
+    assert msgspec.convert(found["job_ns"], Distribution) == Distribution.of(each)
 
 
 @pytest.mark.parametrize("kind", ["int32", "float"])
@@ -205,7 +208,7 @@ def test_the_table_has_a_cell_for_all_threads_and_sizes(tmp_path: Path) -> None:
 
 def test_the_trend_is_that_of_the_cells() -> None:
     rates = {(1, 10): 1.0, (1, 20): 4.0, (8, 10): 2.0, (8, 20): 2.0}
-    cells = [Cell(threads, size, rate, {}, 0) for (threads, size), rate in rates.items()]
+    cells = [Cell(threads, size, rate, Distribution.of([]), 0) for (threads, size), rate in rates.items()]
     assert trend(cells) == (
         "trend: from 1 to 8 threads 0.50x to 2.00x the goodput; from 10 to 20 elements 1.00x to 4.00x"
     )

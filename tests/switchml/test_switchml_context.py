@@ -13,7 +13,7 @@ from local_cluster import WAIT_S, Daemon, Ranks, configured, eventually, unique_
 
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, ClosedError, ConfigError, OmniReduceError, UsageError
-from omnireduce.switchml import Context, ContextState, Job, JobState
+from omnireduce.switchml import Context, ContextState, Distribution, Job, JobState
 
 
 @pytest.fixture
@@ -67,6 +67,12 @@ def test_what_a_context_refuses_leaves_it_as_it_was(alone: Config) -> None:
         assert job.wait().tolist() == [1, 1, 1]
     assert "the context is stopped" in str(failure(lambda: context.allreduce(x)))
     assert (context.stats.jobs_submitted, context.stats.jobs_finished) == (1, 1)
+
+
+def test_a_distribution_is_that_of_its_numbers() -> None:
+    assert Distribution.of([4, 1, 1, 2]) == Distribution(sum=8, mean=2, max=4, min=1, median=1.5, stdev=1.5**0.5)
+    assert Distribution.of([]) == Distribution(0, 0, 0, 0, 0, 0)
+    assert str(Distribution.of([10, 20])) == "Sum: 30 Mean: 15 Max: 20 Min: 10 Median: 15 Stdev: 5"
 
 
 READ_ONLY = np.ones(3, np.float32)

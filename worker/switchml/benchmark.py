@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import click
@@ -15,8 +15,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.switchml import Context, Settings
-from worker.switchml.series import Series
+from omnireduce.switchml import Context, Distribution, Settings
 from worker.switchml.signals import SignalThread
 from worker.switchml.summands import DTYPES, Summands, Wrong
 
@@ -69,13 +68,13 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the JSON has. `job_ns`: the statistics, of one job each."""
+    """What the JSON has. `job_ns`: of one job each."""
 
     asked: Asked
     world_size: int
     transport: str
     groups: list[Group]
-    job_ns: dict[str, float]
+    job_ns: Distribution
     wrong: int
 
 
@@ -130,13 +129,13 @@ def run_benchmark(settings: Settings, asked: Asked, json_path: str | None) -> in
             if json_path is not None and comm.rank == 0:
                 check_writable(json_path)
             groups, wrong = run_groups(context, asked, say)
-            each = [group.ns / (group.last - group.first + 1) for group in groups]
-            say(_table(asked.tensor_numel, Series.of(each)))
+            each = ns_of_jobs(groups)
+            say(_table(asked.tensor_numel, each))
             if asked.dump_stats:
                 say(str(context.stats))
             say("Cleaning up.")
         if json_path is not None and comm.rank == 0:
-            report = Report(asked, comm.size, comm.transport, groups, Series.of(each)._asdict(), wrong)
+            report = Report(asked, comm.size, comm.transport, groups, each, wrong)
             write_json(msgspec.json.encode(report), json_path)
     return wrong
 
@@ -183,9 +182,19 @@ def verdict(comm: Communicator, wrong: Wrong, say: Callable[[str], object]) -> i
     return everywhere
 
 
-def _table(numel: int, each: Series) -> str:
-    """The statistics, of one job each: where several were waited for together, of an equal part of their time."""
-    *lines, (last, deviation) = each.named()
+def ns_of_jobs(groups: Sequence[Group]) -> Distribution:
+    """The times of jobs: where several were waited for together, each has an equal part."""
+    return Distribution.of([group.ns / (group.last - group.first + 1) for group in groups])
+
+
+def named(found: Distribution) -> list[tuple[str, float]]:
+    """The statistics that are printed, each with its name."""
+    values = (found.min, found.max, found.median, found.mean, found.stdev)
+    return list(zip(("Min", "Max", "Median", "Mean", "Std dev"), values, strict=True))
+
+
+def _table(numel: int, each: Distribution) -> str:
+    *lines, (last, deviation) = named(each)
     times = [f"{name} {ns:.0f} ns {numel * BITS / ns:.6g} Gbps" for name, ns in lines]
     return "\n".join(["", *times, f"{last} {deviation:.0f} ns"])
 

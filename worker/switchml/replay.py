@@ -17,10 +17,9 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.files.output import check_writable, write_json
-from omnireduce.switchml import Context, Job, Settings
-from worker.switchml.benchmark import nothing, verdict
+from omnireduce.switchml import Context, Distribution, Job, Settings
+from worker.switchml.benchmark import named, nothing, verdict
 from worker.switchml.layers import Layer
-from worker.switchml.series import Series
 from worker.switchml.signals import SignalThread
 from worker.switchml.summands import DTYPES, Summands, Wrong
 
@@ -42,13 +41,13 @@ class Replay:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the JSON has: nanoseconds of each iteration, and the statistics of iterations per second."""
+    """What the JSON has: nanoseconds of each iteration, and iterations per second."""
 
     asked: Replay
     world_size: int
     transport: str
     ns: list[int]
-    rate: dict[str, float]
+    rate: Distribution
     wrong: int
 
 
@@ -143,11 +142,11 @@ def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_
             training = Training(context, layers, asked)
             times = _iterate(training, asked, say)
             wrong = verdict(comm, training.wrong(), say) if asked.verify else 0
-            rates = Series.of([1e9 / ns for ns in times])
-            say("\n".join(["", *(f"{name} {rate:.6g} iter/s" for name, rate in rates.named())]))
+            rates = Distribution.of([1e9 / ns for ns in times])
+            say("\n".join(["", *(f"{name} {rate:.6g} iter/s" for name, rate in named(rates))]))
             say("Cleaning up.")
         if json_path is not None and comm.rank == 0:
-            report = Report(asked, comm.size, comm.transport, times, rates._asdict(), wrong)
+            report = Report(asked, comm.size, comm.transport, times, rates, wrong)
             write_json(msgspec.json.encode(report), json_path)
     return wrong
 

@@ -11,9 +11,8 @@ from rich.table import Table
 from omnireduce.config import override_config
 from omnireduce.files.output import write_json
 from omnireduce.printing import make_console, short_count, times_text
-from omnireduce.switchml import Context, Settings
-from worker.switchml.benchmark import Asked, run_groups
-from worker.switchml.series import Series
+from omnireduce.switchml import Context, Distribution, Settings
+from worker.switchml.benchmark import Asked, ns_of_jobs, run_groups
 from worker.switchml.signals import SignalThread
 
 
@@ -23,7 +22,7 @@ class Cell(msgspec.Struct, frozen=True):
     threads: int
     tensor_numel: int
     goodput_gbps: float
-    job_ns: dict[str, float]
+    job_ns: Distribution
     wrong: int
 
 
@@ -57,9 +56,8 @@ def run_table(
 
 def _cell(context: Context, asked: Asked, threads: int) -> Cell:
     groups, wrong = run_groups(context, asked, lambda text: None)
-    series = Series.of([group.ns / (group.last - group.first + 1) for group in groups])
     goodput = asked.tensor_numel * 32 * asked.num_jobs / sum(group.ns for group in groups)
-    return Cell(threads, asked.tensor_numel, goodput, series._asdict(), wrong)
+    return Cell(threads, asked.tensor_numel, goodput, ns_of_jobs(groups), wrong)
 
 
 def trend(cells: Sequence[Cell]) -> str:
