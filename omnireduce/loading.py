@@ -21,7 +21,9 @@ def load_named(name: str, said: str, expected: str) -> Any:
         raise UsageError(f"{said}: expected {expected}")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module is a user's own, and may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the module is a user's own, and may raise anything, also SystemExit
         raise UsageError(f"{said} cannot be loaded: {in_a_line(error)}") from error
 
 

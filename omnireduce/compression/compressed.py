@@ -8,7 +8,7 @@ import numpy as np
 
 from omnireduce.compression.memories import Memory, NoMemory, overflowing
 from omnireduce.compression.selectors import Everything, Selector
-from omnireduce.compression.sums import Sum, check_gradient, check_name
+from omnireduce.compression.sums import Sum, check_gradient, check_name, name_for_all
 from omnireduce.descriptor import CODED_ELEMENTS
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError
@@ -29,12 +29,19 @@ class Compression:
     """Sums gradients of which only a part is sent.
 
     `selector`: which part; `memory`: what becomes of the rest; `codec`: in which form that part travels (None: as
-    `protocol.codec` says). Single elements travel as float32, or as bf16 or fp16. All ranks make the same one. What is
-    kept differs between ranks: see `Memory.state_dict`. Raises UsageError for what cannot be, or does not go together.
+    `protocol.codec` says). Single elements travel as float32, or as bf16 or fp16. All ranks make the same one.
+    `common`: what else they must have alike, in words: it stands in the names of the collectives, so that ranks that
+    differ get an error. What is kept differs between ranks: see `Memory.state_dict`. Raises UsageError for what cannot
+    be, or does not go together.
     """
 
     def __init__(
-        self, selector: Selector | None = None, memory: Memory | None = None, codec: str | None = None
+        self,
+        selector: Selector | None = None,
+        memory: Memory | None = None,
+        codec: str | None = None,
+        *,
+        common: str = "",
     ) -> None:
         self.selector = Everything() if selector is None else selector
         self.memory = NoMemory() if memory is None else memory
@@ -43,6 +50,7 @@ class Compression:
         self.codec = None if codec is None else check_codec(codec)
         if self.codec not in (None, NONE):
             self._check_together(str(codec))
+        self._common = common
         self._steps: dict[str, int] = {}
         self._generation = -1  # of the job in which these steps were made
 
@@ -84,6 +92,9 @@ class Compression:
         self._steps[name] = step + 1
         return gradient
 
+    def _sent_as(self, name: str) -> str:
+        return name_for_all(name, self._common) if self._common else name
+
     def _codec_for(self, comm: Communicator, block_size: int) -> str:
         """The codec for blocks of this size."""
         codec = comm.config.protocol.codec if self.codec is None else self.codec
@@ -100,9 +111,9 @@ class Compression:
             coder = Coder(codec, codec_named(codec), block_size, Scratch())
             sent = coder.there_and_back(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:
-            comm.allreduce(sent, op=op, name=name, block_size=block_size, codec=codec)
+            comm.allreduce(sent, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
         else:
-            comm.allreduce(sent, out=out, op=op, name=name, block_size=block_size, codec=codec)
+            comm.allreduce(sent, out=out, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
             self.memory.keep_rest(name, sent)
 
     def _send_elements(self, comm: Communicator, x: Array, places: Array, out: Array, *, op: Sum, name: str) -> None:
@@ -124,7 +135,7 @@ class Compression:
     ) -> None:
         """Sum single elements: with their numbers, or in blocks, filled up with zeros, whichever costs less."""
         if self.selector.is_common:  # that all have drawn the same ones the name says
-            drawn = f"{name} at {zlib.crc32(places.tobytes()):08x}"
+            drawn = f"{self._sent_as(name)} at {zlib.crc32(places.tobytes()):08x}"
             sums = comm.allreduce(values.astype(np.float32), op=op, name=drawn, codec=codec)
             out[:] = 0
             out[places] = sums
@@ -135,13 +146,13 @@ class Compression:
         each = values.itemsize + STEP_BYTES + work_bytes
         # bytes of this rank, then of the one with most
         costs = np.array([places.size * each, blocks * block_size * values.itemsize])
-        by_number, by_block = comm.allreduce(costs, op="max", name=f"{name} selected", block_size=8)
+        by_number, by_block = comm.allreduce(costs, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
         if by_number < by_block:
             self._sum_rows(comm, places, values.reshape(-1, 1), out, op=op, name=name)
         else:
             out[:] = 0
             out[places] = values
-            comm.allreduce(out, op=op, name=name, codec=codec)
+            comm.allreduce(out, op=op, name=self._sent_as(name), codec=codec)
 
     @staticmethod
     def _sum_rows(comm: Communicator, places: Array, rows: Array, out: Array, *, op: Sum, name: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from omnireduce.compression.memories import Memory, Residual
-from omnireduce.compression.sums import Sum, check_gradient, check_name
+from omnireduce.compression.sums import Sum, check_gradient, check_name, name_for_all
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
@@ -65,10 +65,11 @@ class PowerSgd:
             return comm.allreduce(gradient, op=op, name=name, codec="none")
         matrix = self.memory.compensate(flat, name).reshape(rows, columns)
         left = matrix @ self._factor(name, columns, rank)
-        comm.allreduce(left, op="mean", name=name, codec="none")
+        sent_as = name_for_all(name, f"PowerSgd(seed={self.seed})")
+        comm.allreduce(left, op="mean", name=sent_as, codec="none")
         orthonormalise(left)
         right = np.ascontiguousarray(matrix.T @ left)
-        comm.allreduce(right, op="mean", name=name, codec="none")
+        comm.allreduce(right, op="mean", name=sent_as, codec="none")
         self._factors[name] = right  # from here on nothing fails
         product(left, right, gradient.reshape(rows, columns))
         self.memory.keep_rest(name, flat)  # the ranks' rests add up to what the mean of all lacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Literal
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
-NAME_CHARACTERS = 180
+NAME_CHARACTERS = 160
+SENT_CHARACTERS = 180  # of a name of collectives; the rest is for what single ones add
 Sum = Literal["sum", "mean"]
 
 
@@ -30,6 +32,16 @@ def check_name(name: object) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS or not name.isprintable():
         raise UsageError(f"name {str(name)[:40]!r}: expected a printable text of 1 to {NAME_CHARACTERS} characters")
     return name
+
+
+def name_for_all(name: str, common: str) -> str:
+    """The name of the collectives for gradient `name`, with what all ranks must have in `common`, in words: where they
+    differ, the error of the service has both. Of long words there is the beginning, and a checksum."""
+    said = f"{name} by {common}"
+    if len(said) <= SENT_CHARACTERS:
+        return said
+    checksum = f" {zlib.crc32(common.encode()):08x}"
+    return said[: SENT_CHARACTERS - len(checksum)] + checksum
 
 
 def check_values(x: object) -> Array:

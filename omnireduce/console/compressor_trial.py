@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -30,6 +31,8 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
         kinds["torch"] = lambda x: torch.from_numpy(x.copy())
         generators["torch"] = lambda: torch.get_rng_state().numpy()
     trial = try_compressor(make, kinds, generators)
+    if sys.stdout.closed:
+        raise UsageError(f"{name} has closed standard output: what came of it cannot be printed")
     for kind, error in trial.not_taken.items():
         click.echo(f"Not tried with {kind}: {error}", err=True)
     for what, checks in (("Checked", trial.checked), ("Not checked", trial.unchecked)):
@@ -52,7 +55,9 @@ def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
 
     try:
         make()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UsageError(f"{name}({given}) cannot be made: {in_a_line(error)}") from error
     return make
@@ -67,6 +72,6 @@ def _arguments(settings: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{each}: expected KEY=VALUE, an argument of the class, such as compress_ratio=0.01")
         try:
             found[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of Python's, all of literal_eval
             found[key] = value
     return found

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from omnireduce.torch.tensors import array_of, put_back, staged
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 _combining: WeakSet[torch.optim.Optimizer] = WeakSet()
+_numbers: WeakKeyDictionary[Grace, count[int]] = WeakKeyDictionary()  # of the optimizers that share a memory
 
 
 def init(config: Any = None, **named: Any) -> Communicator:
@@ -63,12 +65,16 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
     `named_parameters`: names of all its parameters, the same on all ranks; None: they are numbered. Those of parameters
     that it gets later, by `add_param_group`, may be among them. `grace`: what `grace_from_params` returns, which
-    combines gradient by gradient; None: all are averaged at once. A parameter without a gradient counts as one whose
+    combines gradient by gradient; None: all are averaged at once. Optimizers may share one: what it
+    keeps is that of one optimizer each. A parameter without a gradient counts as one whose
     gradient is zero: others may have one.
 
-    Raises UsageError for names that are missing, and for an optimizer that combines already. A step raises it for a
+    Raises UsageError for what is no optimizer, for names that are missing or none, and for an optimizer that combines
+    already. A step raises it for a
     parameter without a name, for a closure and for sparse gradients, and otherwise what the collectives raise.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim")
     if grace is not None and not isinstance(grace, Grace):
         raise UsageError(f"grace is a {type(grace).__name__}; expected what grace_from_params returns")
     if optimizer in _combining:
@@ -82,10 +88,14 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
 
 class Gradients:
-    """The gradients of the parameters of an optimizer. `names`: of each parameter; None: they are numbered."""
+    """The gradients of the parameters of an optimizer. `names`: of each parameter; None: they are numbered.
+
+    A memory knows gradients by their names. So those of all but the first optimizer that shares it have a number more.
+    """
 
     def __init__(self, names: dict[Tensor, str] | None, grace: Grace | None, comm: Communicator) -> None:
         self._names, self._grace, self._comm = names, grace, comm
+        self._number: int | None = None
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -96,8 +106,11 @@ class Gradients:
         if self._grace is None:
             _combine(self._comm, list(found.values()), "gradients", "mean")
             return
+        if self._number is None:
+            self._number = next(_numbers.setdefault(self._grace, count()))
+        beside = f" of optimizer {self._number}" if self._number else ""
         for name, gradient in found.items():
-            gradient.copy_(self._grace.step(gradient, name))
+            gradient.copy_(self._grace.step(gradient, name + beside))
 
     def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The parameters that the optimizer has now by name, in its order. Raises UsageError for one without a name."""
@@ -127,8 +140,16 @@ def _combine(comm: Communicator, tensors: list[Tensor], name: str, op: Any) -> N
 
 
 def _names(named: Named) -> dict[Tensor, str]:
-    """The name of each parameter. Raises UsageError where two have the same."""
+    """The name of each parameter. Raises UsageError where two have the same, and for what is no name and parameter."""
     pairs = list(named.items() if isinstance(named, Mapping) else named)
+    for each in pairs:
+        match each:
+            case (str(), Tensor()):
+                continue
+        raise UsageError(
+            f"named_parameters has a {type(each).__name__}; expected a name and a parameter, as "
+            "model.named_parameters() gives them"
+        )
     if len(dict(pairs)) < len(pairs):
         raise UsageError("named_parameters: expected a name for each parameter; some are there twice")
     return {each: name for name, each in pairs}

@@ -17,6 +17,7 @@ from omnireduce.console.program import main
 
 WRONG = """
 import random
+import sys
 import numpy as np
 from omnireduce.compression import Selector
 from omnireduce.compression.grace import Compressor
@@ -125,6 +126,46 @@ class Means(Guarded):
 
 class Untold(Guarded):
     selects = "most"
+
+class Ends(Half):
+    def __init__(self, place, how):
+        super().__init__()
+        self.place, self.how = place, how
+        self.at("init")
+    def at(self, place):
+        if place == self.place:
+            raise {"exit": SystemExit(0), "generator": GeneratorExit(), "base": BaseException("all")}[self.how]
+    def compress(self, tensor, name):
+        self.at("compress")
+        return super().compress(tensor, name)
+    def decompress(self, tensors, ctx):
+        self.at("decompress")
+        return super().decompress(tensors, ctx)
+
+class Late(Half):
+    def compress(self, tensor, name):
+        if not tensor.any():
+            raise SystemExit(0)
+        return super().compress(tensor, name)
+
+class Unasked(Half):
+    compress_ratio = property(lambda self: 1 / 0)
+
+class Mute(Half):
+    def compress(self, tensor, name):
+        sys.stdout.close()
+        return super().compress(tensor, name)
+
+class Named(Half):
+    compress_ratio = None
+    def compress(self, tensor, name):
+        return [{"all": tensor}], None
+    def decompress(self, tensors, ctx):
+        return tensors[0]["all"]
+
+class Unsent(Named):
+    def compress(self, tensor, name):
+        return [{"all": tensor, "beside": object()}], None
 """
 
 
@@ -242,6 +283,8 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
         (("omnireduce.compression:TopK", "ratio=much"), "omnireduce.compression:TopK(ratio='much') cannot be made"),
         (("wrong:Untold", "threshold=1", "compress_ratio=0.5"), "selects is 'most'; expected largest, about"),
         (("wrong:Odd",), "random of shape (1000,): expected a compressed gradient; compress: expected (list of tens"),
+        (("wrong:Unasked",), "what it selects cannot be asked: ZeroDivisionError: division by zero"),
+        (("wrong:Unsent",), "random of shape (1000,): expected a compressed gradient; "),
         (("wrong:Backwards",), "random of shape (1000,): expected a compressed gradient; expected ascending places"),
     ],
 )
@@ -249,3 +292,48 @@ def test_what_cannot_be_tried_is_one_line(run: Callable[..., Result], arguments:
     found = run(*arguments)
     assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (1, "", 1)
     assert found.stderr.startswith(f"Error: {said}")
+
+
+@pytest.mark.parametrize("place", ["init", "compress", "decompress"])
+@pytest.mark.parametrize(
+    ("how", "said"), [("exit", "SystemExit: 0"), ("generator", "GeneratorExit"), ("base", "BaseExc")]
+)
+def test_what_ends_the_process_is_one_line(run: Callable[..., Result], place: str, how: str, said: str) -> None:
+    found = run("wrong:Ends", f"place={place}", f"how={how}")
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (1, "", 1)
+    assert found.stderr.startswith("Error: ")
+    assert said in found.stderr
+
+
+def test_a_module_that_ends_the_process(run: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("raise SystemExit(0)")
+    found = run("wrong:Any")
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert found.stderr == "Error: wrong:Any cannot be loaded: SystemExit: 0\n"
+
+
+def test_a_gradient_that_ends_the_process_fails(run: Callable[..., Result]) -> None:
+    found = run("wrong:Late")
+    assert found.exit_code == 1
+    assert "all zero, NumPy: expected a compressed gradient, got SystemExit: 0" in found.stdout.splitlines()
+
+
+def test_a_compressor_that_closes_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = subprocess.run(
+        [sys.executable, "-m", "omnireduce", "compression", "test", "wrong:Mute"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        timeout=2 * WAIT_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "Error: wrong:Mute has closed standard output: what came of it cannot be printed\n"
+
+
+def test_a_dict_travels(run: Callable[..., Result]) -> None:
+    assert run("wrong:Named").stdout.splitlines()[-1] == "Test passed!"
+
+
+def test_a_value_that_cannot_be_a_key_is_a_text(run: Callable[..., Result]) -> None:
+    found = run("wrong:Half", "a={[]:1}")
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert found.stderr.startswith("Error: wrong:Half(a='{[]:1}') cannot be made: TypeError")

@@ -84,10 +84,14 @@ def test_what_cannot_be() -> None:
     for named, said in (
         ({"named_parameters": [("weight", net.weight)]}, "1 parameters of the optimizer have none"),
         ({"named_parameters": [("w", net.weight), ("w", net.bias)]}, "some are there twice"),
+        ({"named_parameters": net.parameters()}, "named_parameters has a Parameter; expected a name and a parameter"),
+        ({"named_parameters": enumerate(net.parameters())}, "named_parameters has a tuple; expected a name and a para"),
         ({"grace": {"compressor": "topk"}}, "grace is a dict; expected what grace_from_params returns"),
     ):
         with pytest.raises(UsageError, match=said):
             step_of(net, **named)
+    with pytest.raises(UsageError, match=r"optimizer is a NoneType; expected one of torch\.optim"):
+        hvd.DistributedOptimizer(None)  # type: ignore[arg-type]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
     with pytest.raises(UsageError, match="step with a closure"):
         optimizer.step(lambda: 0.0)
@@ -99,6 +103,24 @@ def test_what_cannot_be() -> None:
     words(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"'parameter 0' has a sparse gradient: expected nn.Embedding\(sparse=False\)"):
         step_of(words)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_named", [True, False])
+def test_optimizers_that_share_a_memory_have_nothing_of_each_other(is_named: bool) -> None:
+    """Of the first one an element is left. The second one has none, and gets none. The first gets its own."""
+    grc = grace_from_params({"compressor": "topk", "compress_ratio": 0.5, "memory": "residual"})
+    nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers = []
+    for net in nets:
+        names = net.named_parameters() if is_named else None
+        optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), names, grc))
+    found = []
+    for number, gradient in ((0, [[3.0, -4.0]]), (1, [[0.0, 0.0]]), (0, [[0.0, 0.0]])):
+        nets[number].weight.grad = torch.tensor(gradient)
+        optimizers[number].step()
+        found.append(nets[number].weight.grad.tolist())
+    assert found == [[[0, -4]], [[0, 0]], [[3, 0]]]
 
 
 @pytest.mark.usefixtures("alone")

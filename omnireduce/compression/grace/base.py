@@ -58,11 +58,21 @@ class Compressor(ABC):
         """The decompressed gradients of all ranks as one: their sum."""
         return sum(tensors)
 
+    def agreed(self, name: str) -> str:
+        """What all ranks must have alike to read each other's tensors of this gradient, in words: the class. Ranks that
+        differ get an error that has both."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
     def take_back(self, name: str) -> None:  # noqa: B027  most keep nothing
         """What `compress` made last of this gradient was not sent: undo what it has changed here."""
 
     def forget(self, names: Iterable[str]) -> None:  # noqa: B027
         """Keep nothing of these gradients any more."""
+
+
+def is_ours(kind: type) -> bool:
+    """Whether a class is of this package: one that derives from it may do something else."""
+    return kind.__module__.startswith(f"{__package__}.")
 
 
 class Memory(ABC):
@@ -117,12 +127,16 @@ class Communicator(ABC):
         compensated = self.memory.compensate(tensor, check_name(name))
         tensors, ctx = self.compressor.compress(compensated, name)
         try:
-            found = self.send_receive(tensors, name, ctx)
+            found = self.send_receive(tensors, self.name_sent(compensated, name), ctx)
         except BaseException:
             self.compressor.take_back(name)
             raise
         self.memory.update(compensated, name, self.compressor, tensors, ctx)
         return found
+
+    def name_sent(self, tensor: Any, name: str) -> str:
+        """The `name` that `send_receive` gets for `tensor`, which was compressed last."""
+        return name
 
     @abstractmethod
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:

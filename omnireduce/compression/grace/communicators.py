@@ -8,11 +8,13 @@ Aggregator             service.py: the aggregators sum what is not zero, in the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, Tensors
 from omnireduce.compression.grace.forms import payload_like, payload_of
 from omnireduce.compression.grace.native import Native
+from omnireduce.compression.sums import name_for_all
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator as Member
 
@@ -31,6 +33,12 @@ class Collective(Communicator):
             )
         if isinstance(compressor, Native):
             compressor.job = self.comm
+
+    def name_sent(self, tensor: Any, name: str) -> str:
+        """With what all ranks must have alike: tensors that another compressor has made would be read as wrong
+        numbers."""
+        size = math.prod(getattr(tensor, "shape", ()))
+        return name_for_all(name, f"{self.compressor.agreed(name)} of {size} elements")
 
 
 class Allgather(Collective):

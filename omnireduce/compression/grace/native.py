@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omnireduce.compression.grace.base import Compressor, Tensors
+from omnireduce.compression.grace.base import Compressor, Tensors, is_ours
 from omnireduce.compression.grace.forms import Form
 from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array
@@ -64,6 +64,21 @@ class Native(Compressor):
     @abstractmethod
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
         """What `arrays` of any rank stand for: float32 (elements,)."""
+
+    def agreed(self, name: str) -> str:
+        is_common = self.selector is not None and self.selector.is_common
+        return self.parameters() + (f" at step {self._steps[name]}" if is_common else "")
+
+    def parameters(self) -> str:
+        """The class and the values that it was made with. Of a class of the user's own the name: ranks may differ in
+        what it has beside that."""
+        if not is_ours(type(self)):
+            return super().agreed("")
+        values = {**(vars(self.selector) if self.selector else {}), **vars(self)}
+        del values["tensors_size_are_same"]
+        plain = (int, float, np.floating)
+        said = (f"{key}={each}" for key, each in values.items() if key[0] != "_" and isinstance(each, plain))
+        return f"{type(self).__name__}({', '.join(said)})"
 
     def commit(self, name: str) -> None:
         """What was made last of this gradient is sent: go on to the next step."""

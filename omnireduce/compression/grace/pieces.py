@@ -64,6 +64,9 @@ class InPieces(Compressor):
     def aggregate(self, tensors: Sequence[Any]) -> Any:
         return self.compressor.aggregate(tensors)
 
+    def agreed(self, name: str) -> str:
+        return self.compressor.agreed(name)
+
     def take_back(self, name: str) -> None:
         for each in self._pieces_of(name):
             self.compressor.take_back(each)

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.compression import memories
 from omnireduce.compression.compressed import Compression
-from omnireduce.compression.grace.base import Compressor, Memory, Tensors
+from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours
 from omnireduce.compression.grace.communicators import Collective
 from omnireduce.compression.grace.forms import Form, payload_like, payload_of
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
@@ -38,7 +38,7 @@ class Aggregator(Collective):
         self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
     ) -> None:
         super().__init__(compressor, memory, world_size, comm=comm)
-        if not _is_ours(_owner(type(compressor), "aggregate")):
+        if not is_ours(_owner(type(compressor), "aggregate")):
             raise UsageError(
                 f"{type(compressor).__name__} aggregates in its own way, which the service does not know: it goes with "
                 "allgather, broadcast"
@@ -95,17 +95,12 @@ def _op(compressor: Compressor) -> Sum:
 def _why_no_factors(compressor: PowerSGDCompressor) -> str:
     """Why the service does not make factors for this one."""
     name = type(compressor).__name__
-    if _is_ours(type(compressor)):
+    if is_ours(type(compressor)):
         return f"{name} goes with the memories of omnireduce: take PowerSGDMemory"
     return (
         f"{name} is a class of your own. Factors are summed while they are made, by the service itself: take "
         "PowerSGDCompressor, or a class that derives from Compressor"
     )
-
-
-def _is_ours(kind: type) -> bool:
-    """Whether a class is of this package: one that derives from it may do something else."""
-    return kind.__module__.startswith(f"{__package__}.")
 
 
 def _owner(kind: type, method: str) -> type:
@@ -115,15 +110,20 @@ def _owner(kind: type, method: str) -> type:
 
 def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd | None:
     """What does the work of both; None where that must be done step by step."""
-    if not (isinstance(compressor, Native) and _is_ours(type(compressor))):
+    if not (isinstance(compressor, Native) and is_ours(type(compressor))):
         return None
-    if not (isinstance(memory, Keeping) and _is_ours(type(memory))):
+    if not (isinstance(memory, Keeping) and is_ours(type(memory))):
         return None
     if isinstance(compressor, PowerSGDCompressor):
         return PowerSgd(compressor.compress_rank, memory.kept, compressor.seed)
     if compressor.selector is None and compressor.codec is None:
         return None
-    return Compression(compressor.selector, Prepared(compressor, memory.kept), compressor.codec or NONE)
+    return Compression(
+        compressor.selector,
+        Prepared(compressor, memory.kept),
+        compressor.codec or NONE,
+        common=compressor.parameters(),
+    )
 
 
 class Prepared(memories.Memory):

@@ -16,6 +16,7 @@ from omnireduce.compression.grace.selecting import Selecting
 from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
+from omnireduce.runtime.member.objects import to_bytes
 
 NAME = "layer.weight"
 Make = Callable[[], Compressor]
@@ -81,7 +82,7 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
     """
     known = {"random": random.getstate, "numpy": lambda: tuple(np.random.get_state()), **generators}
     before = {name: state() for name, state in known.items()}
-    first, claim = next(gradients()), claim_of(make())
+    first, claim = next(gradients()), _claim(make)
     errors = {kind: _error(make, convert(first.values)) for kind, convert in kinds.items()}
     not_taken = {kind: error for kind, error in errors.items() if error}
     if len(not_taken) == len(kinds):
@@ -99,24 +100,36 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
     return Trial(tried, failures, not_taken, [*ALWAYS, *claim.checked], claim.unchecked)
 
 
+def _claim(make: Make) -> Claim:
+    """What the compressor says. Raises UsageError where it cannot be asked."""
+    try:
+        return claim_of(make())
+    except (KeyboardInterrupt, UsageError):
+        raise
+    except BaseException as error:  # it is a user's own, and may raise anything, also SystemExit
+        raise UsageError(f"what it selects cannot be asked: {in_a_line(error)}") from error
+
+
 def _error(make: Make, x: Any) -> str:
     """Why the compressor fails for `x`; empty if it does not."""
     try:
         _there_and_back(make(), x)
     except UsageError as error:
         return str(error)
-    except Exception as error:  # it is a user's own, and may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return in_a_line(error)
     return ""
 
 
-def _there_and_back(compressor: Compressor, x: Any) -> tuple[list[Any], Any]:
-    """What was sent of `x`, as arrays, and what came back. Raises UsageError for what is no pair of tensors and
-    context."""
+def _there_and_back(compressor: Compressor, x: Any) -> tuple[bytes, Any]:
+    """What was sent of `x`, as it travels, and what came back. Raises UsageError for what is no pair of tensors and
+    context, and for what cannot travel."""
     made = compressor.compress(x, NAME)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple)):
         raise UsageError(f"compress: expected (list of tensors, ctx), got {type(made).__name__}")
-    sent = [payload_of(each) for each in made[0]]
+    sent = to_bytes([payload_of(each) for each in made[0]], trust=False)
     return sent, compressor.decompress(*made)
 
 
@@ -126,7 +139,9 @@ def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> It
     try:
         sent, back = _there_and_back(make(), x)
         again, _ = _there_and_back(make(), convert(gradient.values.copy()))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if gradient.values.size:  # of no elements not all can be asked
             yield f"expected a compressed gradient, got {in_a_line(error)}"
         return
@@ -135,7 +150,7 @@ def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> It
     if type(back) is not type(x) or tuple(back.shape) != tuple(x.shape) or back.dtype != x.dtype:
         yield f"expected {_said(x)}, got {_said(back)}"
         return
-    if not _same(sent, again):
+    if sent != again:
         yield "expected the same tensors of the same gradient; a second compressor has sent others"
     values = Form(back).values
     yield from claim.broken(values, gradient.values.reshape(-1))
