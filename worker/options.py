@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+MOST = 1 << 40  # of elements, or of jobs
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -23,6 +24,6 @@ def numbers(text: str, option: str) -> list[int]:
         found = [int(each) for each in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < 1:
-        raise click.BadParameter(f"got {text!r}, expected numbers like 1,1000", param_hint=option)
+    if not found or min(found) < 1 or max(found) > MOST:
+        raise click.BadParameter(f"got {text!r}, expected numbers like 1,1000, up to 2^40", param_hint=option)
     return found

@@ -160,7 +160,7 @@ def _number(given: Mapping[str, _Given], name: str) -> int:
 def _read(path: str) -> dict[str, _Given]:
     """The keys of a file, each with its section in front. Raises ConfigError."""
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"{path}: cannot be read: {why}") from None

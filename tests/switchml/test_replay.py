@@ -35,6 +35,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_layers(path) == LAYERS
     path.write_text("7, 5, 6, 7\n\n8,1,0,0\n")
     assert read_layers(path) == [Layer(7, 5, 6, 7), Layer(8, 1, 0, 0)]
+    path.write_text(f"{HEADER}\n7, 5, 6, 7\n", "utf-8-sig")  # as spreadsheets write it
+    assert read_layers(path) == [Layer(7, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ("index, numel, forward, backward\n", "model.csv:1: layer_index: got 'index', expected a whole number"),
         ("0, 1, 1, 1\n2, 1, 1, 1\n", "model.csv:2: layer_index: got 2, expected 1: one after the other"),
         (None, "model.csv: cannot be read: No such file"),
+        ("".join(f"{at}, 1, 0, 0\n" for at in range(10_002)), "model.csv:10001: more than 10000 layers"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str | None, message: str) -> None:
@@ -227,6 +230,9 @@ def heads():
 def unused():
     return nn.Linear(3, 3).requires_grad_(False), torch.ones(1, 3, requires_grad=True)
 
+def leaves():
+    raise SystemExit(0)
+
 def no_model():
     return 3
 
@@ -287,6 +293,7 @@ def test_all_layers_together_take_as_long_as_the_model(record: Callable[[str], R
     ("name", "message"),
     [
         ("unused", "no parameter of the model got a gradient"),
+        ("leaves", "recorded_models:leaves: SystemExit: 0"),
         ("no_model", "it returned a int, expected (model, input) or (model, input, loss)"),
         ("broken", "the model cannot be trained: RuntimeError: "),
         ("no_loss", "the output is a tuple, no tensor: return a loss, too"),

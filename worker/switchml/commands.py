@@ -12,7 +12,7 @@ import click
 from omnireduce.cli import config_options, json_option
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.logs import start_logs
-from worker.options import launch_options, numbers
+from worker.options import MOST, launch_options, numbers
 
 if TYPE_CHECKING:
     from omnireduce.switchml import Settings
@@ -75,8 +75,12 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
 @click.option("--tensor-numel", type=click.IntRange(1, 2**40), default=_NUMEL, show_default=True, help="Elements.")
 @click.option("--tensor-type", type=click.Choice(["int32", "float"]), default="float", show_default=True)
 @_data_options(verify="every element of every sum, int32 exactly")
-@click.option("--num-jobs", type=click.IntRange(1), default=10, show_default=True, help="All-reduces that are timed.")
-@click.option("--num-warmup-jobs", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
+@click.option(
+    "--num-jobs", type=click.IntRange(1, MOST), default=10, show_default=True, help="All-reduces that are timed."
+)
+@click.option(
+    "--num-warmup-jobs", type=click.IntRange(0, MOST), default=5, show_default=True, help="And some before them."
+)
 @_switch("--inplace", "Let the sum replace the tensor.", default=True)
 @click.option(
     "--sync-every",

@@ -27,13 +27,14 @@ class Layer(NamedTuple):
     backward_pass_ns: int
 
 
+MOST = 10_000  # layers
 HEADER = ", ".join(Layer._fields)
 
 
 def read_layers(path: str | Path) -> list[Layer]:
     """The layers in a file. Raises UsageError with the number of the line that is wrong."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file, skipinitialspace=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
@@ -48,6 +49,8 @@ def read_layers(path: str | Path) -> list[Layer]:
             expected = f"expected {layers[-1].layer_index + 1}: one after the other, as the forward pass has them"
             raise UsageError(f"{path}:{number}: layer_index: got {layer.layer_index}, {expected}")
         layers.append(layer)
+        if len(layers) > MOST:
+            raise UsageError(f"{path}:{number}: more than {MOST} layers, expected a model that can be trained")
     if not layers:
         raise UsageError(f"{path}: has no layers, expected lines of {HEADER}")
     return layers

@@ -52,7 +52,7 @@ def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
         return stopwatch.layers()
     except UsageError:
         raise
-    except Exception as error:  # of the user's own model
+    except (Exception, SystemExit) as error:  # of the user's own model
         raise UsageError(f"--record {name}: the model cannot be trained: {in_a_line(error)}") from error
 
 
@@ -62,7 +62,7 @@ def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     function = load_named(name, f"--record {name}", "MODULE:FUNCTION, such as models:digits")
     try:
         found = function()
-    except Exception as error:  # of the user's own function
+    except (Exception, SystemExit) as error:  # of the user's own function
         raise UsageError(f"--record {name}: {in_a_line(error)}") from error
     is_right = isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], torch.nn.Module)
     if not is_right or not callable(found[-1] if len(found) == 3 else _sum):
