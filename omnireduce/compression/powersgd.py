@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from omnireduce.compression.memories import Memory, Residual
-from omnireduce.compression.sums import Sum, check_gradient, check_name, name_for_all
+from omnireduce.compression.sums import Sum, check_gradient, check_name, check_seed, name_for_all
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
@@ -49,7 +49,7 @@ class PowerSgd:
     def __init__(self, rank: int = 1, memory: Memory | None = None, seed: int = 0) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise UsageError(f"rank {rank!r}: expected a whole number from 1 on")
-        self.rank, self.memory, self.seed = rank, memory or Residual(), seed
+        self.rank, self.memory, self.seed = rank, memory or Residual(), check_seed(seed)
         self._factors: dict[str, Array] = {}
 
     def allreduce(self, comm: Communicator, gradient: Array, *, name: str, op: Sum = "mean") -> Array:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from omnireduce.compression.sums import check_values
+from omnireduce.compression.sums import check_seed, check_values
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.floats import MAGNITUDE
@@ -152,7 +152,7 @@ class RandomK(Selector):
     is_common = True
 
     def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
-        self.ratio, self.seed = share(ratio), seed
+        self.ratio, self.seed = share(ratio), check_seed(seed)
 
     def choose(self, x: Array, name: str, step: int) -> Array:
         text = f"{self.seed} {step} {name}".encode()

@@ -9,6 +9,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.numbers import whole
 
 NAME_CHARACTERS = 160
 SENT_CHARACTERS = 180  # of a name of collectives; the rest is for what single ones add
@@ -42,6 +43,14 @@ def name_for_all(name: str, common: str) -> str:
         return said
     checksum = f" {zlib.crc32(common.encode()):08x}"
     return said[: SENT_CHARACTERS - len(checksum)] + checksum
+
+
+def check_seed(seed: object) -> int:
+    """`seed` as an int. Raises UsageError unless it is a whole number from 0 on."""
+    number = whole(seed, "seed")
+    if number < 0:
+        raise UsageError(f"seed {number}: expected a whole number from 0 on")
+    return number
 
 
 def check_values(x: object) -> Array:

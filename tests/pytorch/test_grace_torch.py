@@ -106,6 +106,17 @@ def test_what_cannot_be() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_tensors_that_have_no_numbers_or_not_all() -> None:
+    grc = grace_from_params({"compressor": "topk"})
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        with pytest.raises(UsageError, match="a gradient is sparse; expected a dense one"):
+            grc.step(torch.eye(3).to_sparse(layout=layout), "w")
+    with pytest.raises(UsageError, match="a gradient is on the device meta, which has no numbers"):
+        grc.step(torch.ones(2, device="meta"), "w")
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("is_named", [True, False])
 def test_optimizers_that_share_a_memory_have_nothing_of_each_other(is_named: bool) -> None:
     """Of the first one an element is left. The second one has none, and gets none. The first gets its own."""

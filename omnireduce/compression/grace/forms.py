@@ -31,7 +31,10 @@ class Form:
         if not (isinstance(x, np.ndarray | np.generic) or is_tensor(x)):  # a sum of no dimension is a scalar
             raise UsageError(f"a gradient is a {type(x).__name__}; expected a numpy.ndarray or a torch.Tensor")
         dtype = str(x.dtype).removeprefix("torch.")
-        if dtype not in FLOATS or getattr(x, "is_sparse", False):
+        is_dense = str(getattr(x, "layout", "torch.strided")) == "torch.strided"
+        if getattr(x, "is_meta", False):
+            raise UsageError("a gradient is on the device meta, which has no numbers; expected one of another device")
+        if dtype not in FLOATS or not is_dense:
             what = "sparse" if dtype in FLOATS else f"of {dtype}"
             raise UsageError(f"a gradient is {what}; expected a dense one of {', '.join(FLOATS)}")
         self.shape = tuple(x.shape)

@@ -14,4 +14,7 @@ def class_named(name: str, *kinds: type) -> Any:
     if not (isinstance(found, type) and issubclass(found, kinds)):
         names = " or ".join(f"{each.__module__}.{each.__qualname__}" for each in kinds)
         raise UsageError(f"{name} is a {found!r}; expected a class that derives from {names}")
+    missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+    if missing:
+        raise UsageError(f"{name} is abstract; expected a class that has {missing}")
     return found

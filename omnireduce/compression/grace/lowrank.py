@@ -22,7 +22,7 @@ class PowerSGDCompressor(Native):
 
     def __init__(self, compress_rank: int = 1, seed: int = 0) -> None:
         super().__init__()
-        PowerSgd(compress_rank)  # raises what is wrong with it
+        PowerSgd(compress_rank, seed=seed)  # raises what is wrong with it
         self.compress_rank, self.seed = compress_rank, seed
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:

@@ -15,6 +15,7 @@ import numpy as np
 from omnireduce.compression.grace.forms import Form
 from omnireduce.compression.grace.native import Context, Native
 from omnireduce.compression.memories import finite, overflowing
+from omnireduce.compression.sums import check_seed
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform
@@ -91,7 +92,7 @@ class NaturalCompressor(Packing):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed = check_seed(seed)
 
 
 class TernGradCompressor(Packing):
@@ -105,7 +106,7 @@ class TernGradCompressor(Packing):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     def prepare(self, x: Array, name: str) -> Array:
         limit = np.float32(self.LIMIT * float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))) if x.size else 0
@@ -233,7 +234,7 @@ class QSGDCompressor(Native):
                 f"quantum_num {quantum_num}, bucket_size {bucket_size}: expected 1 to {self.LEVELS}, and 1 or more"
             )
         self.codec = "qsgd" if self.quantum_num == self.LEVELS else None
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
         buckets = np.zeros((-(-x.size // self.bucket_size), self.bucket_size), np.float32)
