@@ -20,8 +20,8 @@ MUTATIONS = (
         "coder puts all pieces to the first places",
         _CODING,
         "of a message that takes several steps only the first blocks get results",
-        "            own = indices[piece]\n",
-        "            own = indices[: piece.stop - piece.start]\n",
+        "self._codec.place(encoded[piece], where[piece], target)",
+        "self._codec.place(encoded[piece], where[: piece.stop - piece.start], target)",
         test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
     ),
     Mutation(

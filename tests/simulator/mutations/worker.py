@@ -231,7 +231,7 @@ MUTATIONS = (
         "rows of this rank alone stay away",
         _ROWS,
         "rows that are left out are what was in the memory before",
-        "            self._put_own(self._union[start:stop], indices, unchanged)\n",
+        "            self._union[start:stop][unchanged] = self._brought(indices[unchanged])\n",
         "",
     ),
     Mutation(
@@ -286,7 +286,7 @@ MUTATIONS = (
         "rows promise too much",
         _ROWS,
         "the frontier is past a row that did not fit the message",
-        "else int(self.numbers[cursor])\n",
-        "else int(self.numbers[cursor]) + 1\n",
+        "else int(self.numbers[order[cursor]])\n",
+        "else int(self.numbers[order[cursor]]) + 1\n",
     ),
 )
