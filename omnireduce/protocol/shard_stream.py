@@ -14,8 +14,8 @@ from omnireduce.protocol.coding import Coder, Scratch
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
 from omnireduce.protocol.lengths import Lengths
-from omnireduce.protocol.listing import START, Lister, expand, is_used_up
-from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, read_header, seal
+from omnireduce.protocol.listing import START, Lister, expand
+from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, message_steps, read_header, seal
 from omnireduce.wire.control import Waiting
 
 
@@ -174,10 +174,11 @@ class ShardStream:
     def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
         """The indices of a result as they were listed; those of runs or steps lie in `indices`. Raises
         ProtocolError."""
+        listed = message_steps(memory, header) if header.steps else message_list(memory, header)
         if not (header.runs or header.steps):
-            return message_list(memory, header)
-        filled, place = expand(memory, header, START, stripes, indices)
-        if filled < header.block_count or not is_used_up(header, place):
+            return listed
+        filled, place = expand(listed, START, stripes, indices)
+        if filled < header.block_count or place[0] != (header.steps or header.runs):
             raise ProtocolError(f"a result whose {header.listed} do not list its blocks: {header}")
         return indices
 

@@ -10,7 +10,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_indices, plan_union
 from omnireduce.layout import Stripes
-from omnireduce.protocol.listing import START, expand, is_used_up
+from omnireduce.protocol.listing import START, expand
 from omnireduce.wire.blocks import HEADER_BYTES, INDEX_BYTES, Header
 
 NO_HEADER = Header(0, 0, 0, 0, 0)
@@ -99,9 +99,14 @@ class Union:
         later = ahead - count
         if later:
             self._ahead[rank] = later
-        own, at = self._indices[rank, :count], header.list_start // INDEX_BYTES + first
-        is_indices = not (header.runs or header.steps)
-        listed = self._words[row, at : at + count] if is_indices else self._expanded(rank, own)
+        own, start = self._indices[rank, :count], header.list_start
+        at = start // INDEX_BYTES
+        if header.runs:
+            listed = self._expanded(rank, self._words[row, at : at + 2 * header.runs], own)
+        elif header.steps:
+            listed = self._expanded(rank, self._slots[row, start : start + header.steps], own)
+        else:
+            listed = self._words[row, at + first : at + first + count]
         high = header.frontier - later
         fitting = admit_indices(
             listed, low, high,
@@ -114,11 +119,12 @@ class Union:
         self._position[rank], self._count[rank] = 0, count
         return count * INDEX_WORK
 
-    def _expanded(self, rank: int, own: Array) -> Array:
+    def _expanded(self, rank: int, listed: Array, own: Array) -> Array:
         """Fill `own` with the next indices of the runs or steps of `rank`, and return it. Raises ProtocolError."""
-        row, header = self._open[rank]
-        filled, self._next[rank] = expand(self._slots[row], header, self._next[rank], self.shape.stripes, own)
-        if filled < own.size or (rank not in self._ahead and not is_used_up(header, self._next[rank])):
+        header = self._open[rank][1]
+        filled, self._next[rank] = expand(listed, self._next[rank], self.shape.stripes, own)
+        is_used_up = self._next[rank][0] == (header.steps or header.runs)
+        if filled < own.size or (rank not in self._ahead and not is_used_up):
             raise ProtocolError(f"a message whose {header.listed} do not list its blocks: {header}")
         return own
 

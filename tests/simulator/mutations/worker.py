@@ -173,7 +173,7 @@ MUTATIONS = (
         "runs of a result are not counted",
         _STREAM,
         "a result that says other blocks than it has is taken",
-        "        if filled < header.block_count or not is_used_up(header, place):\n",
+        "        if filled < header.block_count or place[0] != (header.steps or header.runs):\n",
         "        if filled < 0:\n",
         test="tests/protocol/test_listed_runs.py::test_runs_that_are_wrong_name_who_sent_them",
     ),
