@@ -54,9 +54,10 @@ def _frontier_kept(slot: Array, nbytes: int, header: Header, before: Header | No
 
 
 def _index_past_frontier(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
-    if header.block_count == 0:
+    indices = _indices(slot, header)
+    if indices.size == 0:
         return None
-    _indices(slot, header)[-1] = header.frontier
+    indices[-1] = header.frontier
     return nbytes
 
 
