@@ -137,21 +137,16 @@ class Compression:
         if self.selector.is_common:  # that all have drawn the same ones the name says
             drawn = f"{self._sent_as(name)} at {zlib.crc32(places.tobytes()):08x}"
             sums = comm.allreduce(values.astype(np.float32), op=op, name=drawn, codec=codec)
-            out[:] = 0
-            out[places] = sums
+            scatter(places, sums, out)
             return
-        block_size = comm.config.protocol.block_size
-        blocks = np.count_nonzero(np.diff(places // block_size)) + min(1, places.size)
         work_bytes = WORK_BYTES_IN_MEMORY if "memory" in comm.transport.split("+") else WORK_BYTES
-        each = values.itemsize + STEP_BYTES + work_bytes
-        # bytes of this rank, then of the one with most
-        costs = np.array([places.size * each, blocks * block_size * values.itemsize])
-        by_number, by_block = comm.allreduce(costs, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
+        own = costs(places, comm.config.protocol.block_size, values.itemsize, work_bytes)
+        # then those of the rank with most
+        by_number, by_block = comm.allreduce(own, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
         if by_number < by_block:
             self._sum_rows(comm, places, values.reshape(-1, 1), out, op=op, name=name)
         else:
-            out[:] = 0
-            out[places] = values
+            scatter(places, values, out)
             comm.allreduce(out, op=op, name=self._sent_as(name), codec=codec)
 
     @staticmethod
@@ -160,5 +155,17 @@ class Compression:
             comm.allreduce_rows_into(out.reshape(-1, 1), places, rows, op=op, name=name)
         else:
             numbers, sums = comm.allreduce_rows(places, rows, out.size, op=op, name=name)
-            out[:] = 0
-            out[numbers] = sums.reshape(-1)
+            scatter(numbers, sums.reshape(-1), out)
+
+
+def costs(places: Array, block_size: int, itemsize: int, work_bytes: int = WORK_BYTES) -> Array:
+    """What it costs to send elements at `places`, int64 (n,), ascending, by their numbers and in the blocks that they
+    are in: int64 (2,), bytes. An element has `itemsize` of them."""
+    blocks = np.count_nonzero(np.diff(places // block_size)) + min(1, places.size)
+    return np.array([places.size * (itemsize + STEP_BYTES + work_bytes), blocks * block_size * itemsize])
+
+
+def scatter(places: Array, values: Array, out: Array) -> None:
+    """Write `values`, (n,), to `out`, (elements,), at `places`, and zeros elsewhere."""
+    out[:] = 0
+    out[places] = values

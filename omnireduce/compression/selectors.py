@@ -191,8 +191,8 @@ class DgcSampling(Selector):
     """About a share `ratio` of the elements, above a threshold that a sample of 1 % of them gives.
 
     The threshold is multiplied by 1.3 or 0.7 until 0.7 to 1.3 times as many as wanted are above it. Where one step goes
-    too far, the next ones halve the way. After Lin et al., "Deep Gradient Compression", ICLR 2018, who take ten steps
-    without halves: these can go to and fro for ever.
+    too far, the next ones halve the way; where no threshold does, the largest are taken. After Lin et al., "Deep
+    Gradient Compression", ICLR 2018, who take ten steps without halves: these can go to and fro for ever.
     """
 
     SAMPLE, UP, DOWN, ROUNDS = 0.01, 1.3, 0.7, 30

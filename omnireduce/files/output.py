@@ -22,12 +22,12 @@ def check_writable(path: str | Path) -> None:
         raise UsageError(f"{path}: is a directory, expected a file name")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}")
-    place = path if is_special(path) else path.parent
+    place = path if _is_special(path) else path.parent
     if not os.access(place, os.W_OK):
         raise UsageError(f"{path}: no permission to write to {place}")
 
 
-def is_special(path: Path) -> bool:
+def _is_special(path: Path) -> bool:
     """Whether there is something that is no file and no folder, such as a device or a pipe."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
@@ -68,7 +68,7 @@ def _replacing(path: str | Path) -> Iterator[BinaryIO]:
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        if is_special(path):
+        if _is_special(path):
             number = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe that nobody reads
             os.set_blocking(number, True)
             with open(number, "wb") as file:

@@ -65,13 +65,12 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
     `named_parameters`: names of all its parameters, the same on all ranks; None: they are numbered. Those of parameters
     that it gets later, by `add_param_group`, may be among them. `grace`: what `grace_from_params` returns, which
-    combines gradient by gradient; None: all are averaged at once. Optimizers may share one: what it
-    keeps is that of one optimizer each. A parameter without a gradient counts as one whose
-    gradient is zero: others may have one.
+    combines gradient by gradient; None: all are averaged at once. Optimizers may share one: what it keeps is that of
+    one optimizer each. A parameter without a gradient counts as one whose gradient is zero: others may have one.
 
     Raises UsageError for what is no optimizer, for names that are missing or none, and for an optimizer that combines
-    already. A step raises it for a
-    parameter without a name, for a closure and for sparse gradients, and otherwise what the collectives raise.
+    already. A step raises it for a parameter without a name, for a closure and for sparse gradients, and otherwise what
+    the collectives raise.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim")

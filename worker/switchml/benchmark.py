@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import click
@@ -16,7 +16,7 @@ from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.switchml import Context, Distribution, Settings
-from worker.switchml.signals import SignalThread
+from worker.switchml.signals import Say, started
 from worker.switchml.summands import DTYPES, Summands, Wrong
 
 BITS = 32  # of an element
@@ -121,10 +121,8 @@ class Tensors:
 def run_benchmark(settings: Settings, asked: Asked, json_path: str | None) -> int:
     """Run the benchmark on all ranks; return how many elements were wrong, the same number on all of them. Rank 0
     prints, and writes to `json_path`. Raises UsageError, ConfigError, and what ends a job of the service."""
-    context = Context.instance().start(settings)
-    comm = context.communicator
-    say: Callable[[str], object] = click.echo if comm.rank == 0 else nothing
-    with SignalThread(context, say):
+    with started(settings) as (context, say):
+        comm = context.communicator
         with context:
             if json_path is not None and comm.rank == 0:
                 check_writable(json_path)
@@ -140,7 +138,7 @@ def run_benchmark(settings: Settings, asked: Asked, json_path: str | None) -> in
     return wrong
 
 
-def run_groups(context: Context, asked: Asked, say: Callable[[str], object]) -> tuple[list[Group], int]:
+def run_groups(context: Context, asked: Asked, say: Say) -> tuple[list[Group], int]:
     """Warm up, then time every group, and check its tensors if that was asked for. Returns also how many elements were
     wrong, on all ranks together."""
     comm = context.communicator
@@ -172,7 +170,7 @@ def _time_group(context: Context, tensors: Tensors, jobs: range) -> Group:
     return Group(jobs[0], jobs[-1], ns, tensors.inputs[0].size * BITS * len(jobs) / ns)
 
 
-def verdict(comm: Communicator, wrong: Wrong, say: Callable[[str], object]) -> int:
+def verdict(comm: Communicator, wrong: Wrong, say: Say) -> int:
     """How many elements all ranks together have found wrong. Rank 0 says whether there are any, and each rank which."""
     say("Verifying final results")
     everywhere = int(comm.allreduce(np.array([wrong.count]), name="wrong")[0])
@@ -197,7 +195,3 @@ def _table(numel: int, each: Distribution) -> str:
     *lines, (last, deviation) = named(each)
     times = [f"{name} {ns:.0f} ns {numel * BITS / ns:.6g} Gbps" for name, ns in lines]
     return "\n".join(["", *times, f"{last} {deviation:.0f} ns"])
-
-
-def nothing(text: str) -> None:
-    """The other ranks say nothing."""

@@ -8,19 +8,18 @@ are urgent (protocol.urgent_bytes): their gradients are submitted last and neede
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import click
 import msgspec
 import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.switchml import Context, Distribution, Job, Settings
-from worker.switchml.benchmark import named, nothing, verdict
+from worker.switchml.benchmark import named, verdict
 from worker.switchml.layers import Layer
-from worker.switchml.signals import SignalThread
+from worker.switchml.signals import Say, started
 from worker.switchml.summands import DTYPES, Summands, Wrong
 
 SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses more, and a GPU would have been idle, too
@@ -132,10 +131,8 @@ class Training:
 def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_path: str | None) -> int:
     """Train on all ranks; return how many elements of the last sums were wrong, the same number on all of them. Rank 0
     prints, and writes to `json_path`. Raises ConfigError, UsageError, and what ends a job of the service."""
-    context = Context.instance().start(settings)
-    comm = context.communicator
-    say: Callable[[str], object] = click.echo if comm.rank == 0 else nothing
-    with SignalThread(context, say):
+    with started(settings) as (context, say):
+        comm = context.communicator
         with context:
             if json_path is not None and comm.rank == 0:
                 check_writable(json_path)
@@ -151,7 +148,7 @@ def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_
     return wrong
 
 
-def _iterate(training: Training, asked: Replay, say: Callable[[str], object]) -> list[int]:
+def _iterate(training: Training, asked: Replay, say: Say) -> list[int]:
     say(f"Running {asked.num_warmup_iters} warmup iterations.")
     for _ in range(asked.num_warmup_iters):
         training.iterate()

@@ -10,20 +10,37 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import click
+
 from omnireduce.errors import OmniReduceError
-from omnireduce.switchml import Context
+from omnireduce.switchml import Context, Settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Say = Callable[[str], object]
+
+
+@contextmanager
+def started(settings: Settings) -> Iterator[tuple[Context, Say]]:
+    """The context of this process, started, and what prints on rank 0 alone; signals stop it."""
+    context = Context.instance().start(settings)
+    say: Say = click.echo if context.communicator.rank == 0 else nothing
+    with SignalThread(context, say):
+        yield context, say
+
+
+def nothing(text: str) -> None:
+    """The other ranks say nothing."""
 
 
 class SignalThread:
     """`with SignalThread(context, say):` ends the program with the status of the signal that came, if one did."""
 
-    def __init__(self, context: Context, say: Callable[[str], object]) -> None:
+    def __init__(self, context: Context, say: Say) -> None:
         self._context, self._say = context, say
         self._came = queue.SimpleQueue[int | None]()  # a handler may use it, also on top of another one
         self._number = 0

@@ -13,7 +13,7 @@ from omnireduce.files.output import write_json
 from omnireduce.printing import make_console, short_count, times_text
 from omnireduce.switchml import Context, Distribution, Settings
 from worker.switchml.benchmark import Asked, ns_of_jobs, run_groups
-from worker.switchml.signals import SignalThread
+from worker.switchml.signals import SignalThread, nothing
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ def run_table(
     context, cells = Context.instance(), list[Cell]()
     for count in threads:
         config = override_config(settings.config, {"transport.threads": count}, source="--threads")
-        with context.start(settings._replace(config=config)), SignalThread(context, lambda text: None):
+        with context.start(settings._replace(config=config)), SignalThread(context, nothing):
             cells += [_cell(context, replace(asked, tensor_numel=size), count) for size in sizes]
     comm = context.communicator
     console = make_console(quiet=comm.rank != 0)
@@ -55,7 +55,7 @@ def run_table(
 
 
 def _cell(context: Context, asked: Asked, threads: int) -> Cell:
-    groups, wrong = run_groups(context, asked, lambda text: None)
+    groups, wrong = run_groups(context, asked, nothing)
     goodput = asked.tensor_numel * 32 * asked.num_jobs / sum(group.ns for group in groups)
     return Cell(threads, asked.tensor_numel, goodput, ns_of_jobs(groups), wrong)
 

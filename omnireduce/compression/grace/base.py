@@ -66,7 +66,7 @@ class Compressor(ABC):
     def take_back(self, name: str) -> None:  # noqa: B027  most keep nothing
         """What `compress` made last of this gradient was not sent: undo what it has changed here."""
 
-    def forget(self, names: Iterable[str]) -> None:  # noqa: B027
+    def forget(self, names: Iterable[str]) -> None:  # noqa: B027  most keep nothing
         """Keep nothing of these gradients any more."""
 
 
@@ -87,7 +87,7 @@ class Memory(ABC):
     ) -> None:
         """Keep the rest of `tensor`, which `compensate` gave, now that `tensor_compressed` was sent."""
 
-    def forget(self, names: Iterable[str]) -> None:  # noqa: B027
+    def forget(self, names: Iterable[str]) -> None:  # noqa: B027  some keep nothing
         """Keep nothing of these gradients any more."""
 
 

@@ -12,7 +12,7 @@ from omnireduce.compression.grace.base import Compressor
 from omnireduce.compression.grace.claims import Claim, claim_of
 from omnireduce.compression.grace.forms import Form, payload_of
 from omnireduce.compression.grace.native import Context
-from omnireduce.compression.grace.selecting import Selecting
+from omnireduce.compression.grace.selecting import Selecting, gaps_of
 from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
@@ -191,4 +191,4 @@ class OfSelector(Selecting):
             raise UsageError(f"expected ascending places from 0 to {units - 1}, got {chosen.tolist()[:8]}")
         places = (chosen[:, None] * self.selector.block_size + np.arange(self.selector.block_size)).reshape(-1)
         places = places[places < x.size]
-        return [x[places], np.diff(places, prepend=0)]
+        return [x[places], gaps_of(places)]

@@ -104,7 +104,7 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
     sent = received = up = down = 0.0
     for part in parts:
         density = part.of_blocks(block_size)
-        union = 1 - (1 - density) ** world_size
+        union = union_density(density, world_size)
         blocks, block_bytes = part.blocks(block_size), block_size * part.itemsize
         sent, received = sent + density * blocks, received + union * blocks
         up += HEADER_BYTES + density * blocks * (block_bytes + _index_bytes(density))
@@ -125,6 +125,11 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
         dense_time_ms=dense_ms,
         speedup=dense_ms / time_ms if time_ms else 0.0,
     )
+
+
+def union_density(density: float, world_size: int) -> float:
+    """Of what all workers have together, if each has this density, at places of its own."""
+    return float(1 - (1 - density) ** world_size)
 
 
 def _index_bytes(density: float) -> float:

@@ -12,19 +12,20 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from omnireduce.compression.compressed import ELEMENTS_AS, STEP_BYTES, WORK_BYTES, Compression
+from omnireduce.compression.compressed import ELEMENTS_AS, Compression, costs
 from omnireduce.compression.methods import ALL, method_of
 from omnireduce.compression.selectors import Everything
-from omnireduce.console.density.estimate import COLLECTIVE_MS, INDEX_BYTES, Density, estimate
+from omnireduce.console.density.estimate import COLLECTIVE_MS, INDEX_BYTES, Density, estimate, union_density
 from omnireduce.dtypes import Array, number_type
 from omnireduce.kernels.codecs.draws import block_keys
 from omnireduce.kernels.codecs.table import NONE, codec_named
+from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.coding import Coder, Scratch
 from omnireduce.wire.blocks import HEADER_BYTES
 
 BLOCK = 256  # elements of what is encoded
 FLOAT_BYTES = 4
-SEVEN, FOURTEEN = 127, 16383  # the longest steps of one byte and of two
+IN_ONE_BYTE, IN_TWO = 127, 16383  # the longest steps of so many bytes
 
 
 class MethodEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ def _rows(values: Array, shape: tuple[int, ...], itemsize: int, world_size: int)
     """Bytes up and down of rows that are not zero, each with its number."""
     own = int(np.count_nonzero(values.reshape(shape).any(axis=1)))
     row_bytes = shape[1] * itemsize + INDEX_BYTES
-    return own * row_bytes, _union(own / max(1, shape[0]), world_size) * shape[0] * row_bytes
+    return own * row_bytes, union_density(own / max(1, shape[0]), world_size) * shape[0] * row_bytes
 
 
 def _lossy(x: Array, part: Density, world_size: int) -> Iterator[tuple[str, float, float, float, int]]:
@@ -100,7 +101,7 @@ def _lossy(x: Array, part: Density, world_size: int) -> Iterator[tuple[str, floa
             block_bytes = FLOAT_BYTES * BLOCK if method.codec is None else codec_named(method.codec).block_bytes(BLOCK)
             blocks = -(-x.size // BLOCK)
             own = part.of_blocks(BLOCK) if isinstance(method.selector, Everything) else places.size / blocks
-            up, down = (density * blocks * (block_bytes + INDEX_BYTES) for density in (own, _union(own, world_size)))
+            up, down = (density * blocks * (block_bytes + INDEX_BYTES) for density in _own_and_all(own, world_size))
             yield text, up, down, lost, 1
 
 
@@ -108,11 +109,11 @@ def _sent(method: Compression, x: Array) -> tuple[Array, Array]:
     """What stands for `x` in one step, and which places are selected."""
     places, sent = method.selector.select(x), x
     if not isinstance(method.selector, Everything):
-        sent = np.zeros(-(-x.size // method.selector.block_size) * method.selector.block_size, np.float32)
-        padded = np.append(x, np.zeros(sent.size - x.size, np.float32))
-        unit = sent.reshape(-1, method.selector.block_size)
-        unit[places] = padded.reshape(unit.shape)[places]
-        sent = sent[: x.size]
+        sent = np.zeros_like(x)
+        if method.selector.unit == "elements":
+            sent[places] = x[places]
+        else:
+            copy_blocks(x, method.selector.block_size, places, sent)
     if method.codec in ELEMENTS_AS:
         sent = sent.astype(ELEMENTS_AS[method.codec]).astype(np.float32)
     elif method.codec is not None:
@@ -125,22 +126,23 @@ def _elements(places: Array, elements: int, value_bytes: int, world_size: int, i
     """Bytes up and down of single elements: with steps between them, or in blocks where these cost less."""
     if is_common:
         return places.size * value_bytes, places.size * value_bytes
-    density, blocks, block_bytes = places.size / elements, -(-elements // BLOCK), value_bytes * BLOCK
-    touched = np.unique(places // BLOCK).size
-    if places.size * (value_bytes + STEP_BYTES + WORK_BYTES) < touched * block_bytes:
+    by_number, by_block = costs(places, BLOCK, value_bytes).tolist()
+    if by_number < by_block:
         up, down = (
-            each * elements * (value_bytes + _step_bytes(each)) for each in (density, _union(density, world_size))
+            each * elements * (value_bytes + _step_bytes(each))
+            for each in _own_and_all(places.size / elements, world_size)
         )
     else:
-        in_blocks = touched / blocks
-        up, down = (each * blocks * (block_bytes + INDEX_BYTES) for each in (in_blocks, _union(in_blocks, world_size)))
+        blocks, block_bytes = -(-elements // BLOCK), value_bytes * BLOCK
+        in_blocks = by_block / block_bytes / blocks
+        up, down = (each * blocks * (block_bytes + INDEX_BYTES) for each in _own_and_all(in_blocks, world_size))
     return up, down
 
 
 def _step_bytes(density: float) -> float:
     """What a step takes on average, where each element is there with this likelihood."""
-    return 1 + (1 - density) ** SEVEN + (1 - density) ** FOURTEEN
+    return 1 + (1 - density) ** IN_ONE_BYTE + (1 - density) ** IN_TWO
 
 
-def _union(density: float, world_size: int) -> float:
-    return float(1 - (1 - density) ** world_size)
+def _own_and_all(density: float, world_size: int) -> tuple[float, float]:
+    return density, union_density(density, world_size)

@@ -18,7 +18,7 @@ from omnireduce.kernels.jit import inlined, kernel
 STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
-UNIT = np.float32(2.0**-24)  # uniform random numbers are multiples of it
+_UNIT = np.float32(2.0**-24)  # uniform random numbers are multiples of it
 SUM = 1 << 32  # who encodes the sum of all: no rank has this number
 
 
@@ -39,7 +39,7 @@ def drawn(key: np.uint64, number: int) -> np.uint64:
 @inlined
 def uniform(key: np.uint64, number: int) -> np.float32:
     """Random number `number` of a block with this `key`, from 0 up to but not including 1."""
-    return np.float32(np.int32(drawn(key, number) >> np.uint64(40))) * UNIT
+    return np.float32(np.int32(drawn(key, number) >> np.uint64(40))) * _UNIT
 
 
 @kernel
