@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
-from omnireduce.protocol.coding import Coder, Scratch
+from omnireduce.protocol.coding import Coder
 from omnireduce.runtime.member.calls import check_codec
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -52,6 +52,7 @@ class Compression:
             self._check_together(str(codec))
         self._common = common
         self._steps: dict[str, int] = {}
+        self._costs: dict[str, Array] = {}  # of the last step, of the rank with most: as `costs` gives them
         self._generation = -1  # of the job in which these steps were made
 
     def _check_together(self, codec: str) -> None:
@@ -76,7 +77,7 @@ class Compression:
         """
         flat = check_gradient(gradient)
         if self._generation != comm.generation:  # another rank may be new, and all draw by the same step
-            self._steps, self._generation = {}, comm.generation
+            self._steps, self._costs, self._generation = {}, {}, comm.generation
         step = self._steps.get(check_name(name), 0)
         x = self.memory.compensate(flat, name)
         if self._sends_all:
@@ -108,7 +109,7 @@ class Compression:
         sent = x
         if codec != NONE and not isinstance(self.memory, NoMemory):
             key = stream_key(protocol.codec_seed, zlib.crc32(name.encode()) + (step << 32), comm.rank)
-            coder = Coder(codec, codec_named(codec), block_size, Scratch())
+            coder = Coder(codec, codec_named(codec), block_size)
             sent = coder.there_and_back(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:
             comm.allreduce(sent, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
@@ -133,7 +134,11 @@ class Compression:
     def _sum_elements(
         self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str, codec: str
     ) -> None:
-        """Sum single elements: with their numbers, or in blocks, filled up with zeros, whichever costs less."""
+        """Sum single elements: with their numbers, or in blocks, filled up with zeros, whichever costs less.
+
+        Ranks decide alike, by what the last step has cost the rank with most. So no sum waits for a decision, but the
+        first one.
+        """
         if self.selector.is_common:  # that all have drawn the same ones the name says
             drawn = f"{self._sent_as(name)} at {zlib.crc32(places.tobytes()):08x}"
             sums = comm.allreduce(values.astype(np.float32), op=op, name=drawn, codec=codec)
@@ -141,13 +146,14 @@ class Compression:
             return
         work_bytes = WORK_BYTES_IN_MEMORY if "memory" in comm.transport.split("+") else WORK_BYTES
         own = costs(places, comm.config.protocol.block_size, values.itemsize, work_bytes)
-        # then those of the rank with most
-        by_number, by_block = comm.allreduce(own, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
+        most = comm.allreduce_async(own, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
+        by_number, by_block = self._costs[name] if name in self._costs else most.wait()
         if by_number < by_block:
             self._sum_rows(comm, places, values.reshape(-1, 1), out, op=op, name=name)
         else:
             scatter(places, values, out)
             comm.allreduce(out, op=op, name=self._sent_as(name), codec=codec)
+        self._costs[name] = most.wait()
 
     @staticmethod
     def _sum_rows(comm: Communicator, places: Array, rows: Array, out: Array, *, op: Sum, name: str) -> None:

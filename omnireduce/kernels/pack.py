@@ -1,15 +1,22 @@
-"""Worker side, upward: copy non-zero blocks of a tensor, or listed rows, into a message."""
+"""Worker side, upward: find the non-zero blocks of a tensor, and copy them, or listed rows, into a message."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import LINE_BYTES, kernel, prefetch, prefetch_to_write
+from omnireduce.kernels.jit import LINE_BYTES, inlined, kernel, prefetch, prefetch_to_write, row_of
 
 LINE = LINE_BYTES // 8  # words
 AHEAD = 1024  # words between what is scanned and what is fetched: the processor alone looks less far
 NEAR = 512  # the same for what is written: the aggregator has read it, so it lies in another core's cache
+
+
+@inlined
+def _clear(target: Array, block: int, bits: np.uint64, in_place: bool) -> None:
+    """Of a zero block with these bits: -0 becomes +0, and a separate target starts as zero."""
+    if bits != 0 or not in_place:
+        target[block, :] = 0
 
 
 @kernel
@@ -46,8 +53,8 @@ def _pack_run(
         if bits & mask != 0:
             indices[count] = block
             count += 1
-        elif bits != 0 or not in_place:  # a zero block: -0 becomes +0, and a separate target starts as zero
-            target[block, :] = 0
+        else:
+            _clear(target, block, bits, in_place)
     return count, stop
 
 
@@ -74,9 +81,7 @@ def pack_blocks(
     blocks, count = source.shape[0], 0
     skip = (shards - 1) * stripe
     while cursor < blocks and span > 0:
-        stop = min(cursor + span, blocks)
-        if shards > 1:
-            stop = min(stop, (cursor // stripe + 1) * stripe)
+        stop = _end_of_run(cursor, min(cursor + span, blocks), stripe, shards)
         count, reached = _pack_run(
             source, target, in_place, mask, start=cursor, stop=stop, skip=skip, rows=rows, indices=indices, count=count
         )
@@ -84,32 +89,84 @@ def pack_blocks(
         cursor = reached
         if reached < stop:
             break
-        if shards > 1 and cursor % stripe == 0:
-            cursor += skip
+        cursor = _next_of_shard(cursor, stripe, shards)
+    return count, min(cursor, blocks)
+
+
+@inlined
+def _end_of_run(cursor: int, stop: int, stripe: int, shards: int) -> int:
+    """Where the blocks of the shard end that follow on each other from `cursor` on; `stop` at most."""
+    return min(stop, (cursor // stripe + 1) * stripe) if shards > 1 else stop
+
+
+@inlined
+def _next_of_shard(reached: int, stripe: int, shards: int) -> int:
+    """The shard's next block once all below `reached` are dealt with."""
+    return reached + (shards - 1) * stripe if shards > 1 and reached % stripe == 0 else reached
+
+
+@kernel
+def list_blocks(
+    source: Array,
+    target: Array,
+    in_place: bool,
+    mask: np.uint64,
+    cursor: int,
+    span: int,
+    stripe: int,
+    shards: int,
+    indices: Array,
+) -> tuple[int, int]:
+    """`pack_blocks` without the copies: of most blocks that are not zero only the first cache line is read."""
+    blocks, width, count = source.shape[0], source.shape[1], 0
+    line, ahead = min(LINE, width), max(1, AHEAD // width)
+    while cursor < blocks and span > 0:
+        stop = _end_of_run(cursor, min(cursor + span, blocks), stripe, shards)
+        span -= stop - cursor
+        for block in range(cursor, stop):
+            if count == indices.size:
+                return count, block
+            row, bits = row_of(source, block), np.uint64(0)
+            for i in range(line):
+                bits |= row[i]
+            if bits & mask == 0:
+                for i in range(0, width, LINE):
+                    prefetch(row, ahead * width + i)
+                for i in range(width):
+                    bits |= row[i]
+            if bits & mask != 0:
+                indices[count] = block
+                count += 1
+            else:
+                _clear(target, block, bits, in_place)
+        cursor = _next_of_shard(stop, stripe, shards)
     return count, min(cursor, blocks)
 
 
 @kernel
-def pack_noted(
-    source: Array, notes: Array, note: int, cursor: int, limit: int, stripe: int, shards: int, rows: Array,
-    indices: Array,
-) -> tuple[int, int]:  # fmt: skip
-    """`pack_blocks` of blocks that are known: those below `limit` with the bit `note` in `notes`, uint8 (blocks,).
+def list_noted(
+    notes: Array, note: int, cursor: int, limit: int, stripe: int, shards: int, indices: Array
+) -> tuple[int, int]:
+    """`list_blocks` of blocks that are known: those below `limit` with the bit `note` in `notes`, uint8 (blocks,).
     Nothing is scanned, so there is no span."""
-    limit, count, width = min(limit, source.shape[0]), 0, source.shape[1]
+    count = 0
     while cursor < limit:
         if notes[cursor] & note:
-            if count == rows.shape[0]:
+            if count == indices.size:
                 break
-            row, out = source[cursor], rows[count]
-            for i in range(width):
-                out[i] = row[i]
             indices[count] = cursor
             count += 1
-        cursor += 1
-        if shards > 1 and cursor % stripe == 0:
-            cursor += (shards - 1) * stripe
+        cursor = _next_of_shard(cursor + 1, stripe, shards)
     return count, min(cursor, limit)
+
+
+@kernel
+def copy_blocks(source: Array, where: Array, rows: Array) -> None:
+    """`rows[k] = source[where[k]]` for each block that is listed: uint64 (…, words per block)."""
+    for k in range(where.size):
+        row, out = row_of(source, where[k]), row_of(rows, k)
+        for i in range(row.size):
+            out[i] = row[i]
 
 
 @kernel

@@ -14,7 +14,7 @@ from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
-from omnireduce.kernels.pack import deal_rows, pack_blocks, pack_noted, pack_rows
+from omnireduce.kernels.pack import copy_blocks, deal_rows, list_blocks, list_noted, pack_blocks, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleeps, get_counter, set_counter
 from omnireduce.kernels.runs import expand_runs, list_runs
@@ -79,7 +79,7 @@ def _of_codecs() -> Iterator[Kernel]:
     values, keys, where = np.zeros((1, 8), np.float32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
     for codec in BUILT_IN.values():
         encoded = np.zeros((1, codec.block_bytes(8)), np.uint8)
-        yield partial(codec.encode, values, encoded, keys)
+        yield partial(codec.encode_at, values, where, encoded, keys)
         yield partial(codec.sum, encoded.reshape(-1), where.reshape(1, 1), values)
 
 
@@ -87,7 +87,9 @@ def _of_worker() -> Iterator[Kernel]:
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
     yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
     rows = words.view(np.uint8)
-    yield partial(pack_noted, words, rows[0], 1, 0, 1, 1, 1, words.copy(), index.copy())
+    yield partial(list_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, index.copy())
+    yield partial(list_noted, rows[0], 1, 0, 1, 1, 1, index.copy())
+    yield partial(copy_blocks, words, index, words.copy())
     yield partial(deal_rows, index, 1, 1, index.copy(), np.zeros(2, np.int64))
     yield partial(pack_rows, index, rows, index, 0, rows.copy(), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):

@@ -8,10 +8,10 @@ import numpy as np
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
-from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.base import PIECE_ELEMENTS, Codec
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
-from omnireduce.protocol.coding import FLOAT_BYTES, Coder, Scratch
+from omnireduce.protocol.coding import FLOAT_BYTES, Coder
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.wire.blocks import HEADER_BYTES, capacity
 
@@ -20,7 +20,7 @@ HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
 CODED_WORK = 2  # of one byte of float32 that is decoded and encoded
 FORMATS = 16  # that are kept: programs mix few
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are combined in one step
-_NO_NUMBERS = np.empty(0, np.int64)
+_NO_NUMBERS, _NOTHING = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class Format(NamedTuple):
@@ -61,13 +61,13 @@ class Combiner:
         self._senders, self._slots, self._results = senders, slots, results
         self._lengths, self._most_blocks, self._piece_bytes = lengths, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
-        self._coding: Scratch | None = None  # once a codec is used
+        self._plain = _NOTHING  # of blocks that are encoded, once a codec is used
         self._formats: dict[tuple[str, int, str], Format] = {}  # by dtype, block size and codec, the last used behind
 
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        return self._scratch.nbytes + (0 if self._coding is None else self._coding.nbytes)
+        return self._scratch.nbytes + self._plain.nbytes
 
     def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Format:
         """Make ready for a collective whose blocks travel as `codec` says; return how they lie. `key`: of what it draws
@@ -87,8 +87,8 @@ class Combiner:
         storage, coder, byte_work = element.storage, None, HALF_WORK if element.is_half else 1
         columns = max(1, self._piece_bytes // (self._senders * element.storage.itemsize))
         if codec is not None:
-            self._coding = self._coding or Scratch()
-            coder, storage = Coder(descriptor.codec, codec, block_size, self._coding), BYTES
+            coder, storage = Coder(descriptor.codec, codec, block_size), BYTES
+            self._plain = self._plain if self._plain.size else np.empty(PIECE_ELEMENTS, np.float32)
             byte_work = max(1, CODED_WORK * FLOAT_BYTES * block_size // coder.block_bytes)
             block_size = block_bytes = columns = coder.block_bytes
         fitting = capacity(self._slots.shape[1], block_bytes)
@@ -111,7 +111,9 @@ class Combiner:
         """Combine `parts`, as `Union.plan` lists them, into `out`, (blocks, block size). `numbers`: of the blocks."""
         form = self._format
         if form.coder is not None:
-            form.coder.combine(form.source, parts, out, divisor=self._mean_of, numbers=numbers, key=self._key)
+            form.coder.combine(
+                form.source, parts, out, divisor=self._mean_of, numbers=numbers, key=self._key, scratch=self._plain
+            )
         elif form.half:
             scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
             reduce_half_blocks(

@@ -10,7 +10,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.chunk import NON_ZERO, RETURNED
-from omnireduce.kernels.pack import pack_blocks, pack_noted
+from omnireduce.kernels.pack import copy_blocks, list_blocks, list_noted, pack_blocks
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -57,6 +57,12 @@ class RowBlocks(NamedTuple):
     memory: Memory
 
 
+class Encode(Protocol):
+    """Encodes blocks `source[where]`, float32 (blocks, block size), as blocks `some` of a message."""
+
+    def __call__(self, some: slice, where: Array, source: Array, /) -> None: ...
+
+
 class Place(Protocol):
     """Writes blocks `some` of a result to `target[where]`, float32 (blocks, block size)."""
 
@@ -89,6 +95,14 @@ class Operand(Protocol):
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         """Fill `rows` and `indices` with the shard's next non-zero blocks, looking at no more than `span` blocks."""
+        ...
+
+    def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
+        """As `pack`, of a tensor that will be encoded: fill `indices` only."""
+        ...
+
+    def pack_found(self, indices: Array, encode: Encode) -> None:
+        """Have `encode` put the blocks that were found last, which are float32, into a message."""
         ...
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
@@ -156,17 +170,25 @@ class _Tensor:
     def is_divisible(self) -> bool:
         return True
 
-    def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
+    def _find_tail(self, shard: int, count: int, indices: Array) -> tuple[int, int]:
         block, blocks = self.layout.full_blocks, self.blocks
         if self.layout.owner(block) == shard:
             if np.any(blocks.source_tail & blocks.mask):
-                if count == len(rows):
+                if count == indices.size:
                     return count, block
-                rows[count], indices[count] = blocks.source_tail[0], block
+                indices[count] = block
                 count += 1
             else:
                 blocks.target_tail[:] = 0
         return count, block + 1
+
+    def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
+        found, cursor = self._find_tail(shard, count, indices[: len(rows)])
+        rows[count:found] = self.blocks.source_tail
+        return found, cursor
+
+    def pack_found(self, indices: Array, encode: Encode) -> None:
+        self._apart(indices, encode, self.blocks.source, self.blocks.source_tail)
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         blocks = self.blocks
@@ -183,12 +205,16 @@ class _Tensor:
             blocks.target[own] = blocks.source[own]
 
     def put_placed(self, indices: Array, place: Place) -> None:
-        blocks, count = self.blocks, indices.size
+        self._apart(indices, place, self.blocks.target, self.blocks.target_tail)
+
+    def _apart(self, indices: Array, call: Encode | Place, full: Array, tail: Array) -> None:
+        """Call with the blocks of the tensor, and with the short last one."""
+        count = indices.size
         if count and indices[-1] == self.layout.full_blocks:
             count -= 1
-            place(slice(count, count + 1), np.zeros(1, np.int64), blocks.target_tail.view(np.float32))
+            call(slice(count, count + 1), np.zeros(1, np.int64), tail.view(np.float32))
         if count:
-            place(slice(count), indices[:count], blocks.target.view(np.float32))
+            call(slice(count), indices[:count], full.view(np.float32))
 
     def _put_tail(self, rows: Array, unchanged: Array, left_out: bool) -> None:
         if unchanged[-1]:
@@ -239,6 +265,17 @@ class DenseTensor(_Tensor):
             count, cursor = self._pack_tail(shard, count, rows, indices)
         return Packed(count, cursor, cursor)
 
+    def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
+        layout, blocks, full, count = self.layout, self.blocks, self.layout.full_blocks, 0
+        if cursor < full:
+            count, cursor = list_blocks(
+                blocks.source, blocks.target, in_place=blocks.in_place, mask=blocks.mask, cursor=cursor,
+                span=span, stripe=layout.stripe_blocks, shards=layout.shards, indices=indices,
+            )  # fmt: skip
+        if cursor == full < layout.blocks:
+            count, cursor = self._find_tail(shard, count, indices)
+        return Packed(count, cursor, cursor)
+
     def finish(self) -> None:
         self._target.store_tail()
 
@@ -283,14 +320,23 @@ class HostSum(_Tensor):
         return cursor < ready and int(self._full[ready] - self._full[cursor]) >= most
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        packed = self.find(shard, cursor, span, indices[: len(rows)])
+        count, full = packed.block_count, self.layout.full_blocks
+        if count and indices[count - 1] == full:
+            count -= 1
+            rows[count] = self.blocks.source_tail[0]
+        copy_blocks(self.blocks.source, indices[:count], rows)
+        return packed
+
+    def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
         layout, full, count = self.layout, self.layout.full_blocks, 0
         if cursor < full:
-            count, cursor = pack_noted(
-                self.blocks.source, self.notes, NON_ZERO, cursor=cursor, limit=self.ready,
-                stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
+            count, cursor = list_noted(
+                self.notes, NON_ZERO, cursor=cursor, limit=min(self.ready, full),
+                stripe=layout.stripe_blocks, shards=layout.shards, indices=indices,
             )  # fmt: skip
         if cursor == full < self.ready:
-            count, cursor = self._pack_tail(shard, count, rows, indices)
+            count, cursor = self._find_tail(shard, count, indices)
         elif cursor == self.ready < full:
             cursor = min(layout.next_block(shard, self.ready), full)
         return Packed(count, cursor, cursor)

@@ -8,7 +8,7 @@ from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import deal_rows, pack_rows
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import Memory, Operand, Packed, Place, RowBlocks, as_writable
+from omnireduce.protocol.operands import Encode, Memory, Operand, Packed, Place, RowBlocks, as_writable
 
 
 class NumberedRows:
@@ -64,6 +64,12 @@ class NumberedRows:
         else:
             self._union[start:stop] = rows[: indices.size]
         self._count = stop
+
+    def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
+        raise AssertionError("rows have no codec")
+
+    def pack_found(self, indices: Array, encode: Encode) -> None:
+        raise AssertionError("rows have no codec")
 
     def put_placed(self, indices: Array, place: Place) -> None:
         raise AssertionError("rows have no codec")
@@ -131,16 +137,11 @@ class RowsInto(RowSet):
 
     @property
     def is_divisible(self) -> bool:
-        return self._cleared  # the first shard's part clears all
-
-    def start(self, shard: int) -> int:
-        if not self._cleared:
-            self._deal()
-            self._clear()
-        return super().start(shard)
+        return self._cleared  # the first result clears all
 
     def _clear(self) -> None:
-        if not self._cleared:  # not earlier: `out` is ours only once the collective is under way
+        """Once what goes first is on its way, and nobody has to wait."""
+        if not self._cleared:
             self._out.view(BYTES)[:] = 0
             self._cleared = True
 
@@ -152,10 +153,10 @@ class RowsInto(RowSet):
         self._scatter(indices, rows[: indices.size])
 
     def _scatter(self, numbers: Array, rows: Array) -> None:
+        self._clear()
         self._out[numbers] = rows.reshape(-1).view(self._row)
 
     def finish(self) -> None:
-        self._clear()
         self._scatter(*self.collected())  # by the exchange in memory
 
 

@@ -10,7 +10,7 @@ from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
 from omnireduce.layout import Stripes
-from omnireduce.protocol.coding import Coder, Scratch
+from omnireduce.protocol.coding import Coder
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
 from omnireduce.protocol.lengths import Lengths
@@ -39,7 +39,6 @@ class ShardStream:
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._lister = Lister(0)
         self._coder: Coder | None = None  # the one used last
-        self._memory: Scratch | None = None  # for it
 
     def submit(self, collective: Collective) -> None:
         self._outgoing.append(collective)
@@ -166,8 +165,7 @@ class ShardStream:
         descriptor = collective.descriptor
         if self._coder is None or not self._coder.suits(descriptor):
             assert collective.codec is not None
-            self._memory = self._memory or Scratch()
-            self._coder = Coder(descriptor.codec, collective.codec, descriptor.layout.block_size, self._memory)
+            self._coder = Coder(descriptor.codec, collective.codec, descriptor.layout.block_size)
         return self._coder
 
     @staticmethod

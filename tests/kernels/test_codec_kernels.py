@@ -30,6 +30,18 @@ def encoded(name: str, values: Array, keys: Array | None = None) -> Array:
     return out
 
 
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 2**32 - 1), size=SIZES, blocks=st.integers(1, 12), key=st.integers(0, 2**64 - 1))
+def test_blocks_are_encoded_where_they_lie(name: str, seed: int, size: int, blocks: int, key: int) -> None:
+    rng = np.random.default_rng(seed)
+    source = sparse_tensor(rng, "float32", blocks * size, size, 0.7, awkward=0.5).reshape(blocks, size)
+    before, where, codec = source.copy(), np.flatnonzero(rng.random(blocks) < 0.5), BUILT_IN[name]
+    out, keys = np.full((where.size, codec.block_bytes(size)), 0xA5, np.uint8), block_keys(key, where)
+    codec.encode_at(source, where, out, keys)
+    assert (source.view(np.uint32) == before.view(np.uint32)).all()
+    assert (out == encoded(name, before[where], keys)).all()
+
+
 def decoded(name: str, coded: Array, block_size: int) -> Array:
     out = np.full((len(coded), block_size), 7, np.float32)
     BUILT_IN[name].decode(coded, out)

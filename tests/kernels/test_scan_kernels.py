@@ -14,7 +14,7 @@ from samples import DTYPES, Array, awkward_values, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.density import nonzero_blocks
-from omnireduce.kernels.pack import deal_rows, pack_blocks, pack_noted, pack_rows
+from omnireduce.kernels.pack import copy_blocks, deal_rows, list_blocks, list_noted, pack_blocks, pack_rows
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -98,6 +98,7 @@ def pack_slowly(
     span=st.integers(1, 70),
     capacity=st.integers(1, 20),
     in_place=st.booleans(),
+    copies=st.booleans(),
 )
 def test_pack_blocks(
     dtype: str,
@@ -110,7 +111,9 @@ def test_pack_blocks(
     span: int,
     capacity: int,
     in_place: bool,
+    copies: bool,
 ) -> None:
+    """With their copies in one pass, or only listed and copied later."""
     size, rng = octets * 8, np.random.default_rng(seed)
     layout = Layout(blocks * size, size, shards, stripe)
     tensor = sparse_tensor(rng, dtype, blocks * size, size, density)
@@ -124,7 +127,12 @@ def test_pack_blocks(
         while cursor < blocks:
             rows, indices = np.full((capacity, octets * tensor.itemsize), 9, np.uint64), np.full(capacity, -9)
             packed, zero, following = pack_slowly(data, layout, shard, cursor, span, capacity)
-            count, cursor = pack_blocks(source, target, in_place, mask, cursor, span, stripe, shards, rows, indices)
+            place = source, target, in_place, mask, cursor, span, stripe, shards
+            if copies:
+                count, cursor = pack_blocks(*place, rows, indices)
+            else:
+                count, cursor = list_blocks(*place, indices)
+                copy_blocks(source, indices[:count], rows)
             assert (list(indices[:count]), cursor) == (packed, following)
             assert (rows[:count] == original[packed]).all()
             assert (rows[count + 1 :] == 9).all(), "only the row behind the last one may serve as scratch"
@@ -138,7 +146,7 @@ def test_pack_blocks(
     seed=SEEDS, blocks=st.integers(1, 60), density=st.floats(0, 1), shards=st.integers(1, 4), stripe=st.integers(1, 9),
     capacity=st.integers(1, 20), ready=st.integers(0, 60),
 )  # fmt: skip
-def test_pack_noted(
+def test_listed_by_notes_and_copied(
     seed: int, blocks: int, density: float, shards: int, stripe: int, capacity: int, ready: int
 ) -> None:
     """Blocks with the note 2, whatever is in them, up to where they are ready."""
@@ -152,7 +160,8 @@ def test_pack_noted(
         cursor, found = layout.first_block(shard), list[int]()
         while cursor < limit:
             rows, indices = np.full((capacity, 4), 99, np.uint64), np.full(capacity, -9)
-            count, cursor = pack_noted(source, notes, 2, cursor, limit, stripe, shards, rows, indices)
+            count, cursor = list_noted(notes, 2, cursor, limit, stripe, shards, indices)
+            copy_blocks(source, indices[:count], rows)
             assert (rows[:count] == source[indices[:count]]).all()
             assert (rows[count:] == 99).all()
             found += indices[:count].tolist()

@@ -16,12 +16,12 @@ from samples import Array, sparse_tensor
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.errors import CodecError, ProtocolError, UsageError
+from omnireduce.kernels.codecs import base
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM, block_keys, stream_key
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.layout import Layout
-from omnireduce.protocol import coding
-from omnireduce.protocol.coding import Coder, Scratch, coding_of
+from omnireduce.protocol.coding import Coder, coding_of
 from omnireduce.protocol.operands import DenseTensor
 
 NAMES = tuple(BUILT_IN)
@@ -84,15 +84,19 @@ def test_all_ranks_get_what_the_oracle_says(codec: str, data: st.DataObject, see
         assert all(bits(x) == bits(old) for x, old in list(zip(inputs, before, strict=True))[1::2])
 
 
-def test_a_tensor_of_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoded and decoded a few blocks at a time, over shards, in spans that end within a piece."""
-    monkeypatch.setattr(coding, "PIECE_BYTES", 3 * 4 * 8)
+@pytest.mark.parametrize("codec", ["int8", "my:Odd"])
+def test_a_tensor_of_many_pieces(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summed, and by a user's codec encoded and decoded, a few blocks at a time; over shards, in spans that end within
+    a piece."""
+    monkeypatch.setitem(BUILT_IN, "my:Odd", Odd())
+    monkeypatch.setitem(ORACLES, "my:Odd", lambda block, key: block)
+    monkeypatch.setattr(base, "PIECE_ELEMENTS", 3 * 8)
     cluster = InprocCluster(world_size=2, shards=2, slot_bytes=slot_bytes_for(20, 32), scan_span=7, stripe_blocks=5)
     inputs = [sparse_tensor(np.random.default_rng(rank), "float32", 403, 8, 0.7) for rank in range(2)]
     before = [each.copy() for each in inputs]
-    results = [cluster.allreduce(rank, x, codec="int8") for rank, x in enumerate(inputs)]
+    results = [cluster.allreduce(rank, x, codec=codec) for rank, x in enumerate(inputs)]
     cluster.run()
-    assert_results(results, sum_of_coded("int8", before, 8, "sum", 0, 0))
+    assert_results(results, sum_of_coded(codec, before, 8, "sum", 0, 0))
 
 
 class Odd(Codec):
@@ -119,7 +123,7 @@ class Odd(Codec):
 @pytest.mark.parametrize("nbytes", [0, -1, 33, 8.0, None])
 def test_a_block_takes_a_number_of_bytes_that_can_be(nbytes: object) -> None:
     with pytest.raises(CodecError, match=r"does not say how many bytes 8 elements take; expected an int from 1 to 32"):
-        Coder("my:Odd", Odd(block_bytes=nbytes), 8, Scratch())
+        Coder("my:Odd", Odd(block_bytes=nbytes), 8)
 
 
 def test_an_error_of_a_codec_says_which_one_it_is() -> None:
@@ -127,9 +131,9 @@ def test_an_error_of_a_codec_says_which_one_it_is() -> None:
     operand = DenseTensor(x, x, Layout(8, 8), element_type(x.dtype).zero_mask)
     rows, indices = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
     with pytest.raises(CodecError, match="the codec 'my:Odd' failed: ArithmeticError: too hard"):
-        Coder("my:Odd", Odd(encode="too hard"), 8, Scratch()).pack(operand, 0, 0, 9, rows, indices, key)
+        Coder("my:Odd", Odd(encode="too hard"), 8).pack(operand, 0, 0, 9, rows, indices, key)
     with pytest.raises(CodecError, match="the codec 'my:Odd' failed: LookupError: lost"):
-        Coder("my:Odd", Odd(add="lost"), 8, Scratch()).put(operand, rows, indices)
+        Coder("my:Odd", Odd(add="lost"), 8).put(operand, rows, indices)
 
 
 def test_a_shard_knows_only_some_codecs() -> None:

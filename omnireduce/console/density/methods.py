@@ -20,7 +20,7 @@ from omnireduce.dtypes import Array, number_type
 from omnireduce.kernels.codecs.draws import block_keys
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
-from omnireduce.protocol.coding import Coder, Scratch
+from omnireduce.protocol.coding import Coder
 from omnireduce.wire.blocks import HEADER_BYTES
 
 BLOCK = 256  # elements of what is encoded
@@ -117,7 +117,7 @@ def _sent(method: Compression, x: Array) -> tuple[Array, Array]:
     if method.codec in ELEMENTS_AS:
         sent = sent.astype(ELEMENTS_AS[method.codec]).astype(np.float32)
     elif method.codec is not None:
-        coder = Coder(method.codec, codec_named(method.codec), BLOCK, Scratch())
+        coder = Coder(method.codec, codec_named(method.codec), BLOCK)
         sent = coder.there_and_back(sent, block_keys(0, np.arange(-(-x.size // BLOCK))))
     return sent, places
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import numpy as np
 
 from omnireduce.dtypes import Array
+
+PIECE_ELEMENTS = 1 << 17  # of float32 that are between a tensor and a message, and stay in the cache
+
+
+def pieces(blocks: int, block_size: int) -> Iterator[slice]:
+    """So many blocks in steps of PIECE_ELEMENTS at most."""
+    most = max(1, PIECE_ELEMENTS // block_size)
+    return (slice(at, min(at + most, blocks)) for at in range(0, blocks, most))
 
 
 class Codec(ABC):
@@ -27,6 +36,11 @@ class Codec(ABC):
         """Encode each block of `values`, which may be overwritten. `keys`: uint64 (blocks,), random numbers for those
         who round at random; the same block gets the same key whenever a program is run again with its seed."""
 
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
+        """As `encode`, of the blocks `source[where[k]]`. `source`, float32 like `values`, stays as it is."""
+        for piece in pieces(len(where), source.shape[1]):
+            self.encode(source[where[piece]], encoded[piece], keys[piece])
+
     @abstractmethod
     def add(self, encoded: Array, where: Array, totals: Array) -> None:
         """Add to `totals[where[k]]` what block k of `encoded` stands for. `where`: int64 (blocks,), ascending."""
@@ -38,9 +52,10 @@ class Codec(ABC):
 
     def place(self, encoded: Array, where: Array, target: Array) -> None:
         """Write to `target[where[k]]`, float32 like `values`, what block k of `encoded` stands for."""
-        values = np.empty((len(encoded), target.shape[1]), np.float32)
-        self.decode(encoded, values)
-        target[where] = values
+        for piece in pieces(len(where), target.shape[1]):
+            values = np.empty((len(encoded[piece]), target.shape[1]), np.float32)
+            self.decode(encoded[piece], values)
+            target[where[piece]] = values
 
     def sum(self, slots: Array, parts: Array, totals: Array) -> None:
         """Write to each of `totals` the sum of its parts, in their order. `parts`: int64 (blocks, senders), where in
@@ -54,7 +69,10 @@ class Codec(ABC):
 
 
 class Compiled(Codec):
-    """A codec whose sum is one kernel."""
+    """A codec that encodes in one kernel, and sums in another."""
+
+    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+        self.encode_at(values, np.arange(len(values)), encoded, keys)
 
     def add(self, encoded: Array, where: Array, totals: Array) -> None:
         values = np.empty((len(encoded), totals.shape[1]), np.float32)
@@ -70,6 +88,9 @@ class Compiled(Codec):
 
     def sum(self, slots: Array, parts: Array, totals: Array) -> None:
         self.sum_at(slots, parts, np.arange(len(parts)), totals)
+
+    @abstractmethod
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None: ...
 
     @abstractmethod
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:

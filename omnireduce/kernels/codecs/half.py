@@ -16,9 +16,13 @@ from omnireduce.kernels.reduce import decode_half, encode_half
 
 
 @kernel
-def _encode(brain: bool, values: Array, bits: Array, encoded: Array) -> None:
-    for k in range(len(values)):
-        encode_half(brain, row_of(values, k), row_of(bits, k), row_of(encoded, k))
+def _encode(brain: bool, source: Array, where: Array, encoded: Array, scratch: Array, bits: Array) -> None:
+    """`scratch`: float32 (block size,), and `bits` the same memory as uint32."""
+    for k in range(where.size):
+        row = row_of(source, where[k])
+        for i in range(row.size):
+            scratch[i] = row[i]
+        encode_half(brain, scratch, bits, row_of(encoded, k))
 
 
 @kernel
@@ -44,8 +48,9 @@ class Half(Compiled):
     def block_bytes(self, block_size: int) -> int:
         return 2 * block_size
 
-    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
-        _encode(self._brain, values, values.view(np.uint32), encoded.view(np.uint16))
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
+        scratch = np.empty(source.shape[1], np.float32)
+        _encode(self._brain, source, where, encoded.view(np.uint16), scratch, scratch.view(np.uint32))
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         scratch = np.empty(totals.shape[1], np.float32)

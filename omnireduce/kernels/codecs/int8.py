@@ -20,9 +20,11 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.floats import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
-from omnireduce.kernels.jit import inlined, kernel, row_of, span_of
+from omnireduce.kernels.jit import LINE_BYTES, inlined, kernel, prefetch, row_of, span_of
 
 NOT_A_NUMBER, LARGEST = -128, 127
+LINE = LINE_BYTES // 4  # elements
+AHEAD = 2048  # elements between what is encoded and what is fetched: the processor alone looks less far
 SCALES = np.exp2(np.arange(256) - 133.0).astype(np.float32)
 _LIMITS = (LARGEST * SCALES[:255]).view(np.int32)  # bits of the largest element that has this scale
 # 1 / scale as two factors, because 2^133 is no float32
@@ -68,11 +70,15 @@ def _rounded(scaled: np.float32) -> np.int8:
 
 
 @kernel
-def _encode(values: Array, bits: Array, numbers: Array, encoded: Array) -> None:
-    """`bits`: `values` as int32. `numbers`: `encoded` as int8. Each loop is one that vectorises."""
-    size = values.shape[1]
-    for k in range(len(values)):
-        row, word, out = row_of(values, k), row_of(bits, k), row_of(numbers, k)
+def _encode(source: Array, bits: Array, where: Array, numbers: Array, encoded: Array) -> None:
+    """`bits`: `source` as int32. `numbers`: `encoded` as int8. Each loop over elements is one that vectorises."""
+    size, last = source.shape[1], where.size - 1
+    ahead = max(1, AHEAD // size)
+    for k in range(where.size):
+        row, word, out = row_of(source, where[k]), row_of(bits, where[k]), row_of(numbers, k)
+        later = row_of(bits, where[min(k + ahead, last)])
+        for i in range(0, size, LINE):
+            prefetch(later, i)
         largest = _largest(word)
         is_finite = largest < np.int32(INFINITE)
         if not is_finite:
@@ -120,8 +126,8 @@ class Int8(Compiled):
     def block_bytes(self, block_size: int) -> int:
         return block_size + 1
 
-    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
-        _encode(values, values.view(np.int32), encoded.view(np.int8), encoded)
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
+        _encode(source, source.view(np.int32), where, encoded.view(np.int8), encoded)
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         _sum(slots.view(np.int8), slots, parts, where, totals)

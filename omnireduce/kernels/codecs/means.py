@@ -44,10 +44,10 @@ def _find_means(apart: bool, row: Array, means: Array) -> None:
 
 
 @kernel
-def _encode(apart: bool, values: Array, encoded: Array, means: Array, mean_bytes: Array) -> None:
+def _encode(apart: bool, source: Array, where: Array, encoded: Array, means: Array, mean_bytes: Array) -> None:
     """`means`: float32 (2,); `mean_bytes` the same memory as uint8."""
-    for k in range(len(values)):
-        row, out = row_of(values, k), row_of(encoded, k)
+    for k in range(where.size):
+        row, out = row_of(source, where[k]), row_of(encoded, k)
         _find_means(apart, row, means)
         for byte in range(MEANS_BYTES):
             out[byte] = mean_bytes[byte]
@@ -86,9 +86,9 @@ class SignMeans(Compiled):
     def block_bytes(self, block_size: int) -> int:
         return MEANS_BYTES + block_size // BITS
 
-    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
         means = np.empty(2, np.float32)
-        _encode(self._apart, values, encoded, means, means.view(np.uint8))
+        _encode(self._apart, source, where, encoded, means, means.view(np.uint8))
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         means = np.empty(2, np.float32)

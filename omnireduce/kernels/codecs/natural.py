@@ -43,11 +43,11 @@ def _magnitude_code(magnitude: int, top: int, random: np.uint64) -> int:
 
 
 @kernel
-def _encode(bits: Array, encoded: Array, keys: Array) -> None:
-    """`bits`: the values as int32."""
+def _encode(bits: Array, where: Array, encoded: Array, keys: Array) -> None:
+    """`bits`: the source as int32."""
     size = bits.shape[1]
-    for k in range(len(bits)):
-        row, out, largest = row_of(bits, k), row_of(encoded, k), 0
+    for k in range(where.size):
+        row, out, largest = row_of(bits, where[k]), row_of(encoded, k), 0
         for i in range(size):
             magnitude = row[i] & MAGNITUDE
             largest = max(largest, magnitude if magnitude < INFINITE else 0)
@@ -90,9 +90,9 @@ class Natural(Compiled):
     def block_bytes(self, block_size: int) -> int:
         return block_size + 1
 
-    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
         with np.errstate(over="ignore"):  # of random numbers, with the JIT off
-            _encode(values.view(np.int32), encoded, keys)
+            _encode(source.view(np.int32), where, encoded, keys)
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         _sum(slots, parts, where, totals)

@@ -26,11 +26,11 @@ def _rounded(scaled: np.float32, random: np.float32) -> np.int32:
 
 
 @kernel
-def _encode(values: Array, bits: Array, numbers: Array, encoded: Array, keys: Array) -> None:
-    """`bits`: `values` as int32. `numbers`: `encoded` as int8."""
-    size = values.shape[1]
-    for k in range(len(values)):
-        row, word, out = row_of(values, k), row_of(bits, k), row_of(numbers, k)
+def _encode(source: Array, bits: Array, where: Array, numbers: Array, encoded: Array, keys: Array) -> None:
+    """`bits`: `source` as int32. `numbers`: `encoded` as int8."""
+    size = source.shape[1]
+    for k in range(where.size):
+        row, word, out = row_of(source, where[k]), row_of(bits, where[k]), row_of(numbers, k)
         exponent = exponent_for(largest_finite(word))
         for i in range(size):
             if word[i] & MAGNITUDE >= INFINITE:
@@ -44,6 +44,6 @@ def _encode(values: Array, bits: Array, numbers: Array, encoded: Array, keys: Ar
 class Qsgd(Int8):
     """8-bit integers with a scale for each block, rounded at random."""
 
-    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
         with np.errstate(over="ignore"):  # of random numbers, with the JIT off
-            _encode(values, values.view(np.int32), encoded.view(np.int8), encoded, keys)
+            _encode(source, source.view(np.int32), where, encoded.view(np.int8), encoded, keys)

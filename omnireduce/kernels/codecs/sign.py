@@ -19,9 +19,9 @@ BITS = 8  # of a byte, the lowest one first
 
 
 @kernel
-def _encode(values: Array, encoded: Array) -> None:
-    for k in range(len(values)):
-        row, out = row_of(values, k), row_of(encoded, k)
+def _encode(source: Array, where: Array, encoded: Array) -> None:
+    for k in range(where.size):
+        row, out = row_of(source, where[k]), row_of(encoded, k)
         for byte in range(out.size):
             found = 0
             for bit in range(BITS):
@@ -49,8 +49,8 @@ class Sign(Compiled):
     def block_bytes(self, block_size: int) -> int:
         return block_size // BITS
 
-    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
-        _encode(values, encoded)
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
+        _encode(source, where, encoded)
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         _sum(slots, parts, where, totals)

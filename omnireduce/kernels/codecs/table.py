@@ -59,7 +59,9 @@ def _try_out(codec: Codec) -> None:
     """Call each method once: what is compiled at its first call is not compiled in the middle of a collective."""
     values, where = np.zeros((1, 8), np.float32), np.zeros(1, np.int64)
     encoded = np.zeros((1, codec.block_bytes(8)), np.uint8)
-    codec.encode(values, encoded, np.zeros(1, np.uint64))
+    keys = np.zeros(1, np.uint64)
+    codec.encode(values, encoded, keys)
+    codec.encode_at(values, where, encoded, keys)
     codec.add(encoded, where, values)
     codec.decode(encoded, values)
     codec.place(encoded, where, values)

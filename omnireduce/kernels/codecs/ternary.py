@@ -31,12 +31,14 @@ def _draw_digits(row: Array, scale: np.float32, key: np.uint64, digits: Array) -
 
 
 @kernel
-def _encode(values: Array, bits: Array, encoded: Array, scale: Array, scale_bits: Array, keys: Array) -> None:
-    """`bits`: `values` as int32. `scale`: float32 (1,); `scale_bits` the same memory as int32."""
-    size = values.shape[1]
+def _encode(
+    source: Array, bits: Array, where: Array, encoded: Array, scale: Array, scale_bits: Array, keys: Array
+) -> None:
+    """`bits`: `source` as int32. `scale`: float32 (1,); `scale_bits` the same memory as int32."""
+    size = source.shape[1]
     digits = np.ones(-(-size // IN_BYTE) * IN_BYTE, np.uint8)  # what fills the last byte up stands for nothing
-    for k in range(len(values)):
-        row, word, out, largest = row_of(values, k), row_of(bits, k), row_of(encoded, k), np.int32(0)
+    for k in range(where.size):
+        row, word, out, largest = row_of(source, where[k]), row_of(bits, where[k]), row_of(encoded, k), np.int32(0)
         for i in range(size):
             largest = max(largest, word[i] & np.int32(MAGNITUDE))
         is_finite = largest < INFINITE
@@ -82,10 +84,10 @@ class Ternary(Compiled):
     def block_bytes(self, block_size: int) -> int:
         return SCALE_BYTES + -(-block_size // IN_BYTE)
 
-    def encode(self, values: Array, encoded: Array, keys: Array) -> None:
+    def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
         scale = np.empty(1, np.float32)
         with np.errstate(over="ignore"):  # of random numbers, with the JIT off
-            _encode(values, values.view(np.int32), encoded, scale, scale.view(np.int32), keys)
+            _encode(source, source.view(np.int32), where, encoded, scale, scale.view(np.int32), keys)
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:
         scale = np.empty(1, np.float32)

@@ -14,7 +14,7 @@ from omnireduce.logs import BoundLog
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.exchange import STEPS, HostExchange
 from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.operands import Operand, Packed, Place, RowBlocks, TensorBlocks
+from omnireduce.protocol.operands import Encode, Operand, Packed, Place, RowBlocks, TensorBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
@@ -63,6 +63,18 @@ class TracedOperand:
         self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
         self.own += packed.block_count
         return packed
+
+    def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
+        start = now()
+        found = self._operand.find(shard, cursor, span, indices)
+        self._recorder.add(What.PACK, start, now(), shard, found.block_count)
+        self.own += found.block_count
+        return found
+
+    def pack_found(self, indices: Array, encode: Encode) -> None:
+        start = now()
+        self._operand.pack_found(indices, encode)
+        self._recorder.add(What.PACK, start, now())  # `find` has told how many
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start = now()

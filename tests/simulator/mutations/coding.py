@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Mutation
 
+_CODEC = "omnireduce.kernels.codecs.base"
 _CODING = "omnireduce.protocol.coding"
 _STREAM = "omnireduce.protocol.shard_stream"
 
@@ -17,19 +18,19 @@ MUTATIONS = (
         test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
     ),
     Mutation(
-        "coder puts all pieces to the first places",
-        _CODING,
+        "codec puts all pieces to the first places",
+        _CODEC,
         "of a message that takes several steps only the first blocks get results",
-        "self._codec.place(encoded[piece], where[piece], target)",
-        "self._codec.place(encoded[piece], where[: piece.stop - piece.start], target)",
+        "target[where[piece]] = values",
+        "target[where[: len(values)]] = values",
         test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
     ),
     Mutation(
-        "coder forgets what it had packed",
-        _CODING,
+        "codec forgets what it had encoded",
+        _CODEC,
         "of a message that takes several steps only the last blocks are encoded",
-        "self._codec.encode(self._plain[:fresh], rows[count : count + fresh], block_keys(key, own[:fresh]))",
-        "self._codec.encode(self._plain[:fresh], rows[:fresh], block_keys(key, own[:fresh]))",
+        "self.encode(source[where[piece]], encoded[piece], keys[piece])",
+        "self.encode(source[where[piece]], encoded[: len(keys[piece])], keys[piece])",
         test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
     ),
     Mutation(
