@@ -125,6 +125,25 @@ def test_elements_travel_with_numbers_or_in_blocks_whichever_is_less(
         assert sent < (in_blocks if together else by_number) + 1000
 
 
+def test_what_a_step_costs_decides_the_next_one(daemon: Daemon) -> None:
+    """Elements close together go in blocks, those far apart by their numbers: one step later. All sums are right."""
+
+    def run(comm: Communicator) -> list[bool]:
+        compression, by_number = Compression(Threshold(1.0)), []
+        for together in (True, False, False, True, True):
+            x = np.zeros(256_000, np.float32)
+            x[slice(0, 2048, 2) if together else slice(0, None, 250)] = 2
+            before, expected = comm.statistics().sent_bytes, 2 * x
+            compression.allreduce(comm, x, name="w", op="sum")
+            assert x.tobytes() == expected.tobytes()
+            sent, blocks = comm.statistics().sent_bytes - before, 8 if together else 1000
+            by_number.append(abs(sent - 1024 * 5) < abs(sent - blocks * 1024))
+        return by_number
+
+    for by_number in run_job(configured(daemon.addresses, BY_SHARDS), 2, run):
+        assert by_number == [False, False, True, True, False]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ratio", [0.001, 0.02, 0.3])
 def test_both_ways_give_the_same_sums(daemon: Daemon, way: str, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:

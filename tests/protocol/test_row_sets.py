@@ -55,10 +55,11 @@ def test_rows_of_a_dense_result_that_are_left_out_are_those_that_were_brought() 
     values = np.arange(4 * width, dtype=np.float32).reshape(4, width)
     out, layout = np.full((10, width), 7, np.float32), Layout(10 * width, width)
     operand = RowsInto(np.array([2, 5, 9]), values[:3], layout, Pool().take, out=out)
-    assert not operand.is_divisible
     assert operand.start(0) == 0
-    assert operand.is_divisible
+    assert not operand.is_divisible
+    assert (out == 7).all()
     operand.put(values[3:].view(np.uint8), np.array([2, 3, 9]), np.array([True, False, True]), True)
+    assert operand.is_divisible
     operand.finish()
     assert np.flatnonzero(out.any(axis=1)).tolist() == [2, 3, 9]
     assert np.array_equal(out[[2, 3, 9]], values[[0, 3, 2]])
