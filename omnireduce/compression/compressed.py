@@ -22,6 +22,7 @@ from omnireduce.runtime.member.communicator import Communicator
 STEP_BYTES = 2  # about, of the number of an element that travels by itself
 # What is done for it takes as long as so many bytes of blocks: over a link of 1 Gbit/s, and where ranks share memory
 WORK_BYTES, WORK_BYTES_IN_MEMORY = 32, 512
+DECIDE_EVERY = 16  # steps: what is selected changes slowly, and to decide takes a round trip
 ELEMENTS_AS = {"bf16": ELEMENT_TYPES["bfloat16"].dtype, "fp16": ELEMENT_TYPES["float16"].dtype}
 
 
@@ -29,7 +30,8 @@ class Compression:
     """Sums gradients of which only a part is sent.
 
     `selector`: which part; `memory`: what becomes of the rest; `codec`: in which form that part travels (None: as
-    `protocol.codec` says). Single elements travel as float32, or as bf16 or fp16. All ranks make the same one.
+    `protocol.codec` says). Single elements travel as float32, or as bf16 or fp16. All ranks make the same one, and use
+    it for the same steps.
     `common`: what else they must have alike, in words: it stands in the names of the collectives, so that ranks that
     differ get an error. What is kept differs between ranks: see `Memory.state_dict`. Raises UsageError for what cannot
     be, or does not go together.
@@ -52,8 +54,8 @@ class Compression:
             self._check_together(str(codec))
         self._common = common
         self._steps: dict[str, int] = {}
-        self._costs: dict[str, Array] = {}  # of the last step, of the rank with most: as `costs` gives them
-        self._generation = -1  # of the job in which these steps were made
+        self._costs: dict[str, Array] = {}  # as `costs` gives them, those of the rank with most
+        self._formation: object = None  # of the job in which these steps were made
 
     def _check_together(self, codec: str) -> None:
         if self.selector.unit == "elements" and not self._sends_all and codec not in ELEMENTS_AS:
@@ -76,8 +78,8 @@ class Compression:
         dtype.
         """
         flat = check_gradient(gradient)
-        if self._generation != comm.generation:  # another rank may be new, and all draw by the same step
-            self._steps, self._costs, self._generation = {}, {}, comm.generation
+        if self._formation is not comm.formation:  # another rank may be new, and all draw by the same step
+            self._steps, self._costs, self._formation = {}, {}, comm.formation
         step = self._steps.get(check_name(name), 0)
         x = self.memory.compensate(flat, name)
         if self._sends_all:
@@ -85,7 +87,7 @@ class Compression:
         else:
             places = self.selector.select(x, name, step)
             if self.selector.unit == "elements":
-                self._send_elements(comm, x, places, flat, op=op, name=name)
+                self._send_elements(comm, x, places, flat, op=op, name=name, step=step)
             else:
                 some = np.zeros_like(x)
                 copy_blocks(x, self.selector.block_size, places, some)
@@ -117,43 +119,44 @@ class Compression:
             comm.allreduce(sent, out=out, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
             self.memory.keep_rest(name, sent)
 
-    def _send_elements(self, comm: Communicator, x: Array, places: Array, out: Array, *, op: Sum, name: str) -> None:
+    def _send_elements(
+        self, comm: Communicator, x: Array, places: Array, out: Array, *, op: Sum, name: str, step: int
+    ) -> None:
         """Send the elements of `x` at `places` in float32, or rounded; what is rounded off a memory keeps."""
         codec = self._codec_for(comm, comm.config.protocol.block_size)
         if codec not in ELEMENTS_AS:
-            self._sum_elements(comm, places, x[places], out, op=op, name=name, codec=NONE)
+            self._sum_elements(comm, places, x[places], out, op=op, name=name, step=step, codec=NONE)
             self.memory.keep_selected(name, places, self.selector)
             return
         plain = x[places]
         with overflowing():
             values = plain.astype(ELEMENTS_AS[codec])
             plain -= values.astype(np.float32)
-        self._sum_elements(comm, places, values, out, op=op, name=name, codec=codec)
+        self._sum_elements(comm, places, values, out, op=op, name=name, step=step, codec=codec)
         self.memory.keep_selected(name, places, self.selector, plain)
 
     def _sum_elements(
-        self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str, codec: str
+        self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str, step: int, codec: str
     ) -> None:
         """Sum single elements: with their numbers, or in blocks, filled up with zeros, whichever costs less.
 
-        Ranks decide alike, by what the last step has cost the rank with most. So no sum waits for a decision, but the
-        first one.
+        Ranks decide alike, by the costs of the rank with most. They decide again every DECIDE_EVERY steps.
         """
         if self.selector.is_common:  # that all have drawn the same ones the name says
             drawn = f"{self._sent_as(name)} at {zlib.crc32(places.tobytes()):08x}"
             sums = comm.allreduce(values.astype(np.float32), op=op, name=drawn, codec=codec)
             scatter(places, sums, out)
             return
-        work_bytes = WORK_BYTES_IN_MEMORY if "memory" in comm.transport.split("+") else WORK_BYTES
-        own = costs(places, comm.config.protocol.block_size, values.itemsize, work_bytes)
-        most = comm.allreduce_async(own, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
-        by_number, by_block = self._costs[name] if name in self._costs else most.wait()
+        if step % DECIDE_EVERY == 0:
+            work_bytes = WORK_BYTES_IN_MEMORY if "memory" in comm.transport.split("+") else WORK_BYTES
+            own = costs(places, comm.config.protocol.block_size, values.itemsize, work_bytes)
+            self._costs[name] = comm.allreduce(own, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
+        by_number, by_block = self._costs[name]
         if by_number < by_block:
             self._sum_rows(comm, places, values.reshape(-1, 1), out, op=op, name=name)
         else:
             scatter(places, values, out)
             comm.allreduce(out, op=op, name=self._sent_as(name), codec=codec)
-        self._costs[name] = most.wait()
 
     @staticmethod
     def _sum_rows(comm: Communicator, places: Array, rows: Array, out: Array, *, op: Sum, name: str) -> None:

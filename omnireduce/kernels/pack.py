@@ -161,7 +161,7 @@ def list_noted(
 
 
 @kernel
-def copy_blocks(source: Array, where: Array, rows: Array) -> None:
+def pack_listed(source: Array, where: Array, rows: Array) -> None:
     """`rows[k] = source[where[k]]` for each block that is listed: uint64 (…, words per block)."""
     for k in range(where.size):
         row, out = row_of(source, where[k]), row_of(rows, k)

@@ -14,7 +14,7 @@ from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.jit import watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
-from omnireduce.kernels.pack import copy_blocks, deal_rows, list_blocks, list_noted, pack_blocks, pack_rows
+from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleeps, get_counter, set_counter
 from omnireduce.kernels.runs import expand_runs, list_runs
@@ -89,7 +89,7 @@ def _of_worker() -> Iterator[Kernel]:
     rows = words.view(np.uint8)
     yield partial(list_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, index.copy())
     yield partial(list_noted, rows[0], 1, 0, 1, 1, 1, index.copy())
-    yield partial(copy_blocks, words, index, words.copy())
+    yield partial(pack_listed, words, index, words.copy())
     yield partial(deal_rows, index, 1, 1, index.copy(), np.zeros(2, np.int64))
     yield partial(pack_rows, index, rows, index, 0, rows.copy(), index.copy())
     for values in (np.zeros((1, 1), storage) for storage in STORAGES):

@@ -94,11 +94,12 @@ class Coder:
         found[: x.size] = x
         values = found.reshape(keys.size, self.block_size)
         present = np.flatnonzero(find_blocks(found, self.block_size))  # others do not travel
-        encoded = np.empty((present.size, self.block_bytes), np.uint8)
-        if present.size:
+        for piece in pieces(present.size, self.block_size):
+            own = present[piece]
+            encoded = np.empty((own.size, self.block_bytes), np.uint8)
             with self._calling:
-                self._codec.encode_at(values, present, encoded, keys[present])
-                self._codec.place(encoded, present, values)
+                self._codec.encode_at(values, own, encoded, keys[own])
+                self._codec.place(encoded, own, values)
         return found[: x.size]
 
 

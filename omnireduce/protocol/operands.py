@@ -10,7 +10,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.chunk import NON_ZERO, RETURNED
-from omnireduce.kernels.pack import copy_blocks, list_blocks, list_noted, pack_blocks
+from omnireduce.kernels.pack import list_blocks, list_noted, pack_blocks, pack_listed
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -188,7 +188,7 @@ class _Tensor:
         return found, cursor
 
     def pack_found(self, indices: Array, encode: Encode) -> None:
-        self._apart(indices, encode, self.blocks.source, self.blocks.source_tail)
+        self._each_part(indices, encode, self.blocks.source, self.blocks.source_tail)
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         blocks = self.blocks
@@ -205,9 +205,9 @@ class _Tensor:
             blocks.target[own] = blocks.source[own]
 
     def put_placed(self, indices: Array, place: Place) -> None:
-        self._apart(indices, place, self.blocks.target, self.blocks.target_tail)
+        self._each_part(indices, place, self.blocks.target, self.blocks.target_tail)
 
-    def _apart(self, indices: Array, call: Encode | Place, full: Array, tail: Array) -> None:
+    def _each_part(self, indices: Array, call: Encode | Place, full: Array, tail: Array) -> None:
         """Call with the blocks of the tensor, and with the short last one."""
         count = indices.size
         if count and indices[-1] == self.layout.full_blocks:
@@ -325,7 +325,7 @@ class HostSum(_Tensor):
         if count and indices[count - 1] == full:
             count -= 1
             rows[count] = self.blocks.source_tail[0]
-        copy_blocks(self.blocks.source, indices[:count], rows)
+        pack_listed(self.blocks.source, indices[:count], rows)
         return packed
 
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:

@@ -125,8 +125,9 @@ def test_elements_travel_with_numbers_or_in_blocks_whichever_is_less(
         assert sent < (in_blocks if together else by_number) + 1000
 
 
-def test_what_a_step_costs_decides_the_next_one(daemon: Daemon) -> None:
-    """Elements close together go in blocks, those far apart by their numbers: one step later. All sums are right."""
+def test_what_elements_cost_decides_for_some_steps(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements close together go in blocks, those far apart by their numbers. All sums are right."""
+    monkeypatch.setattr(compressed, "DECIDE_EVERY", 2)
 
     def run(comm: Communicator) -> list[bool]:
         compression, by_number = Compression(Threshold(1.0)), []
@@ -142,6 +143,22 @@ def test_what_a_step_costs_decides_the_next_one(daemon: Daemon) -> None:
 
     for by_number in run_job(configured(daemon.addresses, BY_SHARDS), 2, run):
         assert by_number == [False, False, True, True, False]
+
+
+def test_ranks_with_other_costs_decide_alike(daemon: Daemon) -> None:
+    """One has its elements close together, the other far apart."""
+
+    def run(comm: Communicator) -> list[Array]:
+        compression, sums = Compression(Threshold(1.0)), []
+        for _ in range(3):
+            x = np.zeros(256_000, np.float32)
+            x[slice(0, 2048, 2) if comm.rank else slice(0, None, 250)] = 2
+            sums.append(compression.allreduce(comm, x, name="w", op="sum"))
+        return sums
+
+    for x in (each for sums in run_job(configured(daemon.addresses, BY_SHARDS), 2, run) for each in sums):
+        assert x.sum() == 2 * 2 * 1024
+        assert x[0] == 4
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -248,7 +265,7 @@ def test_a_step_that_was_aborted_leaves_the_memory_as_it_was(daemon: Daemon, mak
 def test_ranks_that_draw_in_different_steps_are_told(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         compression = Compression(RandomK(0.1))
-        compression._steps["w"], compression._generation = comm.rank, comm.generation
+        compression._steps["w"], compression._formation = comm.rank, comm.formation
         with pytest.raises(AbortedError, match="submitted different collectives"):
             compression.allreduce(comm, gradient(0, 0), name="w")
 

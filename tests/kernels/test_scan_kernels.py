@@ -14,7 +14,7 @@ from samples import DTYPES, Array, awkward_values, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.density import nonzero_blocks
-from omnireduce.kernels.pack import copy_blocks, deal_rows, list_blocks, list_noted, pack_blocks, pack_rows
+from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.scatter import scatter_blocks
 from omnireduce.layout import Layout
 
@@ -132,7 +132,7 @@ def test_pack_blocks(
                 count, cursor = pack_blocks(*place, rows, indices)
             else:
                 count, cursor = list_blocks(*place, indices)
-                copy_blocks(source, indices[:count], rows)
+                pack_listed(source, indices[:count], rows)
             assert (list(indices[:count]), cursor) == (packed, following)
             assert (rows[:count] == original[packed]).all()
             assert (rows[count + 1 :] == 9).all(), "only the row behind the last one may serve as scratch"
@@ -161,7 +161,7 @@ def test_listed_by_notes_and_copied(
         while cursor < limit:
             rows, indices = np.full((capacity, 4), 99, np.uint64), np.full(capacity, -9)
             count, cursor = list_noted(notes, 2, cursor, limit, stripe, shards, indices)
-            copy_blocks(source, indices[:count], rows)
+            pack_listed(source, indices[:count], rows)
             assert (rows[:count] == source[indices[:count]]).all()
             assert (rows[count:] == 99).all()
             found += indices[:count].tolist()

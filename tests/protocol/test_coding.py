@@ -113,6 +113,7 @@ class Odd(Codec):
         if "encode" in self._does:
             raise ArithmeticError(self._does["encode"])
         encoded[:] = values.view(np.uint8)
+        values[:] = 7  # as it may
 
     def add(self, encoded: Array, where: Array, totals: Array) -> None:
         if "add" in self._does:

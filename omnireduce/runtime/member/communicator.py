@@ -77,8 +77,8 @@ class Communicator(Collectives):
 
     Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
     say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
-    several joined by "+"), `shards`, the number of aggregators, and `generation`, the number that the first one gave
-    this membership.
+    several joined by "+"), `shards`, the number of aggregators, `generation`, the number that the first one gave
+    this membership, and `formation`, an object of its own for this communicator, and another one after `reform`.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
@@ -231,6 +231,7 @@ class Communicator(Collectives):
         self._channels, joined = channels, first.joined
         self._member = Member(first.way, last.way, self.config.protocol.urgent_bytes)
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
+        self.formation = object()
         self.transport = "+".join(sorted(first.kinds | last.kinds))
         self.shards = len(first.links)
         if first is not last:

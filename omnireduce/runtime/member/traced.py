@@ -50,6 +50,7 @@ class TracedOperand:
         self.nbytes, self.blocks = operand.nbytes, operand.blocks
         self._operand, self._recorder, self._submitted = operand, recorder, now()
         self._is_tensor, self.own, self.union = is_tensor, 0, 0
+        self._found = 0, 0  # when `find` was called last, and for which shard
 
     def start(self, shard: int) -> int:
         start = now()
@@ -65,16 +66,14 @@ class TracedOperand:
         return packed
 
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
-        start = now()
-        found = self._operand.find(shard, cursor, span, indices)
-        self._recorder.add(What.PACK, start, now(), shard, found.block_count)
-        self.own += found.block_count
-        return found
+        self._found = now(), shard
+        return self._operand.find(shard, cursor, span, indices)
 
     def pack_found(self, indices: Array, encode: Encode) -> None:
-        start = now()
+        start, shard = self._found
         self._operand.pack_found(indices, encode)
-        self._recorder.add(What.PACK, start, now())  # `find` has told how many
+        self._recorder.add(What.PACK, start, now(), shard, indices.size)
+        self.own += indices.size
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start = now()
