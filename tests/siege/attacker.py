@@ -37,9 +37,9 @@ class Tally:
         return f"{self.words.total() / wall_s:.0f} strokes/s, {self.cpu_s / wall_s:.0%} of a core: {words}"
 
 
-def serve(pipe: Connection, kind: str, target: Target, seed: int) -> None:
+def serve(pipe: Connection, kind: str, target: Target, seed: int, nice: int) -> None:
     """Attack whenever told to, until the other end of the pipe is closed."""
-    os.nice(NICEST)
+    os.nice(nice)
     draw = random.Random(seed)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

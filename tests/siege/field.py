@@ -26,7 +26,7 @@ from omnireduce.runtime.asking.observe import ask
 from omnireduce.secret import load_secret
 
 from . import attacker, honest
-from .attacker import GO, HALT, Tally
+from .attacker import GO, HALT, NICEST, Tally
 from .honest import SAMPLES
 from .kinds import Kind
 from .target import SMALL, Peer, Target
@@ -50,13 +50,14 @@ class Options:
     seed: int = 0
     pairs: int = 1
     prefix: tuple[str, ...] = ()  # in front of the daemon's command
+    nice: int = NICEST  # of the attacker
 
 
 class Attacker(Member):
     """The process that strikes at a target."""
 
-    def __init__(self, kind: str, target: Target, seed: int) -> None:
-        super().__init__(kind, target, seed, target=attacker.serve)
+    def __init__(self, kind: str, target: Target, options: Options) -> None:
+        super().__init__(kind, target, options.seed, options.nice, target=attacker.serve)
 
     @contextlib.contextmanager
     def attacking(self, tally: Tally) -> Iterator[None]:
@@ -95,8 +96,8 @@ class Field:
             self._insider = self._target(self.daemon)
             self.target = replace(self._insider, secret=self._insider.secret if who == "member" else None)
             self._honest = self._join((*HONEST, *shared, *ours), stack)
-            self._seed = options.seed
-            self.attacker = stack.enter_context(Attacker(kind.name, self.target, self._seed))
+            self._options = options
+            self.attacker = stack.enter_context(Attacker(kind.name, self.target, options))
             self.shard = self._ask_pid()
             self._stack = stack.pop_all()
 
@@ -117,7 +118,7 @@ class Field:
         """The same attacker against another daemon of this machine."""
         with self._open() as daemon:
             target = replace(self._target(daemon), secret=self.target.secret)
-            with Attacker(self._kind.name, target, self._seed) as found:
+            with Attacker(self._kind.name, target, self._options) as found:
                 yield found
 
     def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[Member]:

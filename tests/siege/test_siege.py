@@ -42,10 +42,15 @@ def test_a_short_siege(kind: str) -> None:
     ],
 )
 def test_a_siege_of_a_spoiled_daemon_fails(bug: str, kind: str, fault: str) -> None:
+    """On a busy machine it may take a longer siege: what is written and kept depends on how often the attacker can
+    strike. So this one does not yield the processor."""
     prefix = (sys.executable, str(Path(__file__).with_name("spoiled.py")), bug)
-    figures = besiege(BY_NAME[kind], "stranger", Options(seed=SEED, prefix=prefix), SECONDS)
-    found = figures.faults(judge_time=True)
-    assert any(fault in each for each in found), (found, str(figures.tally))
+    for seconds in (SECONDS, 4 * SECONDS, 16 * SECONDS):
+        figures = besiege(BY_NAME[kind], "stranger", Options(seed=SEED, prefix=prefix, nice=0), seconds)
+        found = figures.faults(judge_time=True)
+        if any(fault in each for each in found):
+            return
+    pytest.fail(f"{found}, {figures.tally}")
 
 
 def test_every_bug_fits_the_product() -> None:
