@@ -182,11 +182,6 @@ class _Tensor:
                 blocks.target_tail[:] = 0
         return count, block + 1
 
-    def _pack_tail(self, shard: int, count: int, rows: Array, indices: Array) -> tuple[int, int]:
-        found, cursor = self._find_tail(shard, count, indices[: len(rows)])
-        rows[count:found] = self.blocks.source_tail
-        return found, cursor
-
     def pack_found(self, indices: Array, encode: Encode) -> None:
         self._each_part(indices, encode, self.blocks.source, self.blocks.source_tail)
 
@@ -262,7 +257,9 @@ class DenseTensor(_Tensor):
                 span=span, stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
             )  # fmt: skip
         if cursor == full < layout.blocks:
-            count, cursor = self._pack_tail(shard, count, rows, indices)
+            found, cursor = self._find_tail(shard, count, indices[: len(rows)])
+            rows[count:found] = blocks.source_tail
+            count = found
         return Packed(count, cursor, cursor)
 
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
