@@ -1,0 +1,183 @@
+"""Ranks agree on what is done, in one order, whatever the order in which they become ready."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnireduce.data_parallel.agreement import ALIKE_STEPS, MOST_NAMES, MOST_PENDING, Agreement
+from omnireduce.data_parallel.requests import Batch, Request, fused
+from omnireduce.errors import UsageError
+
+SEEDS = st.integers(0, 2**32 - 1)
+WAIT = "wait for "
+
+
+def request(name: str, terms: str = "allreduce sum float32 (3,)", nbytes: int = 12) -> Request:
+    return Request(name, f"{terms}", "sum float32", nbytes)
+
+
+class Ranks:
+    """Programs of several ranks, which submit requests and wait for them."""
+
+    def __init__(self, programs: Sequence[Sequence[Request | str]], fusion_bytes: int = 100, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.machines = [Agreement(rank, len(programs), fusion_bytes) for rank in range(len(programs))]
+        self.programs = [list(each) for each in programs]
+        self.batches: list[Batch] = []
+
+    def waits(self, rank: int) -> bool:
+        program = self.programs[rank]
+        return bool(program) and isinstance(program[0], str) and program[0] in self.machines[rank].pending
+
+    def run(self) -> None:
+        while any(self.programs) or any(each.pending for each in self.machines):
+            moved = self._go_on() if self.rng.random() < 0.7 else False
+            if not moved and not self._exchange():
+                assert self._go_on(), "nobody can go on"
+
+    def _go_on(self) -> bool:
+        able = [rank for rank, program in enumerate(self.programs) if program and not self.waits(rank)]
+        if not able:
+            return False
+        rank = self.rng.choice(able)
+        step = self.programs[rank].pop(0)
+        if isinstance(step, Request):
+            if step.name in self.machines[rank].pending:  # of the step before: wait for it first
+                self.programs[rank][:0] = [step.name, step]
+            else:
+                self.machines[rank].submit(step)
+        return True
+
+    def _exchange(self) -> bool:
+        first, *others = self.machines
+        assert all(each.has_rounds == first.has_rounds for each in others)
+        return self._round() if first.has_rounds else self._due()
+
+    def _round(self) -> bool:
+        if not any(each.pending for each in self.machines):
+            return False
+        least = np.min([each.bytes_of_round() for each in self.machines], axis=0)
+        told = [each.news() for each in self.machines]
+        found = [each.agree(least) for each in self.machines]
+        assert all(each == found[0] for each in found)
+        batches, has_news = found[0]
+        self.batches += batches
+        if has_news:
+            for each in self.machines:
+                each.hear(told)
+        return bool(batches) or has_news
+
+    def _due(self) -> bool:
+        batches = [each.due() for each in self.machines]
+        assert len({batch for batch, _ in batches}) == 1
+        stuck = [each.is_stuck(waits=self.waits(rank)) for rank, each in enumerate(self.machines)]
+        if not all(ready or spoils for (_, ready), spoils in zip(batches, stuck, strict=True)):
+            return False
+        spoiled = not all(ready for _, ready in batches)
+        for each in self.machines:
+            each.done(spoiled=spoiled)
+        if not spoiled:
+            self.batches.append(batches[0][0])
+        return True
+
+
+@settings(deadline=None)
+@given(seed=SEEDS, ranks=st.integers(1, 4), names=st.integers(1, 9), steps=st.integers(1, 9), data=st.data())
+def test_every_rank_does_all_in_one_order(seed: int, ranks: int, names: int, steps: int, data: st.DataObject) -> None:
+    """Each step all ranks submit the same names, each in its own order, and wait for them in its own order. Some steps
+    have names of their own."""
+    rng = random.Random(seed)
+    alike = data.draw(st.floats(0, 1))
+    programs: list[list[Request | str]] = [[] for _ in range(ranks)]
+    expected: list[str] = []
+    for step in range(steps):
+        wanted = [f"w{i}" for i in range(names)]
+        if rng.random() > alike:
+            wanted = [*rng.sample(wanted, rng.randint(0, names)), f"only {step}"]
+        expected += wanted
+        for program in programs:
+            submits, waits = (rng.sample(wanted, len(wanted)) for _ in range(2))
+            program += [request(each, nbytes=12) for each in submits]
+            program += waits[: rng.randint(0, len(waits))]
+    world = Ranks(programs, fusion_bytes=data.draw(st.sampled_from([0, 30, 1000])), seed=seed)
+    world.run()
+    done = [name for batch in world.batches for name in batch.names]
+    assert sorted(done) == sorted(expected)
+    assert not any(batch.error for batch in world.batches)
+
+
+def test_alike_steps_need_no_rounds() -> None:
+    def programs(steps: int) -> list[list[Request | str]]:
+        step: list[Request | str] = [*(request(f"w{i}") for i in range(5)), *(f"w{i}" for i in range(5))]
+        return [step * steps, list(step) * steps]
+
+    few, many = (Ranks(programs(steps)) for steps in (ALIKE_STEPS + 2, 100))
+    few.run()
+    many.run()
+    assert many.machines[0].rounds == few.machines[0].rounds > 0
+    assert not many.machines[0].has_rounds
+
+
+def test_one_that_does_something_else_brings_the_rounds_back() -> None:
+    step: list[Request | str] = [request("a"), request("b"), "a", "b"]
+    other: list[Request | str] = [request("b"), "b", request("a"), "a"]
+    world = Ranks([step * 20, step * 10 + other * 10], fusion_bytes=0)
+    world.run()
+    assert len(world.batches) == 40
+
+
+def test_terms_that_differ_are_told_to_all() -> None:
+    world = Ranks([[request("w"), "w"], [request("w", "allreduce max float32 (3,)"), "w"]])
+    world.run()
+    [batch] = world.batches
+    assert batch.error == (
+        "'w' differs between ranks: rank 0 has allreduce sum float32 (3,), rank 1 has allreduce max float32 (3,)"
+    )
+
+
+def test_all_may_change_the_terms() -> None:
+    old, new = request("w"), request("w", "allreduce sum float32 (4,)")
+    world = Ranks([[old, "w"] * 9 + [new, "w"] * 9] * 2)
+    world.run()
+    assert [batch.error for batch in world.batches] == [""] * 18
+
+
+def test_what_is_under_way_is_not_submitted_again() -> None:
+    machine = Agreement(0, 2, 0)
+    machine.submit(request("w"))
+    with pytest.raises(UsageError, match="'w' is under way already"):
+        machine.submit(request("w"))
+    for i in range(1, MOST_PENDING):
+        machine.submit(request(f"w{i}"))
+    with pytest.raises(UsageError, match="4096 collectives are under way already"):
+        machine.submit(request("one more"))
+
+
+def test_names_that_come_once_are_forgotten() -> None:
+    world = Ranks([[request(f"w{i}") for i in range(40)]])
+    machine = world.machines[0]
+    machine.hear([[request(f"old {i}") for i in range(MOST_NAMES)]])
+    world.run()
+    assert len(machine.bytes_of_round()) <= MOST_NAMES + 1
+    assert len(world.batches) > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [([4, 4, 4], 8, [("r0", "r1"), ("r2",)]), ([9, 1, 1], 8, [("r0",), ("r1", "r2")]), ([4, 4], 0, [("r0",), ("r1",)])],
+)
+def test_requests_share_buffers(sizes: list[int], most: int, expected: list[tuple[str, ...]]) -> None:
+    found = fused([request(f"r{i}", nbytes=n) for i, n in enumerate(sizes)], most)
+    assert [each.names for each in found] == expected
+
+
+def test_requests_that_go_between_do_not_end_a_buffer() -> None:
+    others: Callable[[str], Request] = lambda name: Request(name, "", "max int8", 1)
+    found = fused([request("a"), others("b"), request("c"), Request("d", ""), others("e")], 100)
+    assert [each.names for each in found] == [("a", "c"), ("b", "e"), ("d",)]
