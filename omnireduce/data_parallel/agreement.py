@@ -68,6 +68,12 @@ class Agreement:
             raise UsageError(f"{MOST_PENDING} collectives are under way already: wait for some of them")
         self.pending[request.name] = request
 
+    def request(self, name: str) -> Request:
+        """What all ranks have asked for by this name, which was agreed."""
+        found = self._known[name].request
+        assert found is not None
+        return found
+
     # with rounds
 
     def bytes_of_round(self) -> Array:
@@ -107,8 +113,8 @@ class Agreement:
                 for i, (name, each) in enumerate(sorted(self._known.items(), key=lambda item: item[1].place))
             }
             self._forget_steps()
-        for each in (*ready,):
-            del self.pending[each]
+        for name in ready:
+            del self.pending[name]
         self._learn([each.name for each in good])
         return [*fused(good, self._fusion_bytes), *failed], not least[NO_NEWS]
 
@@ -144,8 +150,7 @@ class Agreement:
             self._due = self._batches(rest or self._order)
 
     def _batches(self, names: Sequence[str]) -> list[Batch]:
-        requests = [self._known[name].request for name in names]
-        return fused([each for each in requests if each is not None], self._fusion_bytes)
+        return fused([self.request(name) for name in names], self._fusion_bytes)
 
     def due(self) -> tuple[Batch, bool]:
         """The next batch, and whether this rank is ready for it."""
@@ -178,5 +183,5 @@ def _difference(name: str, asked: dict[int, Request | None]) -> str:
     """What two ranks have asked for."""
     first = asked[0]
     other = next(rank for rank, each in asked.items() if each != first)
-    mine, theirs = (each.terms if each else "nothing" for each in (first, asked[other]))
+    mine, theirs = (each or "nothing" for each in (first, asked[other]))
     return f"'{name}' differs between ranks: rank 0 has {mine}, rank {other} has {theirs}"

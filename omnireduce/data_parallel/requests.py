@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Request(NamedTuple):
-    """A collective that a rank is ready for.
-
-    `terms`: what all ranks must have alike, in words. `buffer`: requests with the same one may share a buffer; empty:
-    none may. `nbytes`: what it takes there.
-    """
+    """A collective that a rank is ready for. All ranks must have all of it alike."""
 
     name: str
-    terms: str
-    buffer: str = ""
-    nbytes: int = 0
+    kind: str
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return " ".join(str(each) for each in (self.kind, self.op, self.dtype, self.shape) if each != "")
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * np.dtype(self.dtype).itemsize
+
+    @property
+    def buffer(self) -> str:
+        """Requests with the same one may share a buffer; empty: none may."""
+        return f"{self.op} {self.dtype}" if self.kind == "allreduce" else ""
 
 
 class Batch(NamedTuple):
@@ -28,7 +44,7 @@ class Batch(NamedTuple):
 
 
 def fused(requests: Iterable[Request], most_bytes: int) -> list[Batch]:
-    """Put requests into batches: each joins the last batch of its buffer, if that has less than `most_bytes` with it."""
+    """Put requests into batches. Each joins the last one of its buffer, if that has `most_bytes` or less with it."""
     names: list[list[str]] = []
     open_batches: dict[str, tuple[list[str], int]] = {}
     for each in requests:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 WAIT = "wait for "
 
 
-def request(name: str, terms: str = "allreduce sum float32 (3,)", nbytes: int = 12) -> Request:
-    return Request(name, f"{terms}", "sum float32", nbytes)
+def request(name: str, op: str = "sum", elements: int = 3) -> Request:
+    return Request(name, "allreduce", op, "float32", (elements,))
 
 
 class Ranks:
@@ -103,7 +103,7 @@ def test_every_rank_does_all_in_one_order(seed: int, ranks: int, names: int, ste
         expected += wanted
         for program in programs:
             submits, waits = (rng.sample(wanted, len(wanted)) for _ in range(2))
-            program += [request(each, nbytes=12) for each in submits]
+            program += [request(each) for each in submits]
             program += waits[: rng.randint(0, len(waits))]
     world = Ranks(programs, fusion_bytes=data.draw(st.sampled_from([0, 30, 1000])), seed=seed)
     world.run()
@@ -133,7 +133,7 @@ def test_one_that_does_something_else_brings_the_rounds_back() -> None:
 
 
 def test_terms_that_differ_are_told_to_all() -> None:
-    world = Ranks([[request("w"), "w"], [request("w", "allreduce max float32 (3,)"), "w"]])
+    world = Ranks([[request("w"), "w"], [request("w", "max"), "w"]])
     world.run()
     [batch] = world.batches
     assert batch.error == (
@@ -142,7 +142,7 @@ def test_terms_that_differ_are_told_to_all() -> None:
 
 
 def test_all_may_change_the_terms() -> None:
-    old, new = request("w"), request("w", "allreduce sum float32 (4,)")
+    old, new = request("w"), request("w", elements=4)
     world = Ranks([[old, "w"] * 9 + [new, "w"] * 9] * 2)
     world.run()
     assert [batch.error for batch in world.batches] == [""] * 18
@@ -170,14 +170,19 @@ def test_names_that_come_once_are_forgotten() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "most", "expected"),
-    [([4, 4, 4], 8, [("r0", "r1"), ("r2",)]), ([9, 1, 1], 8, [("r0",), ("r1", "r2")]), ([4, 4], 0, [("r0",), ("r1",)])],
+    [
+        ([4, 4, 4], 32, [("r0", "r1"), ("r2",)]),
+        ([9, 1, 1], 32, [("r0",), ("r1", "r2")]),
+        ([4, 4], 0, [("r0",), ("r1",)]),
+    ],
 )
 def test_requests_share_buffers(sizes: list[int], most: int, expected: list[tuple[str, ...]]) -> None:
-    found = fused([request(f"r{i}", nbytes=n) for i, n in enumerate(sizes)], most)
+    found = fused([request(f"r{i}", elements=n) for i, n in enumerate(sizes)], most)
     assert [each.names for each in found] == expected
 
 
 def test_requests_that_go_between_do_not_end_a_buffer() -> None:
-    others: Callable[[str], Request] = lambda name: Request(name, "", "max int8", 1)
-    found = fused([request("a"), others("b"), request("c"), Request("d", ""), others("e")], 100)
+    sums = [request("a"), request("c")]
+    alone, most = Request("d", "barrier", "", "int8", ()), [request("b", "max"), request("e", "max")]
+    found = fused([sums[0], most[0], sums[1], alone, most[1]], 100)
     assert [each.names for each in found] == [("a", "c"), ("b", "e"), ("d",)]

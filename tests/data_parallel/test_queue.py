@@ -1,0 +1,90 @@
+"""Collectives in any order over a real aggregator."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, run_job
+
+from omnireduce import ClosedError, Communicator, UsageError
+from omnireduce.data_parallel.queue import Queue
+from omnireduce.dtypes import Array
+
+
+def tensors(rank: int, step: int, count: int, size: int) -> list[Array]:
+    rng = np.random.default_rng([rank, step])
+    return [rng.integers(-9, 10, size + i).astype(np.float32) for i in range(count)]
+
+
+@pytest.mark.parametrize(("size", "fusion_bytes"), [(5, 1 << 20), (300, 4000), (300, 0)])
+@pytest.mark.parametrize("op", ["sum", "min", "mean", "prod"])
+def test_ranks_submit_in_any_order(daemon: Daemon, size: int, fusion_bytes: int, op: str) -> None:
+    """Twenty steps, of which the sixteenth has other names; three ranks, each in an order of its own."""
+    combine = {"sum": np.sum, "min": np.min, "mean": np.mean, "prod": np.prod}[op]
+
+    def run(comm: Communicator) -> tuple[list[list[Array]], int, int]:
+        queue, rng, found, early = Queue(comm, fusion_bytes=fusion_bytes), random.Random(comm.rank), [], 0
+        for step in range(20):
+            own = tensors(comm.rank, step, 6, size)
+            order = rng.sample(range(6), 6) if step < 2 or step == 15 else range(6)
+            stem = "other" if step == 15 else "w"
+            tasks = {i: queue.allreduce_async(own[i], name=f"{stem}{i}", op=op) for i in order}
+            for i in rng.sample(range(6), 6):
+                tasks[i].wait(60)
+            found.append(own)
+            early = queue.statistics().rounds if step == 14 else early
+            late = queue.statistics().rounds if step == 12 else early
+        comm.barrier(name="end")
+        queue.close()
+        return found, late, early
+
+    outcomes = run_job(configured(daemon.addresses), 3, run)
+    for step in range(20):
+        inputs = [tensors(rank, step, 6, size) for rank in range(3)]
+        for found, _, _ in outcomes:
+            for i, each in enumerate(found[step]):
+                expected = combine([inputs[rank][i] for rank in range(3)], axis=0).astype(np.float32)
+                assert (each == expected).all()
+
+
+def test_steps_that_are_alike_have_no_rounds(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> list[int]:
+        queue, rounds = Queue(comm), []
+        for _ in range(12):
+            tasks = [queue.allreduce_async(np.ones(100, np.float32), name=f"w{i}") for i in range(9)]
+            assert all((each.wait(60) == comm.size).all() for each in tasks)
+            rounds.append(queue.statistics().rounds)
+        comm.barrier(name="end")
+        queue.close()
+        return rounds
+
+    for rounds in run_job(configured(daemon.addresses), 2, run):
+        assert rounds[-1] == rounds[-6] > 0
+
+
+def test_ranks_that_differ_get_one_error(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        task = queue.allreduce_async(np.ones(3 + comm.rank, np.float32), name="w")
+        with pytest.raises(UsageError, match=r"rank 0 has allreduce sum float32 \(3,\), rank 1 has .* \(4,\)"):
+            task.wait(60)
+        assert (queue.allreduce_async(np.ones(3, np.float32), name="w").wait(60) == 2).all()
+        comm.barrier(name="end")
+        queue.close()
+
+    run_job(configured(daemon.addresses), 2, run)
+
+
+def test_one_that_closes_ends_all(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        if comm.rank:
+            with pytest.raises(ClosedError, match="closed its queue"):
+                queue.allreduce_async(np.ones(3, np.float32), name="w").wait(60)
+        queue.close()
+        with pytest.raises(ClosedError, match="closed its queue"):
+            queue.allreduce_async(np.ones(3, np.float32), name="w")
+
+    run_job(configured(daemon.addresses), 2, run)
