@@ -245,6 +245,40 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 30.0
 
 
+class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Collectives that ranks submit in any order, by name: torch's optimizer, Keras, `omnireduce.Queue`."""
+
+    fusion_bytes: Annotated[
+        int,
+        _meta(
+            "small arrays of one type travel together, up to so many bytes in all; 0: each by itself (Horovod: fusion "
+            "threshold)",
+            "bytes",
+            ge=0,
+            le=2**30,
+        ),
+    ] = 1 << 20
+    cycle_s: Annotated[
+        float,
+        _meta(
+            "how long a rank lets further arrays come before it tells others what it is ready for (Horovod: cycle "
+            "time). Steps that are alike need no such telling",
+            "seconds",
+            ge=0.0001,
+            le=1,
+        ),
+    ] = 0.001
+
+
+class Stall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ranks that do not come to a collective of the queue for which others wait."""
+
+    warn_s: Annotated[
+        float, _meta("log which ranks are missing after so long, and again; 0: never", "seconds", ge=0, le=86400)
+    ] = 60.0
+    abort_s: Annotated[float, _meta("end the job after so long; 0: never", "seconds", ge=0, le=86400)] = 600.0
+
+
 class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The program `omnireduce bench`. A list of values is a sweep; several lists sweep over their product."""
 
@@ -329,6 +363,8 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aggregator: Aggregator = Aggregator()
     security: Security = Security()
     metrics: Metrics = Metrics()
+    queue: Queue = Queue()
+    stall: Stall = Stall()
     bench: Bench = Bench()
     train: Train = Train()
     trace: Trace = Trace()

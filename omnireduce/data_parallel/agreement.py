@@ -5,9 +5,11 @@ all ranks' bytes says who is ready everywhere. A name that is not known, or has 
 all ranks tell their news after the round, and number them alike.
 
 Programs do the same in each step. So after some steps with the same names there are no rounds: all ranks take these
-names in the order of the last step, each as soon as it is ready itself. A rank that cannot go on so, because its program
-does something else, spoils the batch that is due: it brings zeros and a mark. All ranks see the mark, drop what came,
-and meet in rounds again.
+names in the order of the last step, each as soon as it is ready itself. A rank that cannot go on so, because its
+program does something else, spoils the batch that is due: it brings zeros and a mark. All ranks see the mark, drop what
+came, and meet in rounds again.
+
+A rank that has no more data joins: it is ready for whatever the others are ready for, until all have joined.
 
 After the negotiation of Horovod, and its cache of responses: Sergeev and Del Balso, "Horovod: fast and easy distributed
 deep learning in TensorFlow", 2018. There each cycle has a round.
@@ -20,13 +22,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from omnireduce.data_parallel.requests import Batch, Request, fused
+from omnireduce.data_parallel.requests import JOIN, WITHOUT_DATA, Batch, Request, fused
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
 NO_NEWS, NAMES_FROM = 0, 1  # where in a round's bytes
 MOST_PENDING, MOST_NAMES = 1 << 12, 1 << 14
 ALIKE_STEPS, MOST_ALIKE_STEPS = 2, 64
+FORGIVEN_AFTER = 64  # batches without a round: then a spoiled one is as if it were the first
 
 
 @dataclass
@@ -49,11 +52,17 @@ class Agreement:
         self._rank, self._size, self._fusion_bytes = rank, size, fusion_bytes
         self.pending: dict[str, Request] = {}  # this rank is ready for them
         self._known: dict[str, Known] = {}  # the longest unused first
+        self._news: dict[str, Request] = {}  # of what is pending, that others do not know
+        self.joined: list[int] = []  # ranks that have no more data, in the order in which all have heard of it
+        self.last_joined = 0
         self._step: list[str] = []  # what was agreed, up to the first name that came again
         self._last_step: list[str] = []
         self._alike, self._alike_needed = 0, ALIKE_STEPS
-        self._due: list[Batch] = []  # of this step, without rounds
         self._order: list[str] = []  # of a step; empty: there are rounds
+        self._batches: list[Batch] = []  # of these
+        self._due: list[Batch] = []  # of this step, without rounds
+        self._missing: set[str] = set()  # of the batch that is due, this rank is not ready for them
+        self._done = 0  # batches without a round
         self.rounds = 0
 
     @property
@@ -62,11 +71,23 @@ class Agreement:
 
     def submit(self, request: Request) -> None:
         """This rank is ready for it. Raises UsageError."""
-        if request.name in self.pending:
-            raise UsageError(f"'{request.name}' is under way already: wait for it, or choose another name")
+        name = request.name
+        if name in self._missing and name not in self.pending and self._known[name].request == request:  # most often
+            self.pending[name] = request
+            self._missing.remove(name)
+            return
+        if name in self.pending:
+            raise UsageError(f"'{name}' is under way already: wait for it, or choose another name")
         if len(self.pending) == MOST_PENDING:
             raise UsageError(f"{MOST_PENDING} collectives are under way already: wait for some of them")
-        self.pending[request.name] = request
+        if JOIN in self.pending:
+            raise UsageError(f"'{name}' after join: this rank has said that it has no more data")
+        if name == JOIN and self.pending:
+            raise UsageError(f"join while '{next(iter(self.pending))}' is under way: wait for it first")
+        self.pending[name] = request
+        known = self._known.get(name)
+        if known is None or known.of(self._rank) != request:
+            self._news[name] = request
 
     def request(self, name: str) -> Request:
         """What all ranks have asked for by this name, which was agreed."""
@@ -79,44 +100,52 @@ class Agreement:
     def bytes_of_round(self) -> Array:
         """What this rank brings to the next round: uint8. All ranks have as many."""
         found = np.zeros(NAMES_FROM + len(self._known), np.uint8)
-        found[NO_NEWS] = not self.news()
+        found[NO_NEWS] = not self._news
+        has_joined = self._rank in self.joined
         for name, known in self._known.items():
-            found[known.place] = name in self.pending and self.pending[name] == known.of(self._rank)
+            is_ready = name in self.pending and name not in self._news
+            found[known.place] = is_ready or (has_joined and name != JOIN)
         return found
 
     def news(self) -> list[Request]:
         """What this rank must tell the others."""
-        return [each for each in self.pending.values() if not self._is_known(each)]
-
-    def _is_known(self, request: Request) -> bool:
-        return request.name in self._known and self._known[request.name].of(self._rank) == request
+        return list(self._news.values())
 
     def agree(self, least: Array) -> tuple[list[Batch], bool]:
         """Take the least bytes of all ranks; return what is done now, and whether all tell their news after that."""
         self.rounds += 1
-        ready = [name for name, known in self._known.items() if least[known.place]]
+        everyone = len(self.joined) == self._size
+        ready = [name for name, each in self._known.items() if least[each.place] and (name == JOIN or not everyone)]
         ready.sort(key=lambda name: self._known[name].place)
-        failed, good = [], list[Request]()
+        good, failed = list[Request](), list[Batch]()
         for name in ready:
             known = self._known.pop(name)
-            asked = {rank: known.of(rank) for rank in range(self._size)}
-            if len(set(asked.values())) == 1:
-                request = asked[self._rank]
-                assert request is not None
+            request, error = self._terms(name, known)
+            if error:
+                failed.append(Batch((name,), error))
+            else:
                 self._known[name] = Known(known.place, request)
                 good.append(request)
-            else:
-                failed.append(Batch((name,), _difference(name, asked)))
+            self.pending.pop(name, None)
         if failed:
-            self._known = {
-                name: Known(NAMES_FROM + i, each.request, each.changed)
-                for i, (name, each) in enumerate(sorted(self._known.items(), key=lambda item: item[1].place))
-            }
+            self._number_anew(list(self._known))
             self._forget_steps()
-        for name in ready:
-            del self.pending[name]
-        self._learn([each.name for each in good])
+        if JOIN in ready:  # the next one is news again
+            self.last_joined, self.joined = self.joined[-1], []
+            del self._known[JOIN]
+            self._number_anew(list(self._known))
+        self._learn([each.name for each in good if each.name != JOIN])
         return [*fused(good, self._fusion_bytes), *failed], not least[NO_NEWS]
+
+    def _terms(self, name: str, known: Known) -> tuple[Request, str]:
+        """What is asked for by this name, and why it cannot be done: empty if it can."""
+        asked = {rank: known.of(rank) for rank in range(self._size) if name == JOIN or rank not in self.joined}
+        request = next(each for each in asked.values() if each is not None)
+        if len(set(asked.values())) > 1:
+            return request, _difference(name, asked)
+        if name != JOIN and self.joined and request.kind not in WITHOUT_DATA:
+            return request, f"'{name}' is {request.kind}: rank {self.joined[0]} has joined, and has no data for that"
+        return request, ""
 
     def hear(self, news: Sequence[Sequence[Request]]) -> None:
         """Take the news of all ranks, by rank."""
@@ -125,20 +154,28 @@ class Agreement:
                 known = self._known.pop(each.name, None) or Known(NAMES_FROM + len(self._known))
                 known.changed[rank] = each
                 self._known[each.name] = known
-        self._forget_names()
-
-    def _forget_names(self) -> None:
-        """Keep the table small: programs may have a new name in each step."""
+                if each.name == JOIN:
+                    self.joined.append(rank)
         spare = len(self._known) - MOST_NAMES
-        if spare > 0:
-            kept = list(self._known.items())[spare + MOST_NAMES // 2 :]
-            self._known = {
-                name: Known(NAMES_FROM + i, each.request, each.changed) for i, (name, each) in enumerate(kept)
-            }
+        if spare > 0:  # programs may have a new name in each step
+            self._number_anew(list(self._known)[spare + MOST_NAMES // 2 :])
+            self._forget_steps()
+        own = {name: self._known[name].of(self._rank) if name in self._known else None for name in self.pending}
+        self._news = {name: each for name, each in self.pending.items() if own[name] != each}
+
+    def _number_anew(self, names: Sequence[str]) -> None:
+        """Keep these of the known names, in this order."""
+        kept = sorted(names, key=lambda name: self._known[name].place)
+        for place, name in enumerate(kept, NAMES_FROM):
+            self._known[name].place = place
+        self._known = {name: self._known[name] for name in names}
 
     # steps that are alike
 
     def _learn(self, names: Sequence[str]) -> None:
+        if self.joined:
+            self._forget_steps()
+            return
         for name in names:
             if name in self._step:
                 self._alike = self._alike + 1 if set(self._step) == set(self._last_step) else 0
@@ -146,42 +183,54 @@ class Agreement:
             self._step.append(name)
         if self._alike >= self._alike_needed and set(self._step) <= set(self._last_step):
             self._order = self._last_step
+            self._batches = self._fused(self._order)
             rest = [name for name in self._order if name not in self._step]
-            self._due = self._batches(rest or self._order)
+            self._due = self._fused(rest) if rest else list(self._batches)
+            self._look_for_missing()
 
-    def _batches(self, names: Sequence[str]) -> list[Batch]:
+    def _fused(self, names: Sequence[str]) -> list[Batch]:
         return fused([self.request(name) for name in names], self._fusion_bytes)
 
-    def due(self) -> tuple[Batch, bool]:
-        """The next batch, and whether this rank is ready for it."""
-        batch = self._due[0]
-        return batch, all(
-            name in self.pending and self.pending[name] == self._known[name].request for name in batch.names
-        )
+    def _look_for_missing(self) -> None:
+        self._missing = {
+            name for name in self._due[0].names if name not in self.pending or self.pending[name] != self.request(name)
+        }
+
+    @property
+    def due(self) -> Batch:
+        """The next batch."""
+        return self._due[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank is ready for the batch that is due."""
+        return not self._missing
 
     def is_stuck(self, *, waits: bool) -> bool:
         """Whether the batch that is due may never be ready here. `waits`: the program waits for something."""
-        return not self.due()[1] and (waits or bool(self.news()))
+        return bool(self._missing) and (waits or bool(self._news))
 
     def done(self, *, spoiled: bool) -> None:
         """The batch that was due is done, or some rank has spoiled it."""
-        batch = self._due.pop(0)
         if spoiled:
-            self._alike_needed = min(2 * self._alike_needed, MOST_ALIKE_STEPS)
+            is_first = self._done >= FORGIVEN_AFTER
+            self._alike_needed = ALIKE_STEPS if is_first else min(2 * self._alike_needed, MOST_ALIKE_STEPS)
             self._forget_steps()
             return
-        for name in batch.names:
+        for name in self._due.pop(0).names:
             del self.pending[name]
-        if not self._due:
-            self._due = self._batches(self._order)
+        self._done += 1
+        self._due = self._due or list(self._batches)
+        self._look_for_missing()
 
     def _forget_steps(self) -> None:
-        self._step, self._last_step, self._order, self._due, self._alike = [], [], [], [], 0
+        self._step, self._last_step, self._order, self._batches, self._due = [], [], [], [], []
+        self._alike, self._missing, self._done = 0, set(), 0
 
 
 def _difference(name: str, asked: dict[int, Request | None]) -> str:
     """What two ranks have asked for."""
-    first = asked[0]
-    other = next(rank for rank, each in asked.items() if each != first)
-    mine, theirs = (each or "nothing" for each in (first, asked[other]))
-    return f"'{name}' differs between ranks: rank 0 has {mine}, rank {other} has {theirs}"
+    (first, mine), *others = asked.items()
+    other, theirs = next((rank, each) for rank, each in others if each != mine)
+    told = (str(each or "nothing") for each in (mine, theirs))
+    return f"'{name}' differs between ranks: rank {first} has {next(told)}, rank {other} has {next(told)}"

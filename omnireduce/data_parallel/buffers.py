@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice, pairwise
 
 import numpy as np
 
 from omnireduce.dtypes import Array
 
-ONE_SPOILS = ("sum", "mean", "max")  # with other operations the mark of a rank that spoils is 0, and that of others 1
+ONE_SPOILS = (
+    "sum",
+    "mean",
+    "max",
+    "any",
+)  # with other operations the mark of a rank that spoils is 0, and that of others 1
 
 
 class Buffer:
     """Arrays of one dtype that are combined by `op` in one exchange, on a rank that may spoil it.
 
+    `sizes`: for each request, of each of its arrays. `parts`: so, too, the memory of each.
+
     The mark is a block of its own. That of a sum is zero unless a rank spoils it: so it does not travel.
     """
 
-    def __init__(self, memory: Array, sizes: Sequence[int], op: str, block_size: int) -> None:
-        ends = np.cumsum([0, *sizes])
-        start = -(-int(ends[-1]) // block_size) * block_size
-        self._parts = [slice(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-        self.whole = memory[: start + block_size]
-        self._mark, self._spare = self.whole[start:], self.whole[int(ends[-1]) : start]
+    def __init__(self, memory: Array, sizes: Sequence[Sequence[int]], op: str, block_size: int) -> None:
+        ends = np.cumsum([0, *(each for those in sizes for each in those)]).tolist()
+        start = -(-ends[-1] // block_size) * block_size
+        slices = (memory[a:b] for a, b in pairwise(ends))
+        self.parts = [list(islice(slices, len(each))) for each in sizes]
+        self.whole, self._filled = memory[: start + block_size], memory[: ends[-1]]
+        self._mark, self._spare = self.whole[start:], self.whole[ends[-1] : start]
         self._fair = 0 if op in ONE_SPOILS else 1
 
     @staticmethod
-    def elements(sizes: Sequence[int], block_size: int) -> int:
+    def elements(sizes: Sequence[Sequence[int]], block_size: int) -> int:
         """How much memory it takes."""
-        return (-(-sum(sizes) // block_size) + 1) * block_size
+        return (-(-sum(map(sum, sizes)) // block_size) + 1) * block_size
 
     def fill(self, arrays: Sequence[Array]) -> None:
-        """Bring these arrays."""
-        for part, each in zip(self._parts, arrays, strict=True):
-            self.whole[part] = each.reshape(-1)
+        """Bring these flat arrays, one for each part."""
+        np.concatenate(arrays, out=self._filled)
         self._spare[:], self._mark[:] = 0, self._fair
 
     def spoil(self) -> None:
@@ -43,8 +51,4 @@ class Buffer:
     @property
     def is_spoiled(self) -> bool:
         """Whether some rank has spoiled what was combined."""
-        return bool(np.any(self._mark != self._fair))
-
-    def parts(self) -> list[Array]:
-        """What the arrays are now, flat."""
-        return [self.whole[each] for each in self._parts]
+        return bool(self._mark[0] != self._fair)

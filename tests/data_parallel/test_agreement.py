@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnireduce.data_parallel.agreement import ALIKE_STEPS, MOST_NAMES, MOST_PENDING, Agreement
-from omnireduce.data_parallel.requests import Batch, Request, fused
+from omnireduce.data_parallel.requests import JOIN, Batch, Part, Request, fused
 from omnireduce.errors import UsageError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -19,7 +19,7 @@ WAIT = "wait for "
 
 
 def request(name: str, op: str = "sum", elements: int = 3) -> Request:
-    return Request(name, "allreduce", op, "float32", (elements,))
+    return Request(name, "allreduce", op, (Part("float32", (elements,)),))
 
 
 class Ranks:
@@ -74,7 +74,7 @@ class Ranks:
         return bool(batches) or has_news
 
     def _due(self) -> bool:
-        batches = [each.due() for each in self.machines]
+        batches = [(each.due, each.is_ready) for each in self.machines]
         assert len({batch for batch, _ in batches}) == 1
         stuck = [each.is_stuck(waits=self.waits(rank)) for rank, each in enumerate(self.machines)]
         if not all(ready or spoils for (_, ready), spoils in zip(batches, stuck, strict=True)):
@@ -137,7 +137,7 @@ def test_terms_that_differ_are_told_to_all() -> None:
     world.run()
     [batch] = world.batches
     assert batch.error == (
-        "'w' differs between ranks: rank 0 has allreduce sum float32 (3,), rank 1 has allreduce max float32 (3,)"
+        "'w' differs between ranks: rank 0 has allreduce sum float32[3], rank 1 has allreduce max float32[3]"
     )
 
 
@@ -146,6 +146,50 @@ def test_all_may_change_the_terms() -> None:
     world = Ranks([[old, "w"] * 9 + [new, "w"] * 9] * 2)
     world.run()
     assert [batch.error for batch in world.batches] == [""] * 18
+
+
+def joins(program: list[Request | str]) -> list[Request | str]:
+    return [*program, Request(JOIN, "join"), JOIN]
+
+
+@settings(deadline=None)
+@given(seed=SEEDS, steps=st.lists(st.integers(0, 9), min_size=1, max_size=4))
+def test_ranks_that_have_joined_hold_up_nobody(seed: int, steps: list[int]) -> None:
+    """Each rank has another number of steps, and then joins; after that, all do one step together."""
+    step: list[Request | str] = [request("a"), request("b"), "b", "a"]
+    world = Ranks([joins(step * each) + joins(step) for each in steps], seed=seed)
+    world.run()
+    done = [name for batch in world.batches for name in batch.names]
+    assert not any(batch.error for batch in world.batches)
+    assert (done.count("a"), done.count("b"), done.count(JOIN)) == (max(steps) + 1, max(steps) + 1, 2)
+    assert not world.machines[0].joined
+
+
+def test_the_last_that_joins_is_known_to_all() -> None:
+    step: list[Request | str] = [request("a"), "a"]
+    world = Ranks([joins(step * 2), joins(step * 5), joins(step * 3)])
+    world.run()
+    assert {each.last_joined for each in world.machines} == {1}
+
+
+def test_what_needs_data_of_all_fails_once_a_rank_has_joined() -> None:
+    gather = Request("g", "allgather", "", (Part("float32", ()),))
+    world = Ranks([joins([]), joins([gather, "g"])])
+    world.run()
+    assert [each.error for each in world.batches] == [
+        "'g' is allgather: rank 0 has joined, and has no data for that", ""
+    ]  # fmt: skip
+
+
+def test_a_rank_joins_when_nothing_is_under_way() -> None:
+    machine = Agreement(0, 2, 0)
+    machine.submit(request("w"))
+    with pytest.raises(UsageError, match="join while 'w' is under way"):
+        machine.submit(Request(JOIN, "join"))
+    other = Agreement(1, 2, 0)
+    other.submit(Request(JOIN, "join"))
+    with pytest.raises(UsageError, match="'w' after join"):
+        other.submit(request("w"))
 
 
 def test_what_is_under_way_is_not_submitted_again() -> None:
@@ -183,6 +227,6 @@ def test_requests_share_buffers(sizes: list[int], most: int, expected: list[tupl
 
 def test_requests_that_go_between_do_not_end_a_buffer() -> None:
     sums = [request("a"), request("c")]
-    alone, most = Request("d", "barrier", "", "int8", ()), [request("b", "max"), request("e", "max")]
+    alone, most = Request("d", "barrier"), [request("b", "max"), request("e", "max")]
     found = fused([sums[0], most[0], sums[1], alone, most[1]], 100)
     assert [each.names for each in found] == [("a", "c"), ("b", "e"), ("d",)]

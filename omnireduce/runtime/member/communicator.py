@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import Self
 from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
-from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN, Elastic
 from omnireduce.descriptor import CODED_ELEMENTS
 from omnireduce.errors import ClosedError, ConfigError, RefusedError, UsageError, left_because
 from omnireduce.kernels.codecs.table import NONE
@@ -97,6 +97,7 @@ class Communicator(Collectives):
         local_rank: int | None = None,
         local_size: int | None = None,
         job: str | None = None,
+        _secret: Secret | None = None,
     ) -> None:
         check_config(config)
         rank, size = whole(rank, "rank"), whole(size, "size")
@@ -128,6 +129,8 @@ class Communicator(Collectives):
             warm_up_worker(self._say_progress, in_memory=config.transport.host_exchange != "off")
             if self._embedded is not None:
                 self.config = self._embedded.meet(self._say_progress)
+                _secret = self._embedded.secret
+            self._own_secret = _secret
             self._hello = self._make_hello(is_named)
             self._form(self._hello)
         except BaseException:
@@ -181,6 +184,29 @@ class Communicator(Collectives):
             hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
         self._form(hello)
 
+    def create_group(self, ranks: Sequence[int] | None = None, *, name: str) -> Communicator:
+        """A communicator of their own for these ranks (None: all) on the same aggregators. They call this together.
+
+        The first of `ranks` is rank 0 there, and so on. What goes through it is apart from what goes through this one:
+        so each may have an order of its own. `name`: letters, digits, "." and "-"; no other group of this communicator
+        has it. It knows nothing of `protocol.urgent_bytes` and `elastic`: after `reform`, create another one.
+
+        Raises UsageError for ranks or a name that cannot be, or without this rank; otherwise what construction raises.
+        """
+        ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
+        if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < self.size:
+            raise UsageError(f"ranks {list(ranks)}: expected different ones from 0 to {self.size - 1}")
+        if self.rank not in ranks:
+            raise UsageError(f"ranks {list(ranks)}: this is rank {self.rank}, which is not among them")
+        config = replace(
+            self.config,
+            cluster=replace(self.config.cluster, launch=self._hello.launch),
+            elastic=Elastic(),
+            protocol=replace(self.config.protocol, urgent_bytes=0),
+        )
+        job = f"{self._job}+{name}.{self.generation}"
+        return Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _secret=self._own_secret)
+
     def take_over(self) -> None:
         """From now on, this thread is the one that may start collectives without a name.
 
@@ -209,7 +235,7 @@ class Communicator(Collectives):
 
     def _form(self, hello: Hello) -> None:
         """Become a rank of a generation of the job. Raises ClosedError when `shutdown` is called meanwhile."""
-        secret = load_secret(self.config.security) if self._embedded is None else self._embedded.secret
+        secret = load_secret(self.config.security) if self._own_secret is None else self._own_secret
         self._enter(join(self.config, hello, secret, lambda: self._gave_up), hello, secret)
         if self._gave_up:  # called after the join; perhaps only the old engine was asked to leave
             self._hang_up()

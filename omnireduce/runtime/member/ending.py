@@ -81,5 +81,12 @@ class _Process:
 
 _process = _Process()
 opened, closed = _process.opened, _process.closed
+
+
+def is_by_exception() -> bool:
+    """Whether an exception ends this process."""
+    return _process._ended_by is not None
+
+
 os.register_at_fork(after_in_child=_process.abandon_in_child)
 atexit.register(_process.leave_all)

@@ -1,0 +1,293 @@
+"""The thread that submits to a communicator what all its ranks are ready for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omnireduce.data_parallel.agreement import Agreement
+from omnireduce.data_parallel.buffers import Buffer
+from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_zeros, together
+from omnireduce.data_parallel.requests import JOIN, Batch, Request
+from omnireduce.data_parallel.stalls import MOST_TOLD, Waiting, in_words, stalls
+from omnireduce.dtypes import Array
+from omnireduce.errors import AbortedError, ClosedError, UsageError
+from omnireduce.logs import tagged
+from omnireduce.runtime.member.communicator import Communicator
+
+log = logging.getLogger("omnireduce")
+LONGEST_PAUSE_S = 0.05  # between rounds that have brought nothing
+PATIENCE_S = 5.0  # for a batch without a round; then ranks meet in rounds again
+MOST_BUFFERS = 256
+MARKED_BYTES = 1 << 20  # an array of up to so many is copied, so that a mark can travel with it
+
+
+class Task:
+    """A collective that was submitted."""
+
+    __slots__ = ("_dispatcher", "error", "is_done", "operation", "result", "since")
+
+    def __init__(self, dispatcher: Dispatcher, operation: Operation) -> None:
+        self._dispatcher, self.operation, self.since = dispatcher, operation, time.monotonic()
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return self.is_done
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Return the result. Raises UsageError where ranks differ about it, TimeoutError after `timeout_s` seconds (it
+        may be waited for again), and what ends the job."""
+        if not self.is_done:
+            self._dispatcher.wait_for(self, timeout_s)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class Statistics(NamedTuple):
+    """Since a queue began: `rounds` in which ranks agreed, `batches` that were done, and `collectives` in them."""
+
+    rounds: int
+    batches: int
+    collectives: int
+
+
+class Dispatcher:
+    """Does what the ranks of `comm` submit, in one order, in a thread of its own."""
+
+    def __init__(self, comm: Communicator) -> None:
+        queue, stall = comm.config.queue, comm.config.stall
+        self._comm, self._fusion_bytes, self._cycle_s = comm, queue.fusion_bytes, queue.cycle_s
+        self._machine = Agreement(comm.rank, comm.size, queue.fusion_bytes)
+        self._warn_s, self._abort_s = stall.warn_s, stall.abort_s
+        self._patience_s = min(PATIENCE_S, comm.config.cluster.timeout_s / 2)
+        self._tasks: dict[str, Task] = {}
+        self._memory: dict[str, Array] = {}  # by dtype, that of all buffers
+        self._buffers: dict[tuple[Request, ...], Buffer] = {}
+        lock = threading.Lock()
+        self._work, self._over = threading.Condition(lock), threading.Condition(lock)
+        self._waited: list[Task] = []
+        self._fresh, self._closing = False, False
+        self._error: BaseException | None = None
+        self._inspected = 0.0  # when ranks told last what they wait for
+        self._batches = self._collectives = 0
+        self._thread = threading.Thread(target=self._serve, name="omnireduce-queue", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation) -> Task:
+        """This rank is ready for it. Raises UsageError, and what has ended the job."""
+        task = Task(self, operation)
+        with self._work:
+            if self._error is not None:
+                raise self._error
+            self._machine.submit(operation.request)
+            self._tasks[operation.request.name] = task
+            self._fresh = True
+            if self._machine.has_rounds or self._is_next:
+                self._work.notify()
+        return task
+
+    def wait_for(self, task: Task, timeout_s: float | None) -> None:
+        """Return when it is done. Raises TimeoutError."""
+        with self._over:
+            self._waited.append(task)
+            self._work.notify()
+            try:
+                if not self._over.wait_for(lambda: task.is_done, timeout_s):
+                    raise TimeoutError(f"'{task.operation.request.name}' is not done after {timeout_s:g} s")
+            finally:
+                self._waited.remove(task)
+
+    def statistics(self) -> Statistics:
+        return Statistics(self._machine.rounds, self._batches, self._collectives)
+
+    def close(self) -> None:
+        """End it on all ranks. What is under way elsewhere fails."""
+        with self._work:
+            self._closing = True
+            self._work.notify()
+        self._thread.join()
+
+    # the thread
+
+    def _serve(self) -> None:
+        pause_s = self._cycle_s
+        try:
+            while True:
+                if not self._machine.has_rounds:
+                    self._do_due()
+                elif self._meet(pause_s):
+                    pause_s = self._cycle_s
+                else:
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except (AbortedError, ClosedError) as error:
+            self._end(error)
+        except BaseException as error:  # the others must not wait for this rank
+            self._end(error)
+            self._comm.__exit__(type(error), error, None)
+
+    def _end(self, error: BaseException) -> None:
+        with self._over:
+            self._error = error
+            for task in self._tasks.values():
+                task.error, task.is_done = error, True
+            self._tasks.clear()
+            self._over.notify_all()
+
+    @property
+    def _program_waits(self) -> bool:
+        """Some thread waits for what is not done. One that is done may not have woken yet."""
+        return any(not each.is_done for each in self._waited)
+
+    def _meet(self, pause_s: float) -> bool:
+        """A round; return whether it brought anything."""
+        machine = self._machine
+        with self._work:
+            if not self._fresh and not self._closing:
+                self._work.wait_for(lambda: self._fresh or self._closing, pause_s)
+            if self._fresh and not self._program_waits:  # more may come
+                self._work.wait_for(lambda: self._program_waits or self._closing, self._cycle_s)
+            self._fresh, told = False, machine.news()
+            asks = not self._closing, not self._is_inspection_due()
+            brought = np.append(machine.bytes_of_round(), np.array(asks, np.uint8))
+        least = self._comm.allreduce(brought, op="min", name=OF_QUEUE + "round")
+        if not least[-2]:
+            raise ClosedError("a rank has closed its queue: it has ended, or called shutdown")
+        with self._work:
+            batches, has_news = machine.agree(least[:-2])
+        if has_news:
+            news = self._comm.allgather_object([each.said() for each in told], name=OF_QUEUE + "news")
+            with self._work:
+                machine.hear([[Request.told(each) for each in of_rank] for of_rank in news])
+        if not least[-1]:
+            self._inspect()
+        for batch in batches:
+            self._do(batch)
+        return bool(batches) or has_news
+
+    @property
+    def _is_next(self) -> bool:
+        """Without rounds: whether the thread has something to do."""
+        machine = self._machine
+        return machine.is_ready or machine.is_stuck(waits=bool(self._waited) and self._program_waits)
+
+    def _do_due(self) -> None:
+        """The batch that is due, once this rank is ready or cannot be."""
+        with self._work:
+            self._work.wait_for(lambda: self._closing or self._is_next, self._patience_s)
+            batch, ready = self._machine.due, self._machine.is_ready
+        spoiled = self._do(batch, spoils=not ready, may_spoil=True)
+        with self._work:
+            self._machine.done(spoiled=spoiled)
+
+    # batches
+
+    def _do(self, batch: Batch, *, spoils: bool = False, may_spoil: bool = False) -> bool:
+        """Do a batch, or spoil it; return whether it is spoiled. Then its tasks are as before."""
+        if batch.error:
+            self._finish(batch, [None], UsageError(batch.error))
+            return False
+        if batch.names == (JOIN,):
+            self._finish(batch, [self._machine.last_joined])
+            return False
+        requests = tuple([self._machine.request(name) for name in batch.names])
+        if requests in self._buffers or self._fits_a_buffer(requests):
+            return self._do_in_buffer(batch, requests, spoils=spoils)
+        if may_spoil and self._is_marked(spoils=spoils):
+            return True
+        own = [self._operation(each) for each in requests]
+        if isinstance(own[0], RowReduction):
+            self._finish(batch, together(self._comm, own))
+        else:
+            self._finish(batch, [own[0].run(self._comm)])
+        return False
+
+    def _fits_a_buffer(self, requests: Sequence[Request]) -> bool:
+        if requests[0].kind != "allreduce" or not requests[0].shares:
+            return False
+        return sum(each.nbytes for each in requests) <= max(self._fusion_bytes, MARKED_BYTES)
+
+    def _do_in_buffer(self, batch: Batch, requests: tuple[Request, ...], *, spoils: bool) -> bool:
+        """All-reduces of one type and operation."""
+        buffer, own = self._buffer_for(requests), [] if spoils else [self._operation(each) for each in requests]
+        if spoils:
+            buffer.spoil()
+        else:
+            buffer.fill([x for each in own for x in each.brought()])
+        self._comm.allreduce(buffer.whole, op=requests[0].combined_by, name=OF_QUEUE + batch.names[0])
+        if buffer.is_spoiled:
+            return True
+        size = self._comm.size
+        self._finish(batch, [each.take(parts, size) for each, parts in zip(own, buffer.parts, strict=True)])
+        return False
+
+    def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:
+        """That of the same requests before, if there were some."""
+        found = self._buffers.get(requests)
+        if found is None:
+            sizes = [[math.prod(part.shape) for part in each.parts] for each in requests]
+            block_size, dtype = self._comm.config.protocol.block_size, requests[0].parts[0].dtype
+            elements = Buffer.elements(sizes, block_size)
+            if dtype not in self._memory or self._memory[dtype].size < elements:
+                self._memory[dtype] = np.empty(elements, dtype)
+                self._buffers.clear()
+            found = Buffer(self._memory[dtype], sizes, requests[0].combined_by, block_size)
+            if len(self._buffers) == MOST_BUFFERS:
+                self._buffers.clear()
+            self._buffers[requests] = found
+        return found
+
+    def _is_marked(self, *, spoils: bool) -> bool:
+        """A mark goes before what does not take one along; return whether some rank spoils."""
+        return bool(self._comm.allreduce(np.full(1, spoils, np.int8), op="max", name=OF_QUEUE + "mark")[0])
+
+    def _operation(self, request: Request) -> Any:
+        """What this rank brings: zeros if it has joined."""
+        task = self._tasks.get(request.name)
+        return of_zeros(request) if task is None else task.operation
+
+    def _finish(self, batch: Batch, results: Sequence[Any], error: BaseException | None = None) -> None:
+        with self._over:
+            for name, result in zip(batch.names, results, strict=True):
+                task = self._tasks.pop(name, None)
+                if task is not None:
+                    task.result, task.error, task.is_done = result, error, True
+            self._batches += 1
+            self._collectives += len(batch.names)
+            self._over.notify_all()
+
+    # stalls
+
+    def _is_inspection_due(self) -> bool:
+        """Whether something waits for too long, and ranks have not told of it for as long."""
+        limits = [each for each in (self._warn_s, self._abort_s) if each]
+        now = time.monotonic()
+        if not limits or not self._tasks or now - self._inspected < min(limits):
+            return False
+        return now - min(each.since for each in self._tasks.values()) >= min(limits)
+
+    def _inspect(self) -> None:
+        """All ranks tell what they wait for. Raises AbortedError if it is for too long."""
+        with self._work:
+            now = self._inspected = time.monotonic()
+            oldest = sorted(self._tasks.items(), key=lambda item: item[1].since)[:MOST_TOLD]
+        own: list[Waiting] = [(name, now - task.since) for name, task in oldest if name != JOIN]
+        told = self._comm.allgather_object((self._abort_s, own), name=OF_QUEUE + "what is waited for")
+        abort_s, waiting = told[0][0], [each for _, each in told]
+        joined = self._machine.joined
+        if self._comm.rank == 0 and self._warn_s:
+            for who, what in in_words(stalls(waiting, joined, self._warn_s)):
+                log.warning("stalled: %s %s", who, what, extra=tagged("stalled"))
+        fatal = in_words(stalls(waiting, joined, abort_s)) if abort_s else []
+        if fatal:
+            who, what = fatal[0]
+            raise AbortedError(who, f"{who} {what}: longer than stall.abort_s, {abort_s:g} s")

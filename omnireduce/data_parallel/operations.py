@@ -1,0 +1,222 @@
+"""What a rank submits: a request, what it brings, and where the result goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omnireduce.data_parallel.adasum import adasum
+from omnireduce.data_parallel.requests import JOIN, Part, Request
+from omnireduce.descriptor import Op, RowOp
+from omnireduce.dtypes import Array, element_type
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.arguments import check_array, check_op, check_root, check_rows, flat_view
+from omnireduce.runtime.member.calls import Rows
+from omnireduce.runtime.member.communicator import Communicator
+
+OF_QUEUE = "queue: "  # before the names of its collectives
+
+
+class Reduction:
+    """Arrays that are combined with those of other ranks, element by element, into `outs`.
+
+    They are multiplied by `prescale` before and by `postscale` after that. A mean of integers is rounded down.
+    """
+
+    def __init__(
+        self, name: str, arrays: Sequence[Array], outs: Sequence[Array], op: Op, prescale: float, postscale: float
+    ) -> None:
+        for at, (x, out) in enumerate(zip(arrays, outs, strict=True)):
+            what = f"array {at} of '{name}'" if len(arrays) > 1 else f"'{name}'"
+            element_type(check_array(x, what).dtype)
+            flat_view(x, what, writable=False)
+            flat_view(out, f"out of {what}", writable=True)
+            if (x.shape, x.dtype) != (out.shape, out.dtype):
+                expected = f"{x.dtype}{list(x.shape)}"
+                raise UsageError(f"out of {what} is {out.dtype}{list(out.shape)}: expected {expected}")
+            if x is not out and np.may_share_memory(x, out):
+                raise UsageError(f"out overlaps {what}; to work in place, call without out=")
+        self._outs = outs
+        self._flat, self._flat_outs = [each.reshape(-1) for each in arrays], [each.reshape(-1) for each in outs]
+        self._prescale, self._postscale = prescale, postscale
+        scales = "" if prescale == postscale == 1 else f"scaled by {prescale:g} and {postscale:g}"
+        parts = tuple(Part(str(each.dtype), each.shape) for each in arrays)
+        self.request = Request(name, "allreduce", check_op(op), parts, scales)
+        self._divides = self.request.combined_by != op
+
+    @classmethod
+    def of_zeros(cls, request: Request) -> Reduction:
+        """What a rank brings that has no more data."""
+        found = [np.zeros(each.shape, each.dtype) for each in request.parts]
+        return cls(request.name, found, found, request.op, 1, 1)  # type: ignore[arg-type]
+
+    @property
+    def form(self) -> Form:
+        """What stays the same when the same is done with other arrays."""
+        return Form(self.request, self._outs[0].dtype, self._divides, self._prescale, self._postscale)
+
+    def brought(self) -> list[Array]:
+        """What this rank brings: flat arrays."""
+        if self._prescale == 1:
+            return self._flat
+        return [np.multiply(each, self._prescale).astype(each.dtype, copy=False) for each in self._flat]
+
+    def take(self, parts: Sequence[Array], size: int) -> Any:
+        """Take the result out of these flat arrays, of `size` ranks. Return the arrays with it."""
+        for part, out in zip(parts, self._flat_outs, strict=True):
+            if self._postscale != 1:
+                np.multiply(part, self._postscale, out=out, casting="unsafe")
+            elif part is not out:
+                out[:] = part
+            if self._divides:
+                np.floor_divide(out, size, out=out)
+        return self._outs[0] if len(self._outs) == 1 else list(self._outs)
+
+    def run(self, comm: Communicator) -> Any:
+        """Do it, in an exchange of its own."""
+        outs, brought = self._flat_outs, self.brought()
+        op, name = self.request.combined_by, OF_QUEUE + self.request.name
+        if len(outs) == 1 and not np.may_share_memory(brought[0], outs[0]):
+            comm.allreduce(brought[0], out=outs[0], op=op, name=name)
+        else:
+            for x, out in zip(brought, outs, strict=True):
+                if not np.may_share_memory(x, out):  # else they are the same
+                    out[:] = x
+            comm.allreduce(outs, op=op, name=name)
+        return self.take(outs, comm.size)
+
+
+class Form(NamedTuple):
+    """A reduction without its arrays."""
+
+    request: Request
+    dtype: np.dtype[Any]
+    divides: bool
+    prescale: float
+    postscale: float
+
+    def of(self, x: Array, op: str, prescale: float, postscale: float) -> Reduction | None:
+        """The reduction of one array `x`, in place; None where that is not of this form. It costs a fourth of making
+        and checking one anew."""
+        request, dtype, divides, before, after = self
+        if len(request.parts) > 1 or (op, prescale, postscale) != (request.op, before, after):
+            return None
+        flags = x.flags
+        if x.shape != request.parts[0].shape or x.dtype != dtype or not (flags.c_contiguous and flags.writeable):
+            return None
+        made = Reduction.__new__(Reduction)
+        made.request, made._divides, made._prescale, made._postscale = request, divides, before, after
+        made._outs, made._flat = [x], [x.reshape(-1)]
+        made._flat_outs = made._flat
+        return made
+
+
+class RowReduction:
+    """Rows of a tall matrix that are added to those of other ranks by number: see `Communicator.allreduce_rows`."""
+
+    def __init__(self, name: str, indices: Array, values: Array, n_rows: int, op: RowOp) -> None:
+        dtype = element_type(check_array(values, f"values of '{name}'").dtype).name
+        rows = check_rows(indices, values, n_rows)
+        self.table = indices, values, rows
+        self.request = Request(name, "rows", op, (Part(dtype, (rows, values.shape[1])),))
+
+    @classmethod
+    def of_zeros(cls, request: Request) -> RowReduction:
+        """What a rank brings that has no more data."""
+        [(dtype, (rows, width))] = request.parts
+        return cls(request.name, np.zeros(0, np.int64), np.zeros((0, width), dtype), rows, request.op)  # type: ignore[arg-type]
+
+
+class Alone(NamedTuple):
+    """What never shares an exchange."""
+
+    request: Request
+    run: Callable[[Communicator], Any]
+
+
+Operation = Reduction | RowReduction | Alone
+
+
+def together(comm: Communicator, operations: Sequence[RowReduction]) -> list[Rows[Any]]:
+    """Rows of several matrices, in one exchange for each dtype and length of row."""
+    first = operations[0].request
+    tables = [each.table for each in operations]
+    return comm.allreduce_tables(tables, op=first.op, name=OF_QUEUE + first.name)  # type: ignore[arg-type]
+
+
+def of_zeros(request: Request) -> Reduction | RowReduction:
+    """What a rank brings to `request` that has no more data."""
+    kind = RowReduction if request.kind == "rows" else Reduction
+    return kind.of_zeros(request)
+
+
+def gathering(name: str, x: Array) -> Alone:
+    """Everybody's `x`, one behind the other. The first dimension may differ."""
+    flat_view(x, f"'{name}'", writable=False)
+    if x.ndim == 0:
+        raise UsageError(f"'{name}' has no dimension to gather along; expected at least one")
+    request = Request(name, "allgather", "", (Part(str(x.dtype), x.shape[1:]),), "of any length")
+    return Alone(request, lambda comm: np.concatenate(comm.allgather_ragged(x, name=OF_QUEUE + name)))
+
+
+def broadcasting(name: str, x: Array, root: int, size: int) -> Alone:
+    """The root's `x`, in everybody's."""
+    flat_view(x, f"'{name}'", writable=True)
+    request = Request(name, "broadcast", "", (Part(str(x.dtype), x.shape),), f"from rank {check_root(root, size)}")
+    return Alone(request, lambda comm: comm.broadcast(x, root, name=OF_QUEUE + name))
+
+
+def exchanging(name: str, x: Array, splits: Array, rank: int) -> Alone:
+    """`splits[r]` of `x` to rank r. The result: what came here, and from each rank how much."""
+    flat_view(x, f"'{name}'", writable=False)
+    request = Request(name, "alltoall", "", (Part(str(x.dtype), x.shape[1:]),), "of any length")
+
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        everyones = comm.allgather(splits, name=f"{OF_QUEUE}splits of {name}")
+        parts = comm.allgather_ragged(x, name=OF_QUEUE + name)
+        ends = np.cumsum(everyones, axis=1)[:, rank]
+        mine = [part[end - n : end] for part, end, n in zip(parts, ends, everyones[:, rank], strict=True)]
+        return np.concatenate(mine), everyones[:, rank].copy()
+
+    return Alone(request, run)
+
+
+def scattering(name: str, x: Array, op: Op, prescale: float, postscale: float) -> Alone:
+    """This rank's rows of the combined `x`. The first ranks have one more, where they differ."""
+    whole = np.empty_like(x)
+    reduction = Reduction(name, [x], [whole], op, prescale, postscale)
+    request = reduction.request._replace(kind="reducescatter")
+
+    def run(comm: Communicator) -> Array:
+        reduction.run(comm)
+        return np.array_split(whole, comm.size)[comm.rank].copy()
+
+    return Alone(request, run)
+
+
+def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: int) -> Alone:
+    """Adasum of each of the arrays."""
+    reduction = Reduction(name, arrays, outs, "sum", 1, 1)  # checks them
+    if size & (size - 1):
+        raise UsageError(f"adasum of {size} ranks: expected a power of two")
+    if any(each.dtype.kind != "f" for each in arrays):
+        raise UsageError(f"adasum of '{name}': expected float16, float32 or float64")
+
+    def run(comm: Communicator) -> Any:
+        for x, out in zip(arrays, outs, strict=True):
+            out[...] = adasum(list(comm.allgather(x, name=OF_QUEUE + name)))
+        return outs[0] if len(outs) == 1 else list(outs)
+
+    return Alone(reduction.request._replace(kind="adasum", op=""), run)
+
+
+def meeting(name: str) -> Alone:
+    """Nothing, once everybody is there."""
+    return Alone(Request(name, "barrier"), lambda comm: None)
+
+
+def joining() -> Alone:
+    """The rank that joined last. The queue knows it."""
+    return Alone(Request(JOIN, "join"), lambda comm: None)

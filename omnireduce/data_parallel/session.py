@@ -1,0 +1,250 @@
+"""The one queue of a process, for fronts that have functions where others have objects.
+
+Ranks may form sets, each with a queue of its own. The names are Horovod's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from omnireduce.data_parallel.queue import Queue
+from omnireduce.errors import UsageError
+from omnireduce.logs import start_logs
+from omnireduce.runtime.member import ending, world
+from omnireduce.runtime.member.communicator import Communicator
+
+
+class ProcessSet:
+    """Some ranks of the job, by their numbers, which do collectives among themselves.
+
+    `process_set_id`: its number once it was added; None before, and after it was removed. `global_process_set` is 0.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks: list[int] | None = sorted(set(ranks))
+        self.process_set_id: int | None = None
+
+    def included(self) -> bool:
+        """Whether this rank belongs to it."""
+        return world.running().rank in self._members()
+
+    def rank(self) -> int:
+        """The number of this rank in the set. Raises UsageError where it does not belong to it."""
+        own = world.running().rank
+        if own not in self._members():
+            raise UsageError(f"rank {own} does not belong to the process set {self._members()}")
+        return self._members().index(own)
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self._members())
+
+    def _members(self) -> list[int]:
+        return list(range(world.running().size)) if self.ranks is None else self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+global_process_set.ranks, global_process_set.process_set_id = None, 0
+
+
+class Place(NamedTuple):
+    """Where a rank is: its number among those of its host, and of its host among those with such a rank."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+
+class _Session:
+    """What belongs to the global communicator, beside it. `made` counts the sets of this process."""
+
+    comm: Communicator
+    place: Place
+    queues: dict[int, Queue]
+    sets: dict[int, ProcessSet]
+    made: int
+
+
+_session: _Session | None = None
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] = (), **named: Any) -> None:
+    """Join the job, unless this process has: as `omnireduce.init` with the arguments `named`, whose global communicator
+    is used if there is one. `process_sets`: sets of ranks, the same on all ranks.
+
+    Where `log.level` is "debug", and the script has no logging of its own, the log lines of this rank go to standard
+    error. Raises UsageError for a `comm` other than None, and otherwise what `omnireduce.init` raises.
+    """
+    global _session
+    if comm is not None:
+        raise UsageError(
+            "init takes no communicator of MPI and no list of ranks; use process sets for some of the ranks"
+        )
+    if is_initialized():
+        return
+    joined = world.running() if world.is_initialized() else world.init(**named)
+    if joined.config.log.level == "debug" and not logging.getLogger().handlers:
+        start_logs(joined.config.log, rank=joined.rank)
+    made = _Session()
+    made.comm, made.sets, made.made = joined, {0: global_process_set}, 0
+    made.queues = {0: Queue(joined)}
+    made.place = _place(made.queues[0].comm, joined)
+    _session = made
+    for each in process_sets:
+        add_process_set(each)
+
+
+def is_initialized() -> bool:
+    """Whether there is a job."""
+    return _session is not None and not _session.comm.is_shut_down
+
+
+def session_of() -> _Session:
+    if _session is None or _session.comm.is_shut_down:
+        raise UsageError("omnireduce is not initialised; call init() first")
+    return _session
+
+
+def shutdown() -> None:
+    """Leave the job. What is under way on other ranks fails. Does nothing when there is none."""
+    global _session
+    if _session is not None:
+        _close_queues(_session)
+        _session.comm.shutdown()
+        _session = None
+
+
+def reset(form: Callable[[Communicator], None] = Communicator.reform) -> None:
+    """After a fault, or where workers wait to join: form the job anew, with new queues. Process sets are gone."""
+    session = session_of()
+    _close_queues(session)
+    form(session.comm)
+    for each in session.sets.values():
+        each.process_set_id = 0 if each is global_process_set else None
+    session.sets, session.queues = {0: global_process_set}, {0: Queue(session.comm)}
+    session.place = _place(session.queues[0].comm, session.comm)
+
+
+def _close_queues(session: _Session) -> None:
+    for each in session.queues.values():
+        each.close()
+
+
+def queue(process_set: ProcessSet = global_process_set) -> Queue:
+    """The queue of a set of ranks. Raises UsageError where this rank, or nobody, belongs to it."""
+    session, number = session_of(), process_set.process_set_id
+    found = session.queues.get(-1 if number is None else number)
+    if found is None or session.sets.get(number or 0) is not process_set:
+        if number is None:
+            raise UsageError(f"{process_set} was not added, or is removed; call add_process_set on all ranks first")
+        raise UsageError(f"rank {session.comm.rank} does not belong to {process_set}")
+    return found
+
+
+def communicator() -> Communicator:
+    """The global communicator, for collectives outside of the queue. Raises UsageError where there is none."""
+    return session_of().comm
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Let these ranks have collectives of their own; return the set. All ranks of the job call this, in one order.
+
+    Raises UsageError for ranks that cannot be, and for those of a set that there is.
+    """
+    session = session_of()
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = made._members()
+    if not ranks or not 0 <= ranks[0] <= ranks[-1] < session.comm.size:
+        raise UsageError(f"process set {ranks}: expected ranks from 0 to {session.comm.size - 1}")
+    if any(each._members() == ranks for each in session.sets.values()):
+        raise UsageError(f"process set {ranks}: there is one of these ranks")
+    session.made += 1
+    made.process_set_id = session.made
+    session.sets[session.made] = made
+    if made.included():
+        session.queues[session.made] = Queue(session.comm, ranks, name=f"set-{session.made}")
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a set away, which all ranks do; return whether there was such a set. The one of all ranks stays."""
+    session, number = session_of(), process_set.process_set_id
+    if not number or session.sets.get(number) is not process_set:
+        return False
+    if number in session.queues:
+        session.queues.pop(number).close()
+    del session.sets[number]
+    process_set.process_set_id = None
+    return True
+
+
+def process_set_ids() -> list[int]:
+    """The numbers of all sets."""
+    return sorted(session_of().sets)
+
+
+def rank() -> int:
+    """The number of this rank, from 0."""
+    return session_of().comm.rank
+
+
+def size() -> int:
+    """How many ranks the job has."""
+    return session_of().comm.size
+
+
+def local_rank() -> int:
+    """The number of this rank among those of its host."""
+    return session_of().place.local_rank
+
+
+def local_size() -> int:
+    """How many ranks this host has."""
+    return session_of().place.local_size
+
+
+def cross_rank() -> int:
+    """The number of this host among those that have a rank with this `local_rank`."""
+    return session_of().place.cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have a rank with this `local_rank`."""
+    return session_of().place.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have as many ranks."""
+    return session_of().place.is_homogeneous
+
+
+def _place(apart: Communicator, joined: Communicator) -> Place:
+    """Where this rank is. The launcher knows better which host is which: containers of one host have other names."""
+    own = joined.local_rank, joined.local_size, socket.gethostname()
+    told = apart.allgather_object(own, name="place")
+    hosts: dict[str, list[int]] = {}
+    for number, (_, _, host) in enumerate(told):
+        hosts.setdefault(host, []).append(number)
+    here = hosts[own[2]]
+    local = here.index(apart.rank) if own[0] is None else own[0]
+    locals_ = [hosts[host].index(number) if at is None else at for number, (at, _, host) in enumerate(told)]
+    alike = [number for number, at in enumerate(locals_) if at == local]
+    sizes = {len(hosts[host]) if many is None else many for _, many, host in told}
+    return Place(local, own[1] or len(here), alike.index(apart.rank), len(alike), len(sizes) == 1)
+
+
+def _at_exit() -> None:
+    if not ending.is_by_exception():  # else the others are told which one
+        shutdown()
+
+
+atexit.register(_at_exit)

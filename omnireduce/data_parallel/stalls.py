@@ -1,0 +1,61 @@
+"""What waits for ranks that do not come: what each rank waits for, told to all, gives the names of those that are
+missing. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+MOST_TOLD = 64  # of the collectives that a rank waits for, the oldest
+MOST_NAMED = 6
+Waiting = tuple[str, float]  # a name, and for how many seconds a rank has been ready for it
+
+
+class Stall(NamedTuple):
+    """A collective that some ranks are ready for, the first of them for `age_s` seconds, and others are `missing`."""
+
+    name: str
+    age_s: float
+    ready: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def stalls(told: Sequence[Sequence[Waiting]], joined: Collection[int], oldest_s: float) -> list[Stall]:
+    """What has waited for `oldest_s` seconds or more, the oldest first. `told`: by rank, what it is ready for. A rank
+    that has joined is missing nowhere."""
+    ages: dict[str, dict[int, float]] = {}
+    for rank, waiting in enumerate(told):
+        for name, age_s in waiting:
+            ages.setdefault(name, {})[rank] = age_s
+    found = []
+    for name, ready in ages.items():
+        missing = tuple(rank for rank in range(len(told)) if rank not in ready and rank not in joined)
+        if missing and max(ready.values()) >= oldest_s:
+            found.append(Stall(name, max(ready.values()), tuple(sorted(ready)), missing))
+    return sorted(found, key=lambda each: -each.age_s)
+
+
+def in_words(found: Sequence[Stall]) -> list[tuple[str, str]]:
+    """For each set of missing ranks who they are, and what waits for them."""
+    names: dict[tuple[int, ...], list[Stall]] = {}
+    for each in found:
+        names.setdefault(each.missing, []).append(each)
+    return [
+        (
+            _ranks(missing),
+            f"{'has' if len(missing) == 1 else 'have'} not come to {_listed(those)}, for which "
+            f"{_ranks(those[0].ready)} {'waits' if len(those[0].ready) == 1 else 'wait'} since {those[0].age_s:.0f} s",
+        )
+        for missing, those in names.items()
+    ]
+
+
+def _listed(those: Sequence[Stall]) -> str:
+    shown = [f"'{each.name}'" for each in those[:MOST_NAMED]]
+    return ", ".join(shown) + (f" and {len(those) - MOST_NAMED} more" if len(those) > MOST_NAMED else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MOST_NAMED])) + (", …" if len(ranks) > MOST_NAMED else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

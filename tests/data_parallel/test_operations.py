@@ -1,0 +1,191 @@
+"""What a queue can do, over a real aggregator; with rounds, and in steps that are alike, which have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, run_job
+
+from omnireduce import Communicator, UsageError
+from omnireduce.data_parallel.adasum import adasum
+from omnireduce.data_parallel.agreement import ALIKE_STEPS
+from omnireduce.data_parallel.queue import Queue
+from omnireduce.dtypes import Array
+
+RANKS, STEPS = 2, ALIKE_STEPS + 4
+
+
+def own(rank: int, shape: tuple[int, ...] = (6, 2), dtype: str = "float32") -> Array:
+    return (np.arange(np.prod(shape)).reshape(shape) * (rank + 1) % 7).astype(dtype)
+
+
+def everyone(**named: Any) -> list[Array]:
+    return [own(rank, **named) for rank in range(RANKS)]
+
+
+def in_steps(daemon: Daemon, do: Callable[[Queue], None]) -> None:
+    """Let each rank `do` it some times."""
+
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        rounds = []
+        for _ in range(STEPS):
+            do(queue)
+            rounds.append(queue.statistics().rounds)
+        assert rounds[-1] == rounds[-2]
+        queue.close()
+
+    run_job(configured(daemon.addresses), RANKS, run)
+
+
+def test_arrays_of_a_group_are_done_together(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        arrays = [own(queue.comm.rank, dtype=each) for each in ("float32", "float64", "int32")]
+        found = queue.grouped_allreduce_async(arrays, name="g", op="max").wait(60)
+        expected = [np.max(everyone(dtype=each), axis=0) for each in ("float32", "float64", "int32")]
+        assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+
+    in_steps(daemon, do)
+
+
+@pytest.mark.parametrize("elements", [20, 300_000])
+def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
+    def do(queue: Queue) -> None:
+        x, out = own(queue.comm.rank, shape=(elements,)), np.empty(elements, np.float32)
+        found = queue.allreduce_async(x, name="w", out=out, prescale=0.5, postscale=4).wait(60)
+        assert found is out
+        assert (found == 2 * np.sum(everyone(shape=(elements,)), axis=0)).all()
+        assert (x == own(queue.comm.rank, shape=(elements,))).all()
+
+    in_steps(daemon, do)
+
+
+@pytest.mark.parametrize("elements", [20, 300_000])
+def test_means_of_integers_are_rounded_down(daemon: Daemon, elements: int) -> None:
+    def do(queue: Queue) -> None:
+        x = own(queue.comm.rank, shape=(elements,), dtype="int64") - 3
+        queue.allreduce_async(x, name="w", op="mean").wait(60)
+        assert (x == (np.sum(everyone(shape=(elements,), dtype="int64"), axis=0) - 3 * RANKS) // RANKS).all()
+
+    in_steps(daemon, do)
+
+
+def test_rows_are_added_by_number(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        rank = queue.comm.rank
+        tasks = [
+            queue.allreduce_rows_async(np.array([rank, 5 + i]), np.ones((2, 3), np.float32), 9, name=f"t{i}")
+            for i in range(3)
+        ]
+        for i, each in enumerate(tasks):
+            numbers, sums = each.wait(60)
+            assert numbers.tolist() == [0, 1, 5 + i]
+            assert sums[:, 0].tolist() == [1, 1, 2]
+
+    in_steps(daemon, do)
+
+
+def test_arrays_of_other_lengths_are_gathered(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        mine = own(queue.comm.rank)[: 2 + queue.comm.rank]
+        found = queue.allgather_async(mine, name="g").wait(60)
+        assert (found == np.concatenate([each[: 2 + rank] for rank, each in enumerate(everyone())])).all()
+
+    in_steps(daemon, do)
+
+
+def test_the_root_gives_all(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        assert (queue.broadcast_async(own(queue.comm.rank), 1, name="b").wait(60) == own(1)).all()
+
+    in_steps(daemon, do)
+
+
+def test_parts_are_exchanged(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        rank = queue.comm.rank
+        rows, counts = queue.alltoall_async(own(rank), np.array([[1, 5], [4, 2]][rank]), name="x").wait(60)
+        assert counts.tolist() == [[1, 4], [5, 2]][rank]
+        sent = [own(0)[:1], own(1)[:4]] if rank == 0 else [own(0)[1:], own(1)[4:]]
+        assert (rows == np.concatenate(sent)).all()
+        rows, counts = queue.alltoall_async(own(rank), name="even").wait(60)
+        assert (rows == np.concatenate([each[3 * rank :][:3] for each in everyone()])).all()
+
+    in_steps(daemon, do)
+
+
+def test_sums_are_scattered(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        found = queue.reducescatter_async(own(queue.comm.rank, shape=(5, 2)), name="r", op="sum").wait(60)
+        assert (found == np.array_split(np.sum(everyone(shape=(5, 2)), axis=0), RANKS)[queue.comm.rank]).all()
+
+    in_steps(daemon, do)
+
+
+def test_adasum_keeps_one_of_two_that_are_alike(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        same, apart = np.ones(4, np.float32), np.zeros(4, np.float32)
+        apart[queue.comm.rank] = 3
+        queue.grouped_allreduce_async([same, apart], name="a", op="adasum").wait(60)
+        assert same.tolist() == [1, 1, 1, 1]
+        assert apart.tolist() == [3, 3, 0, 0]
+
+    in_steps(daemon, do)
+
+
+def test_adasum_of_four_combines_pairs_first() -> None:
+    a, b = np.array([1.0, 0]), np.array([0, 2.0])
+    assert adasum([a, a, b, b]).tolist() == [1, 2]
+    assert adasum([a, b, a, b]).tolist() == [1, 2]
+    assert adasum([a, 0 * a]).tolist() == [1, 0]
+    assert adasum([a, -a]).tolist() == [0, 0]
+
+
+def test_all_meet_at_a_barrier(daemon: Daemon) -> None:
+    in_steps(daemon, lambda queue: queue.barrier())
+
+
+def test_ranks_with_less_data_join(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        for epoch in range(3):
+            for step in range(4 + 3 * comm.rank):
+                x = np.ones(9, np.float32)
+                queue.allreduce_async(x, name="w").wait(60)
+                rows = queue.allreduce_rows_async(np.array([comm.rank]), np.ones((1, 2), np.float32), 4, name="e")
+                assert (x == (comm.size if step < 4 else 1)).all(), (epoch, step)
+                assert rows.wait(60)[0].tolist() == ([0, 1] if step < 4 else [1])
+            assert queue.join() == 1
+        queue.close()
+
+    run_job(configured(daemon.addresses), RANKS, run)
+
+
+def test_what_cannot_be_is_refused(daemon: Daemon) -> None:
+    x = np.ones((4, 2), np.float32)
+
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        for wrong, told in [
+            (lambda: queue.allreduce_async(x, name="w", op="median"), "op 'median': expected one of"),  # type: ignore[arg-type]
+            (lambda: queue.allreduce_async(x[:, 0], name="w"), "'w' is not C-contiguous"),
+            (lambda: queue.allreduce_async(x, name="w", out=x[:2]), r"out of 'w' is float32\[2, 2\]"),
+            (lambda: queue.grouped_allreduce_async([], name="w"), "0 arrays"),
+            (lambda: queue.grouped_allreduce_async([x, x[0, 0]], name="w"), "array 1 of 'w' is a float32"),
+            (lambda: queue.allreduce_async(x, name="w", op="adasum", prescale=2), "is not scaled"),
+            (lambda: queue.allreduce_async(x.astype(int), name="w", op="adasum"), "adasum of 'w': expected float16"),
+            (lambda: queue.allgather_async(np.float32(1) + np.zeros(()), name="w"), "'w' is a float64"),
+            (lambda: queue.broadcast_async(x, 2, name="w"), "root 2: expected 0 to 1"),
+            (lambda: queue.alltoall_async(x[:3], name="w"), "expected a multiple of 2 rows, or splits"),
+            (lambda: queue.alltoall_async(x, np.array([1, 2]), name="w"), "expected 2 numbers that add up to 4"),
+            (lambda: queue.allreduce_rows_async(np.array([4]), x[:1], 4, name="w"), "indices from 4 to 4"),
+        ]:
+            with pytest.raises(UsageError, match=told):
+                wrong()
+        comm.barrier(name="end")
+        queue.close()
+
+    run_job(configured(daemon.addresses), RANKS, run)
