@@ -59,9 +59,11 @@ class Agreement:
         self._last_step: list[str] = []
         self._alike, self._alike_needed = 0, ALIKE_STEPS
         self._order: list[str] = []  # of a step; empty: there are rounds
+        self._members: frozenset[str] = frozenset()  # the same
         self._batches: list[Batch] = []  # of these
         self._due: list[Batch] = []  # of this step, without rounds
         self._missing: set[str] = set()  # of the batch that is due, this rank is not ready for them
+        self._has_others = False  # something is pending that does not belong to such a step
         self._done = 0  # batches without a round
         self.rounds = 0
 
@@ -88,6 +90,7 @@ class Agreement:
         known = self._known.get(name)
         if known is None or known.of(self._rank) != request:
             self._news[name] = request
+        self._has_others = self._has_others or name not in self._members
 
     def request(self, name: str) -> Request:
         """What all ranks have asked for by this name, which was agreed."""
@@ -183,6 +186,8 @@ class Agreement:
             self._step.append(name)
         if self._alike >= self._alike_needed and set(self._step) <= set(self._last_step):
             self._order = self._last_step
+            self._members = frozenset(self._order)
+            self._has_others = not self.pending.keys() <= self._members
             self._batches = self._fused(self._order)
             rest = [name for name in self._order if name not in self._step]
             self._due = self._fused(rest) if rest else list(self._batches)
@@ -208,7 +213,7 @@ class Agreement:
 
     def is_stuck(self, *, waits: bool) -> bool:
         """Whether the batch that is due may never be ready here. `waits`: the program waits for something."""
-        return bool(self._missing) and (waits or bool(self._news))
+        return bool(self._missing) and (waits or self._has_others or bool(self._news))
 
     def done(self, *, spoiled: bool) -> None:
         """The batch that was due is done, or some rank has spoiled it."""

@@ -9,14 +9,22 @@ import numpy as np
 
 from omnireduce.data_parallel.adasum import adasum
 from omnireduce.data_parallel.requests import JOIN, Part, Request
-from omnireduce.descriptor import Op, RowOp
-from omnireduce.dtypes import Array, element_type
+from omnireduce.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
+from omnireduce.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.arguments import check_array, check_op, check_root, check_rows, flat_view
+from omnireduce.runtime.member.arguments import check_array, check_root, check_rows, flat_view
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
 
+ROW_OPS = ("sum", "mean")
 OF_QUEUE = "queue: "  # before the names of its collectives
+
+
+def check_number(x: Array, what: str, op: str) -> None:
+    """Raises UsageError unless `op` combines arrays of this dtype. Here integers have a mean."""
+    ops = BOOL_OPS if element_type(x.dtype) is BOOL else NUMBER_OPS
+    if op not in ops:
+        raise UsageError(f"op {op!r} of {what}, which is {x.dtype}: expected one of {', '.join(ops)}")
 
 
 class Reduction:
@@ -30,7 +38,7 @@ class Reduction:
     ) -> None:
         for at, (x, out) in enumerate(zip(arrays, outs, strict=True)):
             what = f"array {at} of '{name}'" if len(arrays) > 1 else f"'{name}'"
-            element_type(check_array(x, what).dtype)
+            check_number(check_array(x, what), what, op)
             flat_view(x, what, writable=False)
             flat_view(out, f"out of {what}", writable=True)
             if (x.shape, x.dtype) != (out.shape, out.dtype):
@@ -43,7 +51,7 @@ class Reduction:
         self._prescale, self._postscale = prescale, postscale
         scales = "" if prescale == postscale == 1 else f"scaled by {prescale:g} and {postscale:g}"
         parts = tuple(Part(str(each.dtype), each.shape) for each in arrays)
-        self.request = Request(name, "allreduce", check_op(op), parts, scales)
+        self.request = Request(name, "allreduce", op, parts, scales)
         self._divides = self.request.combined_by != op
 
     @classmethod
@@ -118,6 +126,8 @@ class RowReduction:
 
     def __init__(self, name: str, indices: Array, values: Array, n_rows: int, op: RowOp) -> None:
         dtype = element_type(check_array(values, f"values of '{name}'").dtype).name
+        if op not in ROW_OPS or (op == "mean" and values.dtype.kind in "iu") or dtype == BOOL.name:
+            raise UsageError(f"op {op!r} of rows of '{name}', which are {dtype}: expected sum, or mean of floats")
         rows = check_rows(indices, values, n_rows)
         self.table = indices, values, rows
         self.request = Request(name, "rows", op, (Part(dtype, (rows, values.shape[1])),))
@@ -210,6 +220,19 @@ def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: i
         return outs[0] if len(outs) == 1 else list(outs)
 
     return Alone(reduction.request._replace(kind="adasum", op=""), run)
+
+
+def telling(name: str, x: object, root: int | None, *, size: int, trust: bool) -> Alone:
+    """The root's object for all; with no root, everybody's. See `Communicator.broadcast_object`."""
+    terms = "of all ranks" if root is None else f"of rank {check_root(root, size)}"
+    request = Request(name, "object", "", (), f"{terms}, {'pickled' if trust else 'plain data'}")
+
+    def run(comm: Communicator) -> Any:
+        if root is None:
+            return comm.allgather_object(x, name=OF_QUEUE + name, trust=trust)
+        return comm.broadcast_object(x, root, name=OF_QUEUE + name, trust=trust)
+
+    return Alone(request, run)
 
 
 def meeting(name: str) -> Alone:

@@ -129,6 +129,14 @@ class Queue:
             raise UsageError(f"'{name}' has no rows to scatter; expected at least one dimension")
         return self._submit(operations.scattering(name, x, op, prescale, postscale))
 
+    def broadcast_object_async(self, x: object, root: int = 0, *, name: str, trust: bool = False) -> Task:
+        """The object of `root`: see `Communicator.broadcast_object`, also for what it may be."""
+        return self._submit(operations.telling(name, x, root, size=self.comm.size, trust=trust))
+
+    def allgather_object_async(self, x: object, *, name: str, trust: bool = False) -> Task:
+        """A list of the objects of all ranks."""
+        return self._submit(operations.telling(name, x, None, size=self.comm.size, trust=trust))
+
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         self._submit(operations.meeting("(barrier)")).wait()

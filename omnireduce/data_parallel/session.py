@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,13 +66,15 @@ class Place(NamedTuple):
 
 
 class _Session:
-    """What belongs to the global communicator, beside it. `made` counts the sets of this process."""
+    """What belongs to the global communicator, beside it. `made` counts the sets of this process, `unnamed` the
+    collectives without a name, by kind and set."""
 
     comm: Communicator
     place: Place
     queues: dict[int, Queue]
     sets: dict[int, ProcessSet]
     made: int
+    unnamed: Counter[tuple[str, int]]
 
 
 _session: _Session | None = None
@@ -96,8 +99,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] = 
         start_logs(joined.config.log, rank=joined.rank)
     made = _Session()
     made.comm, made.sets, made.made = joined, {0: global_process_set}, 0
-    made.queues = {0: Queue(joined)}
-    made.place = _place(made.queues[0].comm, joined)
+    made.queues, made.unnamed = {0: Queue(joined)}, Counter()
+    made.place = _place(made.queues[0], joined)
     _session = made
     for each in process_sets:
         add_process_set(each)
@@ -109,8 +112,11 @@ def is_initialized() -> bool:
 
 
 def session_of() -> _Session:
+    """That of this process. Where there is only a global communicator, all ranks begin one now."""
+    if not is_initialized() and world.is_initialized():
+        init()
     if _session is None or _session.comm.is_shut_down:
-        raise UsageError("omnireduce is not initialised; call init() first")
+        raise UsageError("omnireduce is not initialised; call omnireduce.init() first")
     return _session
 
 
@@ -131,7 +137,8 @@ def reset(form: Callable[[Communicator], None] = Communicator.reform) -> None:
     for each in session.sets.values():
         each.process_set_id = 0 if each is global_process_set else None
     session.sets, session.queues = {0: global_process_set}, {0: Queue(session.comm)}
-    session.place = _place(session.queues[0].comm, session.comm)
+    session.unnamed.clear()
+    session.place = _place(session.queues[0], session.comm)
 
 
 def _close_queues(session: _Session) -> None:
@@ -148,6 +155,15 @@ def queue(process_set: ProcessSet = global_process_set) -> Queue:
             raise UsageError(f"{process_set} was not added, or is removed; call add_process_set on all ranks first")
         raise UsageError(f"rank {session.comm.rank} does not belong to {process_set}")
     return found
+
+
+def name_of(kind: str, name: str | None, process_set: ProcessSet = global_process_set) -> str:
+    """The name of a collective. One without a name gets a number: then all ranks have them in one order."""
+    if name:
+        return f"{kind}.{name}"
+    key = kind, process_set.process_set_id or 0
+    session_of().unnamed[key] += 1
+    return f"{kind}.noname.{session_of().unnamed[key]}"
 
 
 def communicator() -> Communicator:
@@ -227,19 +243,19 @@ def is_homogeneous() -> bool:
     return session_of().place.is_homogeneous
 
 
-def _place(apart: Communicator, joined: Communicator) -> Place:
+def _place(everyone: Queue, joined: Communicator) -> Place:
     """Where this rank is. The launcher knows better which host is which: containers of one host have other names."""
     own = joined.local_rank, joined.local_size, socket.gethostname()
-    told = apart.allgather_object(own, name="place")
+    told = everyone.allgather_object_async(own, name="place").wait()
     hosts: dict[str, list[int]] = {}
     for number, (_, _, host) in enumerate(told):
         hosts.setdefault(host, []).append(number)
     here = hosts[own[2]]
-    local = here.index(apart.rank) if own[0] is None else own[0]
+    local = here.index(joined.rank) if own[0] is None else own[0]
     locals_ = [hosts[host].index(number) if at is None else at for number, (at, _, host) in enumerate(told)]
     alike = [number for number, at in enumerate(locals_) if at == local]
     sizes = {len(hosts[host]) if many is None else many for _, many, host in told}
-    return Place(local, own[1] or len(here), alike.index(apart.rank), len(alike), len(sizes) == 1)
+    return Place(local, own[1] or len(here), alike.index(joined.rank), len(alike), len(sizes) == 1)
 
 
 def _at_exit() -> None:

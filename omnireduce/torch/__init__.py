@@ -4,39 +4,137 @@ The collectives of `torch.distributed` work, also under DistributedDataParallel.
 aggregators come from the configuration of omnireduce. Where none is configured, all ranks are on one host, and rank 0
 starts one.
 
-Without a process group, `DistributedOptimizer` combines gradients, with Horovod's names: see `optimizer`.
+Without a process group there are Horovod's names, `import omnireduce.torch as hvd`: see docs/horovod.md.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-from omnireduce.runtime.member.world import local_rank, local_size, rank, shutdown, size
+from omnireduce.data_parallel.session import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+from omnireduce.torch.batch_norm import SyncBatchNorm
+from omnireduce.torch.compression import Compression
 from omnireduce.torch.gloo import DEVICES
 from omnireduce.torch.grace import grace_hook
+from omnireduce.torch.handles import barrier, join, poll, synchronize
 from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
 from omnireduce.torch.launch import local_first, tell_torch
-from omnireduce.torch.optimizer import DistributedOptimizer, allreduce, broadcast_parameters, init
+from omnireduce.torch.moves import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+)
+from omnireduce.torch.optimizer import DistributedOptimizer
 from omnireduce.torch.process_group import BACKEND, ProcessGroup
+from omnireduce.torch.reductions import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from omnireduce.torch.states import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 tell_torch()
 if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, ProcessGroup, devices=DEVICES)
 
 __all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
     "DistributedOptimizer",
+    "Max",
+    "Min",
     "ProcessGroup",
+    "ProcessSet",
+    "Product",
     "State",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
     "allreduce_hook",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
     "block_topk_hook",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
     "grace_hook",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
     "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
     "local_first",
     "local_rank",
     "local_size",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "synchronize",
 ]

@@ -1,154 +1,162 @@
-"""Training without a process group, in Horovod's words: gradients are combined when an optimizer makes its step.
+"""Training without a process group, in Horovod's words: the gradients of all ranks are combined for an optimizer.
 
 import omnireduce.torch as hvd
 
 hvd.init()
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), grace=grc)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from omnireduce.compression.grace import Communicator as Grace
+from omnireduce.data_parallel.queue import QueueOp
+from omnireduce.data_parallel.session import ProcessSet, global_process_set, session_of
 from omnireduce.errors import UsageError
-from omnireduce.logs import start_logs
-from omnireduce.runtime.member import world
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.torch.tensors import array_of, put_back, staged
+from omnireduce.torch.compression import Compression
+from omnireduce.torch.gradients import Gradients, Named, Names, Way, no_closure
+from omnireduce.torch.reductions import Average, scaling
 
-Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
-_combining: WeakSet[torch.optim.Optimizer] = WeakSet()
 _numbers: WeakKeyDictionary[Grace, count[int]] = WeakKeyDictionary()  # of the optimizers that share a memory
 
 
-def init(config: Any = None, **named: Any) -> Communicator:
-    """As `omnireduce.init`. Where `log.level` is "debug", and the script has no logging of its own, the log lines of
-    this rank go to standard error."""
-    found = world.init(config, **named)
-    if found.config.log.level == "debug" and not logging.getLogger().handlers:
-        start_logs(found.config.log, rank=found.rank)
-    return found
+class Distributed(torch.optim.Optimizer):
+    """What an optimizer can do beside its own once its gradients are those of all ranks."""
 
+    _gradients: Gradients
 
-def allreduce(tensor: Tensor, average: bool = True, name: str = "") -> Tensor:
-    """The mean of `tensor` over all ranks, or its sum: a tensor like it. Raises what `omnireduce.allreduce` raises."""
-    found = tensor.detach().clone()
-    _combine(world.running(), [found], name, "mean" if average else "sum")
-    return found
+    def synchronize(self) -> None:
+        """Wait until all gradients are combined; the next `step` takes them as they are then."""
+        self._gradients.combine()
 
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In this block `step` takes the gradients as they are. For after `synchronize`, and a change of gradients."""
+        self._gradients.skips = True
+        try:
+            yield
+        finally:
+            self._gradients.skips = False
 
-@torch.no_grad()
-def broadcast_parameters(params: Named, root_rank: int = 0) -> None:
-    """Replace tensors by those of the root: `model.state_dict()`, or `model.named_parameters()`. What is no tensor
-    stays as it is. Raises what `omnireduce.broadcast` raises."""
-    pairs = params.items() if isinstance(params, Mapping) else params
-    for name, tensor in pairs:
-        if isinstance(tensor, Tensor):
-            copy = staged(tensor)
-            world.running().broadcast(array_of(copy), root_rank, name=f"broadcast {name}")
-            put_back([tensor], [copy])
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on backward runs so often before a step. Raises UsageError for less than once."""
+        self._gradients.set_passes(_at_least_once(passes))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As before. Raises UsageError while gradients are combined."""
+        self._gradients.check_idle()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As before; the new parameters' gradients are combined, too. Raises UsageError for one without a name."""
+        super().add_param_group(param_group)
+        self._gradients.watch(self)
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's name
-    optimizer: torch.optim.Optimizer, named_parameters: Named | None = None, grace: Grace | None = None
-) -> torch.optim.Optimizer:
-    """Let `optimizer` combine the gradients of all ranks before each of its steps, and return it.
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Named | None = None,
+    compression: type[Any] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: QueueOp = Average,
+    *,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    grace: Grace | None = None,
+) -> Any:
+    """Let `optimizer` combine the gradients of all ranks, and return it: it is a `Distributed`, too.
+
+    Each gradient starts on its way when `backward` has made it, for the `backward_passes_per_step`th time; `step` waits
+    for all. A parameter without a gradient counts as one whose gradient is zero: others may have one.
 
     `named_parameters`: names of all its parameters, the same on all ranks; None: they are numbered. Those of parameters
-    that it gets later, by `add_param_group`, may be among them. `grace`: what `grace_from_params` returns, which
-    combines gradient by gradient; None: all are averaged at once. Optimizers may share one: what it keeps is that of
-    one optimizer each. A parameter without a gradient counts as one whose gradient is zero: others may have one.
+    that it gets later, by `add_param_group`, may be among them. `op`: Average, Sum, Min, Max, Product or Adasum.
+    `gradient_predivide_factor` divides before the sum; the rest of the mean is divided after it. `groups`: lists of
+    parameters whose gradients are combined together, or how many groups there shall be (also `num_groups`). Sparse
+    gradients are added by index, and stay sparse, unless `sparse_as_dense`. `grace`: what `grace_from_params` returns,
+    which combines gradient by gradient when a step begins; then the words before do not count. Optimizers may share
+    one: what it keeps is that of one optimizer each.
 
-    Raises UsageError for what is no optimizer, for names that are missing or none, and for an optimizer that combines
-    already. A step raises it for a parameter without a name, for a closure and for sparse gradients, and otherwise what
-    the collectives raise.
+    Raises UsageError for what is no optimizer, for names that are missing or none, for other arguments that cannot be,
+    and for an optimizer that combines already. A step raises it for a closure, and otherwise what the collectives
+    raise.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim")
     if grace is not None and not isinstance(grace, Grace):
         raise UsageError(f"grace is a {type(grace).__name__}; expected what grace_from_params returns")
-    if optimizer in _combining:
+    if isinstance(optimizer, Distributed) or getattr(optimizer, "_omnireduce_grace", None):
         raise UsageError("the optimizer combines gradients already; expected one that was not given here before")
-    names = None if named_parameters is None else _names(named_parameters)
-    gradients = Gradients(names, grace, world.running() if grace is None else grace.comm)
-    gradients.of(optimizer)  # raises what is wrong with the names
+    names = Names(named_parameters)
+    if grace is not None:
+        return _with_grace(optimizer, names, grace)
+    session_of()
+    way = Way.of(scaling(None, op), gradient_predivide_factor, compression, sparse_as_dense, process_set)
+    gradients = Gradients(optimizer, names, way, _at_least_once(backward_passes_per_step))
+    number = groups if isinstance(groups, int) else num_groups
+    if number:
+        gradients.split_in_groups(number)
+    elif groups:
+        gradients.put_in_groups(cast(Sequence[Sequence[Tensor]], groups))
     optimizer.register_step_pre_hook(gradients.before_step)
-    _combining.add(optimizer)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__})
+    made = cast(Distributed, optimizer)
+    made._gradients = gradients
+    return made
+
+
+def _at_least_once(passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise UsageError(f"backward_passes_per_step {passes}: expected a whole number, 1 or more")
+    return passes
+
+
+def _with_grace(optimizer: torch.optim.Optimizer, names: Names, grace: Grace) -> torch.optim.Optimizer:
+    names.of(optimizer)  # raises what is wrong with them
+    optimizer.register_step_pre_hook(GraceGradients(names, grace).before_step)
+    optimizer._omnireduce_grace = grace
     return optimizer
 
 
-class Gradients:
-    """The gradients of the parameters of an optimizer. `names`: of each parameter; None: they are numbered.
+class GraceGradients:
+    """The gradients of an optimizer, which `grace` combines.
 
     A memory knows gradients by their names. So those of all but the first optimizer that shares it have a number more.
     """
 
-    def __init__(self, names: dict[Tensor, str] | None, grace: Grace | None, comm: Communicator) -> None:
-        self._names, self._grace, self._comm = names, grace, comm
+    def __init__(self, names: Names, grace: Grace) -> None:
+        self._names, self._grace = names, grace
         self._number: int | None = None
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Combine them: a hook of the optimizer."""
-        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
-            raise UsageError("step with a closure: gradients are combined before the step. Compute them first")
-        found = {name: self._gradient(name, each) for name, each in self.of(optimizer).items() if each.requires_grad}
-        if self._grace is None:
-            _combine(self._comm, list(found.values()), "gradients", "mean")
-            return
+        no_closure(args, kwargs)
+        found = {name: _dense(name, each) for name, each in self._names.of(optimizer).items() if each.requires_grad}
         if self._number is None:
             self._number = next(_numbers.setdefault(self._grace, count()))
         beside = f" of optimizer {self._number}" if self._number else ""
         for name, gradient in found.items():
             gradient.copy_(self._grace.step(gradient, name + beside))
 
-    def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The parameters that the optimizer has now by name, in its order. Raises UsageError for one without a name."""
-        own = [each for group in optimizer.param_groups for each in group["params"]]
-        if self._names is None:
-            return {f"parameter {i}": each for i, each in enumerate(own)}
-        missing = sum(each not in self._names for each in own)
-        if missing:
-            raise UsageError(
-                f"named_parameters: expected a name for each parameter; {missing} parameters of the optimizer have none"
-            )
-        return {self._names[each]: each for each in own}
 
-    @staticmethod
-    def _gradient(name: str, parameter: Tensor) -> Tensor:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            raise UsageError(f"parameter '{name}' has a sparse gradient: expected nn.Embedding(sparse=False)")
-        return parameter.grad
-
-
-def _combine(comm: Communicator, tensors: list[Tensor], name: str, op: Any) -> None:
-    copies = [staged(each) for each in tensors]
-    comm.allreduce([array_of(each) for each in copies], op=op, name=name)
-    put_back(tensors, copies)
-
-
-def _names(named: Named) -> dict[Tensor, str]:
-    """The name of each parameter. Raises UsageError where two have the same, and for what is no name and parameter."""
-    pairs = list(named.items() if isinstance(named, Mapping) else named)
-    for each in pairs:
-        match each:
-            case (str(), Tensor()):
-                continue
-        raise UsageError(
-            f"named_parameters has a {type(each).__name__}; expected a name and a parameter, as "
-            "model.named_parameters() gives them"
-        )
-    if len(dict(pairs)) < len(pairs):
-        raise UsageError("named_parameters: expected a name for each parameter; some are there twice")
-    return {each: name for name, each in pairs}
+def _dense(name: str, parameter: Tensor) -> Tensor:
+    """The gradient: zeros if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad.is_sparse:
+        raise UsageError(f"parameter '{name}' has a sparse gradient: expected nn.Embedding(sparse=False)")
+    return parameter.grad

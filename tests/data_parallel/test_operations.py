@@ -170,7 +170,10 @@ def test_what_cannot_be_is_refused(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         queue = Queue(comm)
         for wrong, told in [
-            (lambda: queue.allreduce_async(x, name="w", op="median"), "op 'median': expected one of"),  # type: ignore[arg-type]
+            (
+                lambda: queue.allreduce_async(x, name="w", op="median"),
+                "op 'median' of 'w', which is float32: expected one of",
+            ),  # type: ignore[arg-type]
             (lambda: queue.allreduce_async(x[:, 0], name="w"), "'w' is not C-contiguous"),
             (lambda: queue.allreduce_async(x, name="w", out=x[:2]), r"out of 'w' is float32\[2, 2\]"),
             (lambda: queue.grouped_allreduce_async([], name="w"), "0 arrays"),

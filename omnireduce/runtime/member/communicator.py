@@ -116,6 +116,7 @@ class Communicator(Collectives):
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest = name, size
         self._pools = Pool(), Pool()  # of each channel
+        self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # that this one has created
         self._gave_up = False  # `shutdown` was called
         self.drives_in_background = True
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
@@ -178,6 +179,7 @@ class Communicator(Collectives):
         if self._gave_up and self._embedded is not None:
             raise UsageError("the aggregator of this job has ended with shutdown; make a new communicator")
         self._gave_up = False
+        self._end_groups()
         self._hang_up()
         hello = replace(self._hello, world_size=largest, smallest=smallest, settle_s=self.config.elastic.settle_s)
         if self._seat is not None:
@@ -189,7 +191,7 @@ class Communicator(Collectives):
 
         The first of `ranks` is rank 0 there, and so on. What goes through it is apart from what goes through this one:
         so each may have an order of its own. `name`: letters, digits, "." and "-"; no other group of this communicator
-        has it. It knows nothing of `protocol.urgent_bytes` and `elastic`: after `reform`, create another one.
+        has it. It ends with this one, and with `reform`. It knows nothing of `protocol.urgent_bytes` and `elastic`.
 
         Raises UsageError for ranks or a name that cannot be, or without this rank; otherwise what construction raises.
         """
@@ -205,7 +207,9 @@ class Communicator(Collectives):
             protocol=replace(self.config.protocol, urgent_bytes=0),
         )
         job = f"{self._job}+{name}.{self.generation}"
-        return Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _secret=self._own_secret)
+        found = Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _secret=self._own_secret)
+        self._groups.add(found)
+        return found
 
     def take_over(self) -> None:
         """From now on, this thread is the one that may start collectives without a name.
@@ -310,6 +314,7 @@ class Communicator(Collectives):
         everything and raises ClosedError. A `reform` that joins meanwhile raises ClosedError soon.
         """
         self._gave_up = True
+        self._end_groups()
         if self._hang_up():
             self._end_embedded()
         self._on_shutdown(self)
@@ -337,6 +342,11 @@ class Communicator(Collectives):
         ending.closed(self)
         if self._gave_up:
             self._end_embedded()
+
+    def _end_groups(self) -> None:
+        for each in list(self._groups):
+            each.shutdown()
+        self._groups.clear()
 
     def _end_embedded(self) -> None:
         if self._embedded is not None:

@@ -1,0 +1,105 @@
+"""What all ranks get from one of them, or from each, beside single tensors: in Horovod's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
+from omnireduce.errors import UsageError
+from omnireduce.torch.gradients import Named
+from omnireduce.torch.handles import synchronize
+from omnireduce.torch.moves import broadcast_async_, root_of
+
+
+@torch.no_grad()
+def broadcast_parameters(params: Named, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
+    """Replace tensors by those of the root: `model.state_dict()`, or `model.named_parameters()`. What is no tensor
+    stays as it is. Raises what `omnireduce.Queue` raises."""
+    pairs = params.items() if isinstance(params, Mapping) else params
+    tensors = [(name, each) for name, each in pairs if isinstance(each, Tensor)]
+    for handle in [broadcast_async_(each, root_rank, f"parameter.{name}", process_set) for name, each in tensors]:
+        synchronize(handle)
+
+
+@torch.no_grad()
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Replace the state of the optimizer by that of the root: its options and what it has kept for each parameter.
+
+    The others need not have made a step. `model` is not needed. Raises UsageError where the optimizers have other
+    parameters, and for LBFGS, whose state is a history of calls; otherwise what `omnireduce.Queue` raises.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("the state of LBFGS cannot be broadcast; expected another optimizer")
+    state = optimizer.state_dict()
+    own: list[Tensor] = []
+    told = broadcast_object(_without_tensors(state, own), root_rank, "optimizer", process_set=process_set)
+    is_root = queue(process_set).comm.rank == root_of(root_rank, process_set)
+    tensors = own if is_root else []
+    if not is_root:
+        state = _with_tensors(told, tensors)
+    handles = [broadcast_async_(each, root_rank, f"optimizer.{at}", process_set) for at, each in enumerate(tensors)]
+    for handle in handles:
+        synchronize(handle)
+    if is_root:
+        return
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise UsageError(f"the optimizer of rank {root_rank} is another one than this: {error}") from error
+
+
+def _without_tensors(x: Any, tensors: list[Tensor]) -> Any:
+    """As plain data, with a description of each tensor in its place. The tensors are appended to `tensors`."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return {"tensor": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+    if isinstance(x, dict):
+        return {"pairs": [[key, _without_tensors(each, tensors)] for key, each in x.items()]}
+    if isinstance(x, list | tuple):
+        return {"list": [_without_tensors(each, tensors) for each in x], "is_tuple": isinstance(x, tuple)}
+    return x
+
+
+def _with_tensors(x: Any, tensors: list[Tensor]) -> Any:
+    """The reverse, with new tensors of any numbers, which are appended to `tensors`."""
+    if not isinstance(x, dict):
+        return x
+    if "pairs" in x:
+        return {key: _with_tensors(each, tensors) for key, each in x["pairs"]}
+    if "list" in x:
+        found = [_with_tensors(each, tensors) for each in x["list"]]
+        return tuple(found) if x["is_tuple"] else found
+    tensors.append(torch.empty(x["shape"], dtype=getattr(torch, x["tensor"])))
+    return tensors[-1]
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    trust: bool = False,
+) -> Any:
+    """The object of the root. It is plain data, or, with `trust` on all ranks, anything that can be pickled: see
+    `omnireduce.broadcast_object`."""
+    root, name = root_of(root_rank, process_set), name_of("broadcast_object", name, process_set)
+    return queue(process_set).broadcast_object_async(obj, root, name=name, trust=trust).wait()
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set, trust: bool = False
+) -> list[Any]:
+    """A list of the objects of all ranks. See `broadcast_object`."""
+    name = name_of("allgather_object", name, process_set)
+    found: list[Any] = queue(process_set).allgather_object_async(obj, name=name, trust=trust).wait()
+    return found
