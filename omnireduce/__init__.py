@@ -23,13 +23,14 @@ from omnireduce.version import __version__
 if TYPE_CHECKING:
     from omnireduce.config import Config, load_config
     from omnireduce.descriptor import Op, RowOp
-    from omnireduce.elastic import ElasticState, NewcomersError, run_elastic
+    from omnireduce.elastic import ElasticState, run_elastic
     from omnireduce.errors import (
         AbortedError,
         ClosedError,
         CodecError,
         CollectiveTimeoutError,
         ConfigError,
+        NewcomersError,
         OmniReduceError,
         RefusedError,
         TransportError,
@@ -92,6 +93,7 @@ else:
             "CodecError",
             "CollectiveTimeoutError",
             "ConfigError",
+            "NewcomersError",
             "OmniReduceError",
             "RefusedError",
             "TransportError",
@@ -100,7 +102,7 @@ else:
         "omnireduce.kernels.codecs.base": ("Codec",),
         "omnireduce.runtime.member.calls": ("Rows",),
         "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
-        "omnireduce.elastic": ("ElasticState", "NewcomersError", "run_elastic"),
+        "omnireduce.elastic": ("ElasticState", "run_elastic"),
         "omnireduce.runtime.member.groups": ("Table",),
         "omnireduce.runtime.member.handle": ("Handle",),
     }

@@ -14,16 +14,12 @@ import msgspec
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import AbortedError, OmniReduceError, UsageError
+from omnireduce.errors import AbortedError, NewcomersError, UsageError
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")
-
-
-class NewcomersError(OmniReduceError):
-    """Other workers wait to join: every rank gets this from the same `ElasticState.commit`, and should `reform`."""
 
 
 class ElasticState:

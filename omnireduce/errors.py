@@ -7,6 +7,7 @@
     AbortedError            a peer, the network or a protocol violation ended a collective
     CollectiveTimeoutError  a collective took too long
     ClosedError             our own code closed the communicator
+    NewcomersError          other workers wait to join an elastic job
     CodecError              a codec of the user's own has failed
 
 `ProtocolError` stays inside: it reaches the caller as an `AbortedError` that names the peer. Messages say what was
@@ -34,6 +35,10 @@ class UsageError(OmniReduceError, ValueError):
 
 class ClosedError(OmniReduceError):
     """The communicator was shut down by this process; make a new one."""
+
+
+class NewcomersError(OmniReduceError):
+    """Other workers wait to join: every rank gets this from the same commit, and should form the job anew."""
 
 
 class RefusedError(OmniReduceError):

@@ -27,6 +27,7 @@ from omnireduce.data_parallel.session import (
     shutdown,
     size,
 )
+from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.gloo import DEVICES
@@ -113,6 +114,7 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "elastic",
     "global_process_set",
     "grace_hook",
     "grouped_allgather",

@@ -80,7 +80,6 @@ class Gradients:
         self._passes_left: dict[Tensor, int] = {}
         self._handles: dict[Tensor, Handle] = {}  # of gradients that are combined now
         self._group_of: dict[Tensor, Sequence[Tensor]] = {}
-        self._groups: dict[Tensor, tuple[Handle, list[Any]]] = {}  # by first parameter
         self._is_combined = False
         self.skips = False  # steps take the gradients as they are
         self.watch(optimizer)
@@ -160,10 +159,9 @@ class Gradients:
     @torch.no_grad()
     def _start_group(self, group: Sequence[Tensor]) -> None:
         """Sparse ones go by themselves."""
-        dense = [each for each in group if not (each.grad is not None and each.grad.is_sparse)]
-        for each in group:
-            if each not in dense:
-                self._handles[each] = self._start(each)
+        sparse = {each for each in group if each.grad is not None and each.grad.is_sparse}
+        dense = [each for each in group if each not in sparse]
+        self._handles.update({each: self._start(each) for each in sparse})
         if not dense:
             return
         way, name = self._way, self._parameters[group[0]]
@@ -203,6 +201,11 @@ class Gradients:
         if not self.skips and not self._is_combined:
             self.combine()
         self._is_combined = False
+
+    def give_up(self) -> None:
+        """Forget what is under way."""
+        self._handles, self._is_combined = {}, False
+        self._passes_left = dict.fromkeys(self._passes_left, self._passes)
 
     def check_idle(self) -> None:
         """Raises UsageError while gradients are combined."""

@@ -56,6 +56,11 @@ class Distributed(torch.optim.Optimizer):
         self._gradients.check_idle()
         super().zero_grad(set_to_none)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As before. Gradients that are under way are given up: for after a fault."""
+        self._gradients.give_up()
+        super().load_state_dict(state_dict)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As before; the new parameters' gradients are combined, too. Raises UsageError for one without a name."""
         super().add_param_group(param_group)

@@ -12,7 +12,7 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.config import Config
-from omnireduce.elastic import NewcomersError
+from omnireduce.errors import NewcomersError
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.calls import Call, Place

@@ -235,6 +235,7 @@ class Communicator(Collectives):
     @property
     def newcomers(self) -> int:
         """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
+        self._engine.listen()  # it may have been idle for long
         return self._machine.newcomers
 
     def _form(self, hello: Hello) -> None:

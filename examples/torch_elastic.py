@@ -1,0 +1,67 @@
+"""A training that loses a rank and gets one, and takes each sample of each epoch exactly once.
+
+    omnireduce aggregator --listen 127.0.0.1:7400
+    export OMNIREDUCE_CLUSTER_AGGREGATORS=127.0.0.1:7400 OMNIREDUCE_CLUSTER_JOB=demo OMNIREDUCE_ELASTIC_ENABLED=true
+    RANK=0 WORLD_SIZE=2 python torch_elastic.py & RANK=1 WORLD_SIZE=2 python torch_elastic.py
+    (kill one of them with kill -9, and start it again)
+
+The weight of a sample becomes less by 1 when the sample is taken. So in the end all weights are -epochs.
+"""
+
+import argparse
+import sys
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import omnireduce.torch as hvd
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.TorchState, data: TensorDataset, given: argparse.Namespace) -> None:
+    say(f"rank {hvd.rank()} of {hvd.size()} goes on in epoch {state.epoch}")
+    while state.epoch < given.epochs or hvd.size() < given.ranks:
+        loader = DataLoader(data, given.batch_size, sampler=state.sampler)
+        for at, (numbers,) in enumerate(loader):
+            state.optimizer.zero_grad()
+            state.model.weight[numbers].sum().backward()
+            state.optimizer.step()
+            state.sampler.record_batch(at, given.batch_size)
+            state.commit()
+            say(f"rank {hvd.rank()} of {hvd.size()}: epoch {state.epoch}, batch {at}")
+        hvd.join()  # a rank with fewer batches waits for the others
+        state.epoch += 1
+        state.sampler.set_epoch(state.epoch)
+        state.commit()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="go on until there are so many")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    data = TensorDataset(torch.arange(given.samples))
+    model = torch.nn.Linear(1, given.samples, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), op=hvd.Sum)
+    sampler = hvd.elastic.ElasticSampler(data, pad=False)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+    train(state, data, given)
+    often = (-model.weight.detach()).flatten().int()
+    taken = f"each sample was taken {often.min()} to {often.max()} times in {state.epoch} epochs"
+    say(f"rank {hvd.rank()} of {hvd.size()} is done; {taken}")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

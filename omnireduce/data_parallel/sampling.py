@@ -1,0 +1,55 @@
+"""Which samples of an epoch each rank takes, and which are done: also when ranks fail or come. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+
+class Sampling:
+    """The numbers of `total` samples, dealt out to ranks. What was done is not dealt out again in the same epoch.
+
+    `shuffle`: in another order each epoch, the same on all ranks, drawn from `seed`. `pads`: all ranks get as many, for
+    which the last ones get some numbers a second time; else the first ranks may have one more.
+    """
+
+    def __init__(self, total: int, *, shuffle: bool = True, seed: int = 0, pads: bool = True) -> None:
+        self._total, self._shuffle, self._seed, self._pads = total, shuffle, seed, pads
+        self.epoch = 0
+        self.processed: set[int] = set()
+        self.indices: list[int] = []
+
+    def deal(self, rank: int, size: int) -> None:
+        """Deal out what is left of this epoch."""
+        numbers = list(range(self._total))
+        if self._shuffle:
+            random.Random(f"{self._seed} {self.epoch}").shuffle(numbers)
+        left = [each for each in numbers if each not in self.processed]
+        if self._pads and left:
+            short = -len(left) % size
+            left += (left * (short // len(left) + 1))[:short]
+        self.indices = left[rank::size]
+
+    def begin(self, epoch: int) -> None:
+        """Nothing of this epoch is done."""
+        self.epoch, self.processed = epoch, set()
+
+    def record(self, indices: Iterable[int]) -> None:
+        """These are done."""
+        self.processed.update(indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and what is done of it."""
+        return {"epoch": self.epoch, "processed_indices": sorted(self.processed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.epoch, self.processed = int(state["epoch"]), set(state["processed_indices"])
+
+
+def merged(states: list[dict[str, Any]], root: int) -> dict[str, Any]:
+    """The epoch of `root`, and what all ranks that are in it have done."""
+    epoch = states[root]["epoch"]
+    done = {number for each in states if each["epoch"] == epoch for number in each["processed_indices"]}
+    return {"epoch": epoch, "processed_indices": sorted(done)}

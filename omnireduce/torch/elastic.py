@@ -1,0 +1,136 @@
+"""Training in torch that goes on when ranks fail or come, in Horovod's words.
+
+@hvd.elastic.run
+def train(state):
+    for state.epoch in range(state.epoch, epochs):
+        ...
+        state.commit()
+
+train(hvd.elastic.TorchState(model, optimizer, epoch=0))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Sampler
+
+from omnireduce.data_parallel import session
+from omnireduce.data_parallel.elastic import State, run
+from omnireduce.data_parallel.sampling import Sampling, merged
+from omnireduce.errors import AbortedError as HorovodInternalError
+from omnireduce.errors import NewcomersError as HostsUpdatedInterrupt
+from omnireduce.torch.states import broadcast_optimizer_state, broadcast_parameters
+
+__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "TorchState", "run"]
+
+ObjectState = State
+
+
+class ElasticSampler(Sampler[int]):
+    """Deals out the samples of `dataset` to all ranks; those that were recorded are not dealt out again in this epoch.
+
+    Call `record_batch` after each batch, `set_epoch` after each epoch, and give the sampler to the `TorchState`: it is
+    dealt anew when ranks fail or come. `shuffle`, `seed`, `pad`: see `omnireduce.data_parallel.sampling`.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, pad: bool = True) -> None:
+        self._sampling = Sampling(len(dataset), shuffle=shuffle, seed=seed, pads=pad)
+        self.reset()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch."""
+        return self._sampling.epoch
+
+    @property
+    def indices(self) -> list[int]:
+        """The numbers of the samples that this rank takes."""
+        return self._sampling.indices
+
+    @property
+    def processed_indices(self) -> set[int]:
+        """The numbers that were recorded in this epoch."""
+        return self._sampling.processed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: nothing is done."""
+        self._sampling.begin(epoch)
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """This batch, by its number since the samples were dealt out, is done."""
+        self.record_indices(self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size])
+
+    def record_indices(self, indices: list[int]) -> None:
+        """These samples are done."""
+        self._sampling.record(indices)
+
+    def reset(self) -> None:
+        """Deal out what is left to the ranks that there are now."""
+        self._sampling.deal(session.rank(), session.size())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and what is done of it."""
+        return self._sampling.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._sampling.load_state_dict(state_dict)
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self.indices))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class TorchState(State):
+    """The state of a training: a model, an optimizer, samplers by any name, and values that are plain data."""
+
+    def __init__(self, model: nn.Module | None = None, optimizer: Any = None, **values: Any) -> None:
+        self._samplers = {name: each for name, each in values.items() if isinstance(each, ElasticSampler)}
+        self.__dict__.update(self._samplers)
+        self.model, self.optimizer = model, optimizer
+        self._kept_states: list[Any] = []
+        super().__init__(**{name: each for name, each in values.items() if name not in self._samplers})
+        self.save()
+
+    def _stateful(self) -> list[Any]:
+        return [each for each in (self.model, self.optimizer, *self._samplers.values()) if each is not None]
+
+    def save(self) -> None:
+        """Keep everything as it is now, on this rank."""
+        super().save()
+        self._kept_states = [copy.deepcopy(each.state_dict()) for each in self._stateful()]
+
+    def restore(self) -> None:
+        """Go back to what was kept."""
+        super().restore()
+        for each, kept in zip(self._stateful(), self._kept_states, strict=True):
+            each.load_state_dict(copy.deepcopy(kept))
+
+    def sync(self) -> None:
+        """Give all ranks the state of the one that has committed most often, and keep it. What ranks have done of an
+        epoch is put together."""
+        root = self.root()
+        with torch.no_grad():
+            if self.model is not None:
+                broadcast_parameters(self.model.state_dict(), root)
+            if self.optimizer is not None:
+                broadcast_optimizer_state(self.optimizer, root)
+        for name, sampler in self._samplers.items():
+            states = session.queue().allgather_object_async(sampler.state_dict(), name=f"sampler.{name}").wait()
+            sampler.load_state_dict(merged(states, root))
+        super().sync()
+
+    def on_reset(self) -> None:
+        """The job was formed anew: deal out the samples again."""
+        for each in self._samplers.values():
+            each.reset()
+        super().on_reset()

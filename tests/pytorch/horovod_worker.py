@@ -1,0 +1,286 @@
+"""A rank of three that calls Horovod's names and checks what comes. Arguments: rank, size, job, scenarios."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import omnireduce.torch as hvd
+from omnireduce import ClosedError, UsageError
+from omnireduce.data_parallel.session import queue
+
+
+def own(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    count = int(torch.tensor(shape).prod())
+    return (torch.arange(count).reshape(shape) * (rank + 1) % 7).to(dtype)
+
+
+def everyone(*shape: int) -> Tensor:
+    return torch.stack([own(rank, *shape) for rank in range(hvd.size())])
+
+
+def refuses(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        call()
+
+
+def reductions() -> None:
+    rank, shape = hvd.rank(), (5, 3)
+    mine = own(rank, *shape)
+    assert torch.equal(hvd.allreduce(mine, name="s", op=hvd.Sum), everyone(*shape).sum(0))
+    assert torch.allclose(hvd.allreduce(mine), everyone(*shape).mean(0))
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Max), everyone(*shape).max(0).values)
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Min), everyone(*shape).min(0).values)
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Product), everyone(*shape).prod(0))
+    scaled = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2, postscale_factor=0.5)
+    assert torch.equal(scaled, everyone(*shape).sum(0))
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, compression=hvd.Compression.fp16), everyone(*shape).sum(0))
+    assert torch.equal(mine, own(rank, *shape))
+    turned = own(rank, 3, 5).T
+    assert hvd.allreduce_(turned, op=hvd.Sum) is turned
+    assert torch.equal(turned, everyone(3, 5).sum(0).T)
+    handle = hvd.allreduce_async_(mine, average=False, name="async")
+    assert hvd.synchronize(handle) is mine
+    assert hvd.poll(handle)
+    group = [own(rank, 2), own(rank, 4, dtype=torch.float64)]
+    found = hvd.grouped_allreduce(group, op=hvd.Sum)
+    assert torch.equal(found[0], everyone(2).sum(0))
+    assert torch.equal(found[1], everyone(4).sum(0).double())
+    hvd.grouped_allreduce_(group, op=hvd.Sum, name="g")
+    assert torch.equal(group[0], everyone(2).sum(0))
+    ints = torch.tensor([rank, -rank])
+    assert hvd.allreduce(ints).tolist() == [1, -1]
+    assert hvd.allreduce(torch.tensor([1j * rank]), op=hvd.Sum).tolist() == [3j]
+    half = torch.full((2,), float(rank), dtype=torch.bfloat16)
+    assert hvd.allreduce(half, op=hvd.Sum).tolist() == [3, 3]
+    assert torch.equal(hvd.reducescatter(own(rank, 4, 2), op=hvd.Sum), everyone(4, 2).sum(0).tensor_split(3)[rank])
+    refuses(lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average and op are both given")
+    refuses(lambda: hvd.allreduce(mine, op="median"), "op 'median': expected Average")  # type: ignore[arg-type]
+
+
+def moves() -> None:
+    rank = hvd.rank()
+    found = hvd.allgather(own(rank, 1 + rank, 2))
+    assert torch.equal(found, torch.cat([own(each, 1 + each, 2) for each in range(3)]))
+    assert torch.equal(hvd.broadcast(own(rank, 4), 2), own(2, 4))
+    x = own(rank, 4)
+    assert hvd.broadcast_(x, 1) is x
+    assert torch.equal(x, own(1, 4))
+    splits = torch.tensor([[1, 0, 2], [0, 3, 0], [1, 1, 1]], dtype=torch.int32)
+    rows, counts = hvd.alltoall(own(rank, 3, 2), splits=splits[rank])
+    assert counts.tolist() == splits[:, rank].tolist()
+    sent = [own(each, 3, 2).split(splits[each].tolist())[rank] for each in range(3)]
+    assert torch.equal(rows, torch.cat(sent))
+    assert hvd.alltoall(torch.arange(3) + 10 * rank).tolist() == [rank, rank + 10, rank + 20]
+    assert hvd.broadcast_object({"epoch": rank}, root_rank=1) == {"epoch": 1}
+    assert hvd.allgather_object((rank, "x")) == [(0, "x"), (1, "x"), (2, "x")]
+    assert [each.tolist() for each in hvd.grouped_allgather([torch.tensor([rank])] * 2)] == [[0, 1, 2]] * 2
+    hvd.barrier()
+
+
+def gradients_of_collectives() -> None:
+    rank = hvd.rank()
+    x = torch.tensor([float(rank), 2.0], requires_grad=True)
+    hvd.allreduce(x, op=hvd.Sum).pow(2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3 * 2 * 3, 3 * 2 * 6]
+    y = torch.ones(rank + 1, requires_grad=True)
+    (hvd.allgather(y) * torch.arange(6)).sum().backward()
+    assert y.grad is not None
+    assert y.grad.tolist() == [[0], [3, 6], [9, 12, 15]][rank]
+    z = torch.ones(2, requires_grad=True)
+    hvd.broadcast(z, 1).sum().backward()
+    assert z.grad is not None
+    assert z.grad.tolist() == ([3, 3] if rank == 1 else [0, 0])
+    w = torch.ones(3, requires_grad=True)
+    (hvd.alltoall(w) * (rank + 1)).sum().backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [1, 2, 3]
+
+
+def sets_of_ranks() -> None:
+    rank = hvd.rank()
+    some = hvd.add_process_set([0, 2])
+    assert (some.included(), some.size(), some.process_set_id) == (rank != 1, 2, 1)
+    if some.included():
+        x = torch.tensor([float(rank)])
+        assert hvd.allreduce(x, op=hvd.Sum, process_set=some).item() == 2
+        assert hvd.broadcast(x, 2, process_set=some).item() == 2
+        assert some.rank() == rank // 2
+    else:
+        refuses(lambda: hvd.allreduce(torch.ones(1), process_set=some), "rank 1 does not belong to")
+    refuses(lambda: hvd.add_process_set([0, 2]), "there is one of these ranks")
+    refuses(lambda: hvd.add_process_set([0, 7]), "expected ranks from 0 to 2")
+    assert hvd.remove_process_set(some)
+    assert not hvd.remove_process_set(some)
+    refuses(lambda: hvd.allreduce(torch.ones(1), process_set=some), "was not added")
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(hvd.rank())
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    return net
+
+
+def optimizers() -> None:
+    """Each way to combine ends with the weights of one process that sees the data of all ranks."""
+    data = torch.randn(hvd.size(), 6, 4, generator=torch.Generator().manual_seed(1))
+    alone = model()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(4):
+        plain.zero_grad()
+        alone(data.reshape(-1, 4)).square().mean().backward()
+        plain.step()
+    ways: list[dict[str, object]] = [{}, {"num_groups": 2}, {"gradient_predivide_factor": 2.0}]
+    ways += [{"compression": hvd.Compression.fp16}, {"backward_passes_per_step": 2}]
+    for number, way in enumerate(ways):
+        net = model()
+        named = [(f"{number}.{name}", each) for name, each in net.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), named, **way)  # type: ignore[arg-type]
+        for _ in range(4):
+            optimizer.zero_grad()
+            for part in data[hvd.rank()].chunk(int(way.get("backward_passes_per_step", 1))):  # type: ignore[call-overload]
+                net(part).square().mean().backward()
+            refuses(optimizer.zero_grad, "while gradients are combined")
+            if "backward_passes_per_step" in way:
+                optimizer.synchronize()
+                for each in net.parameters():
+                    each.grad /= 2
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        exact = 1e-3 if "compression" in way else 1e-6
+        for one, other in zip(net.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(one, other, atol=exact), way
+        digests = hvd.allgather_object([each.tolist() for each in net.parameters()])
+        assert digests[0] == digests[1] == digests[2], way
+
+
+def parameters_without_a_gradient() -> None:
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([one, other], lr=3.0), [("one", one), ("other", other)])
+    (one if hvd.rank() else other).sum().backward()
+    optimizer.step()
+    assert (one.tolist(), other.tolist()) == ([-2, -2], [-1, -1])
+
+
+def sparse_gradients() -> None:
+    for as_dense in (False, True):
+        words = nn.Embedding(9, 2, sparse=True)
+        nn.init.zeros_(words.weight)
+        named = [(f"{as_dense}", words.weight)]
+        plain = torch.optim.SGD(words.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, named, op=hvd.Sum, sparse_as_dense=as_dense)
+        for _ in range(3):
+            optimizer.zero_grad()
+            words(torch.tensor([hvd.rank(), 5])).sum().backward()
+            optimizer.step()
+            assert words.weight.grad is not None
+            assert words.weight.grad.is_sparse != as_dense
+        assert words.weight[:, 0].tolist() == [-3, -3, -3, 0, 0, -9, 0, 0, 0]
+
+
+def states_of_optimizers() -> None:
+    for number, kind in enumerate((torch.optim.Adam, torch.optim.SGD)):
+        net = model()
+        options = {"lr": 0.5} if hvd.rank() == 0 else {"lr": 0.1}
+        optimizer = kind(net.parameters(), **options)
+        if hvd.rank() == 0:
+            net(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        kept = [each.get("exp_avg", torch.zeros(1)).tolist() for each in optimizer.state.values()]
+        found = hvd.allgather_object(kept, name=f"kept {number}")
+        assert found[0] == found[1] == found[2]
+        assert len(found[0]) == (4 if kind is torch.optim.Adam else len(found[0]))
+
+
+def uneven_batches() -> None:
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), op=hvd.Sum)
+    for _ in range(2 + hvd.rank()):
+        optimizer.zero_grad()
+        net(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    assert hvd.join() == 2
+    hvd.broadcast_parameters(net.state_dict(), root_rank=2)
+    assert net.weight.item() == -(3 + 3 + 2 + 1)
+
+
+def batch_norm() -> None:
+    data = torch.randn(3, 4, 2, 5, generator=torch.Generator().manual_seed(1))
+    whole, split = nn.BatchNorm1d(2), hvd.SyncBatchNorm(2)
+    x, own_x = data.reshape(12, 2, 5).requires_grad_(), data[hvd.rank()].clone().requires_grad_()
+    expected, found = whole(x), split(own_x)
+    assert torch.allclose(expected.view(3, 4, 2, 5)[hvd.rank()], found, atol=1e-5)
+    (expected * x.detach().square()).sum().backward()
+    (found * own_x.detach().square()).sum().backward()
+    assert x.grad is not None
+    assert own_x.grad is not None
+    assert torch.allclose(x.grad.view(3, 4, 2, 5)[hvd.rank()], own_x.grad, atol=1e-4)
+    assert split.running_mean is not None
+    assert whole.running_mean is not None
+    assert torch.allclose(split.running_mean, whole.running_mean, atol=1e-5)
+    assert torch.allclose(split.running_var, whole.running_var, atol=1e-4)  # type: ignore[arg-type]
+    split.eval()
+    split(own_x)
+
+
+def any_order() -> None:
+    """Forty steps, of which most are alike; ranks submit in other orders. Then steps need no rounds."""
+    rng, rounds = random.Random(hvd.rank()), []
+    for step in range(40):
+        names = rng.sample(range(8), 8) if step % 20 == 10 else list(range(8))
+        handles = {i: hvd.allreduce_async(own(hvd.rank(), 3 + i), name=str(i), op=hvd.Sum) for i in names}
+        for i, handle in handles.items():
+            assert torch.equal(hvd.synchronize(handle), everyone(3 + i).sum(0))
+        rounds.append(queue().statistics().rounds)
+    assert rounds[-1] == rounds[-2]
+
+
+def one_that_differs() -> None:
+    refuses(
+        lambda: hvd.allreduce(torch.ones(3 if hvd.rank() else 4), name="w", op=hvd.Sum),
+        "'allreduce.w' differs between ranks: rank 0 has allreduce sum float32[4], rank 1 has allreduce sum float32[3]",
+    )
+    if hvd.rank() == 1:
+        handle = hvd.allreduce_async(torch.ones(3), name="twice")
+        refuses(lambda: hvd.allreduce_async(torch.ones(3), name="twice"), "'allreduce.twice' is under way already")
+        hvd.synchronize(handle)
+    else:
+        hvd.allreduce(torch.ones(3), name="twice")
+
+
+def one_that_ends() -> None:
+    if hvd.rank() == 1:
+        return
+    with pytest.raises(ClosedError, match="closed its queue"):
+        hvd.allreduce(torch.ones(3), name="w")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hvd.init(rank=int(sys.argv[1]), size=int(sys.argv[2]), job=sys.argv[3])
+    hvd.init()
+    assert (hvd.local_size(), hvd.cross_size(), hvd.is_homogeneous()) == (hvd.size(), 1, True)
+    assert hvd.local_rank() == hvd.rank()
+    for scenario in sys.argv[4:]:
+        sys.stderr.write(f"{scenario}\n")
+        globals()[scenario]()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Horovod's elastic words: ranks die and come, and no sample is lost or taken twice."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from local_cluster import ROOT, WAIT_S, Daemon, Process, unique_job
+
+from omnireduce.data_parallel.sampling import Sampling, merged
+
+SCRIPT = str(ROOT / "examples" / "torch_elastic.py")
+
+
+class Ranks:
+    """Processes of one elastic job."""
+
+    def __init__(self, daemon: Daemon, stack: ExitStack, size: int, smallest: int) -> None:
+        self._stack, self._size = stack, size
+        self._environ = {
+            "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses),
+            "OMNIREDUCE_CLUSTER_JOB": unique_job("elastic"),
+            "OMNIREDUCE_ELASTIC_ENABLED": "true",
+            "OMNIREDUCE_ELASTIC_SMALLEST": str(smallest),
+            "OMNIREDUCE_ELASTIC_SETTLE_S": "0.5",
+            "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": str(4 * WAIT_S),
+            "WORLD_SIZE": str(size),
+        }
+
+    def start(self, rank: int) -> Process:
+        environ = {**self._environ, "RANK": str(rank)}
+        return self._stack.enter_context(Process(sys.executable, SCRIPT, "--ranks", str(self._size), environ=environ))
+
+
+def until(process: Process, words: str) -> str:
+    """The next line that contains `words`."""
+    while words not in (line := process.line(4 * WAIT_S)):
+        pass
+    return line
+
+
+def all_were_taken_once(line: str) -> None:
+    """In each epoch."""
+    found = re.search(r"taken ([0-9]+) to ([0-9]+) times in ([0-9]+) epochs", line)
+    assert found is not None, line
+    assert found[1] == found[2] == found[3], line
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_sample_is_lost_or_taken_twice(daemon: Daemon, stack: ExitStack, victim: int) -> None:
+    ranks = Ranks(daemon, stack, 3, 1)
+    processes = [ranks.start(rank) for rank in range(3)]
+    until(processes[victim], "epoch 1, batch 2")
+    processes[victim].signal(signal.SIGKILL)
+    others = [each for rank, each in enumerate(processes) if rank != victim]
+    until(others[0], "of 2 goes on in epoch")
+    processes[victim] = ranks.start(victim)
+    until(processes[victim], "of 3 goes on in epoch")
+    for each in processes:
+        all_were_taken_once(until(each, "is done"))
+        assert each.wait() == 0, each.log
+
+
+def test_too_few_survivors_wait_for_others(daemon: Daemon, stack: ExitStack) -> None:
+    ranks = Ranks(daemon, stack, 2, 2)
+    processes = [ranks.start(rank) for rank in range(2)]
+    until(processes[1], "epoch 1, batch 2")
+    processes[1].signal(signal.SIGKILL)
+    processes[1] = ranks.start(1)
+    for each in processes:
+        all_were_taken_once(until(each, "is done"))
+
+
+@given(
+    total=st.integers(0, 30),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    pads=st.booleans(),
+    data=st.data(),
+)
+def test_samples_are_dealt_out_once(total: int, sizes: list[int], pads: bool, data: st.DataObject) -> None:
+    """Ranks change several times within an epoch, each time after some of the samples."""
+    state = {"epoch": 3, "processed_indices": list[int]()}
+    taken: list[int] = []
+    for size in [*sizes, 1]:
+        ranks = [Sampling(total, pads=pads) for _ in range(size)]
+        for rank, each in enumerate(ranks):
+            each.load_state_dict(state)
+            each.deal(rank, size)
+        lengths = {len(each.indices) for each in ranks}
+        assert len(lengths) == 1 if pads else max(lengths) - min(lengths) <= 1
+        done = data.draw(st.integers(0, max(lengths)))
+        for each in ranks:
+            each.record(each.indices[:done])
+            taken += each.indices[:done]
+        state = merged([each.state_dict() for each in ranks], 0)
+    assert len(taken) == len(set(taken)) or pads
+    assert set(taken) <= set(range(total))
+    assert state["processed_indices"] == sorted(set(taken))
