@@ -12,6 +12,7 @@ from benchmarks.codecs import measure as measure_codecs
 from benchmarks.elements import RATE as SLOW
 from benchmarks.elements import measure as measure_elements
 from benchmarks.group import PeerError
+from benchmarks.queues import measure as measure_queues
 from benchmarks.replays import measure as measure_replays
 from benchmarks.selectors import measure as measure_selectors
 from benchmarks.shaped import RATE
@@ -72,6 +73,16 @@ def replay(turns: int, rate: str) -> None:
     _expect_met(lambda console, turns: measure_replays(console, turns, rate), turns)
 
 
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--rate", default=RATE, show_default=True, help="What each link carries, as tc writes it.")
+def queue(turns: int, rate: str) -> None:
+    """Time collectives that are submitted by name: many small tensors against a large one, over shared memory and on
+    hosts with shaped links (as root); the hook of a gradient; the gradient of an embedding against two all-gathers.
+    Exit status 3 when one is not as fast as it should be."""
+    _expect_met(lambda console, turns: measure_queues(console, turns, rate), turns)
+
+
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
     """Measure; end the program if an aim is missed."""
     try:
@@ -84,4 +95,4 @@ def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
         sys.exit(3)
 
 
-SINGLE = (urgent, threads, codecs, selectors, elements, replay)
+SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue)

@@ -1,0 +1,271 @@
+"""What it costs to submit by name: many small tensors against a large one, the hook of a gradient, and the gradient of
+an embedding, summed by its rows, against the all-gathers of Horovod.
+
+An all-gather as Horovod does it: one of all ranks' indices and one of their values, over MPI; then each rank adds what
+all have sent to its weights. The service adds equal rows first, sums them by number, and each rank adds those once.
+Ranks look up words whose frequency goes by Zipf's law, as words of a text do.
+
+`python -m benchmarks.queues KIND SOCKET OPTIONS` is one rank of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import omnireduce as omni
+from benchmarks.environments import HERE
+from benchmarks.group import Group, PeerError, daemon, service_group, socket_path
+from benchmarks.orders import Order, serve
+from benchmarks.outcomes import show_verdicts
+from benchmarks.peak_memory import forget_peak, memory_mib
+from benchmarks.shaped import OPEN, PORT, Setting
+from benchmarks.targets import Verdict, at_least, at_most, below
+from omnireduce.data_parallel import session
+from omnireduce.dtypes import Array
+
+COUNT, BYTES = 200, 1024
+MANY, GROUPED, ONE = f"{COUNT} of {BYTES} bytes, by name", f"{COUNT} of {BYTES} bytes, in a group", "one of all bytes"
+SMALL = (MANY, GROUPED, ONE)
+WITH, WITHOUT = "with hooks", "without"
+LAYERS = 100  # of two parameters each
+SUMMED, GATHERED = "summed by row", "gathered (two all-gathers)"
+WORDS, WIDTH, LOOKED_UP = 1_000_000, 64, 32_768
+ALIKE, TIMED = 8, 8  # steps
+MOST, HOOK_US, LEAST = 3.0, 30.0, 3.0
+
+
+def _join(options: dict[str, Any]) -> None:
+    config = omni.load_config(overrides=options["set"], environ={})
+    session.init(config=config, job=options["job"], rank=options["rank"], size=options["size"])
+
+
+class Named:
+    """A rank that submits by name."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        _join(options)
+        self._small = [np.ones(BYTES // 4, np.float32) for _ in range(COUNT)]
+        self._large = np.ones(COUNT * BYTES // 4, np.float32)
+        self._ways = {MANY: self._many, GROUPED: self._grouped, ONE: self._one}
+
+    def turn(self, way: str) -> dict[str, float]:
+        """Milliseconds: the median of several steps, once they are known to be alike."""
+        found = []
+        for _ in range(ALIKE + TIMED):
+            session.queue().barrier()
+            begin = time.perf_counter()
+            self._ways[way]()
+            found.append((time.perf_counter() - begin) * 1e3)
+        return {"ms": float(np.median(found[ALIKE:]))}
+
+    def _many(self) -> None:
+        tasks = [session.queue().allreduce_async(x, name=f"w{i}", op="max") for i, x in enumerate(self._small)]
+        for each in tasks:
+            each.wait()
+
+    def _grouped(self) -> None:
+        session.queue().grouped_allreduce_async(self._small, name="group", op="max").wait()
+
+    def _one(self) -> None:
+        session.queue().allreduce_async(self._large, name="large", op="max").wait()
+
+
+class Hooked:
+    """A rank that trains a deep and narrow model."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+
+        import omnireduce.torch as hvd
+
+        torch.set_num_threads(1)
+        _join(options)
+        self._x, self._models = torch.ones(1, 8), dict[str, tuple[Any, Any]]()
+        for way in (WITH, WITHOUT):
+            net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS)))
+            plain = torch.optim.SGD(net.parameters(), lr=0.0)
+            self._models[way] = net, hvd.DistributedOptimizer(plain) if way == WITH else plain
+
+    def turn(self, way: str) -> dict[str, float]:
+        """Milliseconds of a backward pass, without what comes after it."""
+        (net, optimizer), found = self._models[way], []
+        for _ in range(ALIKE + TIMED):
+            optimizer.zero_grad()
+            loss = net(self._x).sum()
+            session.queue().barrier()
+            begin = time.perf_counter()
+            loss.backward()
+            found.append((time.perf_counter() - begin) * 1e3)
+            optimizer.step()
+        return {"ms": float(np.median(found[ALIKE:]))}
+
+
+class Embedding:
+    """A rank with an embedding, under mpirun."""
+
+    def __init__(self) -> None:
+        session.init()
+        self.rank = session.rank()
+        self._weights = np.zeros((WORDS, WIDTH), np.float32)
+        self._step = 0
+
+    def turn(self, way: str, seed: int) -> dict[str, float]:
+        """Milliseconds of one exchange and update, how much memory it took at its peak, and a digest of the weights."""
+        self._weights[:] = 0
+        indices, values = self._gradient(seed, self.rank)
+        session.queue().barrier()
+        forget_peak()
+        before, begin = memory_mib("VmRSS"), time.perf_counter()
+        if way == SUMMED:
+            task = session.queue().allreduce_rows_async(indices, values, WORDS, name="embedding")
+            numbers, rows = task.wait()
+            self._weights[numbers] += rows
+        else:
+            numbers, rows = self._gathered(indices, values)
+            np.add.at(self._weights, numbers, rows)
+        ms, peak = (time.perf_counter() - begin) * 1e3, memory_mib("VmHWM") - before
+        return {"ms": ms, "peak_mib": peak, "rows": len(numbers), "sum": float(self._weights.sum(dtype=np.float64))}
+
+    @staticmethod
+    def _gradient(seed: int, rank: int) -> tuple[Array, Array]:
+        """Of a step: whole numbers, whose sums are exact in any order."""
+        rng = np.random.default_rng([seed, rank])
+        indices = np.minimum(rng.zipf(1.2, LOOKED_UP), WORDS) - 1
+        return indices, rng.integers(-3, 4, (LOOKED_UP, WIDTH)).astype(np.float32)
+
+    @staticmethod
+    def _gathered(indices: Array, values: Array) -> tuple[Array, Array]:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        counts = np.array(world.allgather(len(indices)))
+        numbers, rows = np.empty(counts.sum(), indices.dtype), np.empty((counts.sum(), WIDTH), np.float32)
+        world.Allgatherv(indices, (numbers, counts))
+        world.Allgatherv(values, (rows, counts * WIDTH))
+        return numbers, rows
+
+
+def measure(console: Console, turns: int, rate: str) -> bool:
+    """Let the ways take turns; return whether the aims are met. Raises PeerError where one fails or gives a wrong sum,
+    TestbedError where there can be no hosts with shaped links, ImportError without torch."""
+    import torch  # noqa: F401  the ranks have the same environment
+
+    verdicts = [_small(console, "shared memory", turns, _here("named")), _small(console, rate, turns, _between(rate))]
+    verdicts += [_hooks(console, turns), *_embedding(console, turns)]
+    show_verdicts(console, verdicts)
+    return all(each.met for each in verdicts)
+
+
+Groups = Callable[[str], contextlib.AbstractContextManager[Group]]
+
+
+def _medians(group: Group, ways: tuple[str, ...], turns: int, **more: object) -> dict[str, dict[str, float]]:
+    """Of each way, what the slowest rank said, the median of all turns; the first one warms up."""
+    rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for turn in range(turns + 1):
+        for way in ways:
+            found = group.tell(do="turn", way=way, **({"seed": turn} if "seed" in more else {}))
+            rows[way].append(max(found, key=lambda row: row["ms"]))
+        if "seed" in more and len({row[-1]["sum"] for row in rows.values()}) > 1:
+            raise PeerError("embedding", "gave wrong sums")
+    return {
+        way: {key: float(np.median([row[key] for row in found[1:]])) for key in found[0]} for way, found in rows.items()
+    }
+
+
+def _small(console: Console, where: str, turns: int, groups: Groups) -> Verdict:
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, groups(folder) as group:
+        found = _medians(group, SMALL, turns)
+    _show(console, f"two ranks, {where}", {way: {"ms": row["ms"]} for way, row in found.items()})
+    return at_most(f"small tensors, {where}", found[MANY]["ms"], ONE, found[ONE]["ms"], MOST)
+
+
+def _hooks(console: Console, turns: int) -> Verdict:
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, _here("hooked")(folder) as group:
+        found = _medians(group, (WITH, WITHOUT), turns)
+    _show(
+        console,
+        f"backward of {2 * LAYERS} parameters, two ranks",
+        {way: {"ms": row["ms"]} for way, row in found.items()},
+    )
+    us = (found[WITH]["ms"] - found[WITHOUT]["ms"]) * 1e3 / (2 * LAYERS)
+    return below("hook of a gradient", us, HOOK_US, "us")
+
+
+def _embedding(console: Console, turns: int) -> list[Verdict]:
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
+        own = [str(HERE.python), "-m", "benchmarks.queues", "embedding", socket_path(folder, "embedding"), "{}"]
+        command = [str(Path(HERE.python).parent / "mpirun"), "-n", "4", *own]
+        with Group("embedding", 4, [command], folder) as group:
+            found = _medians(group, (SUMMED, GATHERED), turns, seed=True)
+    title = f"an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up on each of four ranks"
+    _show(console, title, found)
+    ours, theirs = found[SUMMED], found[GATHERED]
+    return [
+        at_least("step of an embedding", ours["ms"], GATHERED, theirs["ms"], LEAST),
+        at_least("its memory", ours["peak_mib"], GATHERED, theirs["peak_mib"], 1.0, "MiB"),
+    ]
+
+
+def _show(console: Console, title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    table = Table(box=None)
+    table.add_column(title)
+    names = [name for name in next(iter(rows.values())) if name != "sum"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for way, row in rows.items():
+        table.add_row(way, *(f"{row[name]:.4g}" for name in names))
+    console.print(table, "")
+
+
+def _here(kind: str) -> Groups:
+    @contextlib.contextmanager
+    def group(folder: str) -> Iterator[Group]:
+        with daemon(1) as servers, service_group(2, folder, servers.addresses, program=_program(kind)) as found:
+            yield found
+
+    return group
+
+
+def _between(rate: str) -> Groups:
+    @contextlib.contextmanager
+    def group(folder: str) -> Iterator[Group]:
+        with contextlib.ExitStack() as stack:
+            of_ranks, [of_shard, *_] = stack.enter_context(Setting.of("dedicated", 2, rate).testbed())
+            listen = f"{of_shard.address}:{PORT}"
+            servers = stack.enter_context(daemon(1, OPEN, listen=listen, prefix=of_shard.prefix))
+            prefixes = [host.prefix for host in of_ranks]
+            sets = "transport.kind=tcp"
+            yield stack.enter_context(
+                service_group(2, folder, servers.addresses, sets, prefixes=prefixes, program=_program("named"))
+            )
+
+    return group
+
+
+def _program(kind: str) -> tuple[str, str]:
+    return "benchmarks.queues", kind
+
+
+def _start(kind: str, options: dict[str, Any]) -> tuple[int, Mapping[str, Order]]:
+    if kind == "embedding":
+        made = Embedding()
+        return made.rank, {"turn": made.turn}
+    rank = Hooked(options) if kind == "hooked" else Named(options)
+    return options["rank"], {"turn": rank.turn}
+
+
+if __name__ == "__main__":
+    kind, path, text = sys.argv[1:]
+    serve(path, lambda: _start(kind, json.loads(text)))
