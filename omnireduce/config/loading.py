@@ -1,7 +1,8 @@
 """Reading, checking and writing the configuration.
 
 A value comes from the first of these that gives it: an override (`--set section.key=value`), an environment
-variable `OMNIREDUCE_<SECTION>_<KEY>`, the TOML file (an argument, else `OMNIREDUCE_CONFIG`), the default.
+variable `OMNIREDUCE_<SECTION>_<KEY>`, another one that means the same
+(`HOROVOD_TIMELINE`), the TOML file (an argument, else `OMNIREDUCE_CONFIG`), the default.
 Every value is checked where it comes from, so that a ConfigError names, in one line, the source, the key,
 what was given and what is allowed.
 """
@@ -27,7 +28,13 @@ from omnireduce.errors import ConfigError
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
-_NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE)
+_ALIASES = {  # names that users of other programs, or of other profilers, look for
+    "HOROVOD_TIMELINE": "trace.timeline",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "trace.timeline_cycles",
+    "OMNIREDUCE_PROFILE": "trace.profile",
+}
+_NUMBERS = {"0": "false", "1": "true"}
+_NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE, *_ALIASES)
 # The first conversion to a type prepares it. Threads that do this at the same time crash the process (msgspec 0.22).
 msgspec.convert({section: {} for section in SECTIONS}, Config)
 
@@ -54,6 +61,9 @@ def load_config(
     if path is not None:
         label = _label(path)
         layers.add_tables(label, _read(path, label))
+    for name in _ALIASES.keys() & environ.keys():
+        key, text = KEYS[_ALIASES[name]], environ[name]
+        layers.add_text(name, key, _NUMBERS.get(text, text) if isinstance(key.default, bool) else text)
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in _NO_KEYS:
             layers.add_text(name, _key_of_variable(name), environ[name])

@@ -343,6 +343,29 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         _meta("room of one trace, 29 bytes each when used; a full one stops", "events", ge=1, le=2**26),
     ] = 1 << 20
+    timeline: Annotated[
+        str,
+        _meta(
+            "file for one timeline of all ranks and shards, in the form of Chrome traces (Horovod: HOROVOD_TIMELINE). "
+            "Each of them leaves its part in trace.folder or, if that is not set, in the folder FILE.parts beside it; "
+            '"DYNAMIC" is "", and leaves it to `start_timeline`; "" is off',
+            allowed='the path of a file, "DYNAMIC" or ""',
+            pattern=r"^[^\x00]*\Z",
+        ),
+    ] = ""
+    timeline_cycles: Annotated[
+        bool,
+        _meta("mark in the timeline when a queue looks for tensors to combine (Horovod: HOROVOD_TIMELINE_MARK_CYCLES)"),
+    ] = False
+    profile: Annotated[
+        str,
+        _meta(
+            "folder where every rank leaves a table of its collectives when it ends, omnireduce_profile.RANK; "
+            '"1" is the current folder; "" and "0" are off (variable: OMNIREDUCE_PROFILE)',
+            allowed='the path of a folder, "1", "0" or ""',
+            pattern=r"^[^\x00]*\Z",
+        ),
+    ] = ""
 
 
 class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ from omnireduce.runtime.member.launcher import Launch, job_name, launch_id
 from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
+from omnireduce.runtime.tracing.timeline import OFF, NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret, load_secret
 from omnireduce.transport.base import Link
@@ -78,7 +79,8 @@ class Communicator(Collectives):
     Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
     say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
     several joined by "+"), `shards`, the number of aggregators, `generation`, the number that the first one gave
-    this membership, and `formation`, an object of its own for this communicator, and another one after `reform`.
+    this membership, `formation`, an object of its own for this communicator, and another one after `reform`, and
+    `timeline`, which notes what tensors go through, if anybody wants it.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
@@ -119,6 +121,7 @@ class Communicator(Collectives):
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # that this one has created
         self._gave_up = False  # `shutdown` was called
         self.drives_in_background = True
+        self.timeline: NoTimeline = OFF
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         self.rank = rank
         is_named = config.cluster.job != "auto" or name != job_name(config, None)

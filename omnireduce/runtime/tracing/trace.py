@@ -79,6 +79,12 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind} {self.number}"
 
 
+def stamped(origin: Origin) -> Origin:
+    """`origin` of what begins now, in this process."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    return msgspec.structs.replace(origin, boot=boot, epoch_ns=time.time_ns() - now(), began_ns=now())
+
+
 def check_trace(settings: Trace) -> None:
     """Make the folder, if traces are wanted. Raises ConfigError when they could not be written there."""
     if not settings.folder:
@@ -97,8 +103,7 @@ class Recorder:
     """Room for `settings.events` spans. When it is full it stops, counts what it misses, and says so in the end."""
 
     def __init__(self, settings: Trace, origin: Origin) -> None:
-        boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-        self._origin = msgspec.structs.replace(origin, boot=boot, epoch_ns=time.time_ns() - now(), began_ns=now())
+        self._origin = stamped(origin)
         self._path = Path(settings.folder) / f"{origin.job}-{origin.kind}{origin.number}{SUFFIX}"
         self._spans = np.empty(settings.events, SPAN)
         self._columns = [self._spans[name] for name in SPAN.names or ()]

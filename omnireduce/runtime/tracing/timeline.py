@@ -1,0 +1,180 @@
+"""What each tensor of a rank goes through, and when: the rank's part of the timeline.
+
+A part is a file of lines, one for each event, written as it happens. So all that a rank has noted is there after it
+was killed, but for a line that it was writing just then. `merge` makes one timeline of the parts and traces of all
+ranks and shards. The names of activities are Horovod's.
+
+Each line is a list of JSON: a letter of `Line`, the time in nanoseconds of the monotonic clock, and what belongs to it.
+The first line is the `Origin` of the part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from enum import StrEnum
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omnireduce.runtime.tracing.trace import Origin, now, stamped
+
+log = logging.getLogger("omnireduce")
+PART_SUFFIX = ".events"
+LONGEST_LINE = 4096  # bytes; a longer one has no details
+NEGOTIATE = "NEGOTIATE_ALLREDUCE"
+QUEUE = "QUEUE"
+INIT_FUSION_BUFFER = "INIT_FUSION_BUFFER"
+MEMCPY_IN = "MEMCPY_IN_FUSION_BUFFER"
+MEMCPY_OUT = "MEMCPY_OUT_FUSION_BUFFER"
+ALLREDUCE = "ALLREDUCE"
+EXCHANGE = "OMNIREDUCE_ALLREDUCE"
+CYCLE = "CYCLE_START"
+
+
+class Line(StrEnum):
+    """What a line tells, and what follows the time."""
+
+    BEGIN = "B"  # tensor, activity, details
+    END = "E"  # tensor, activity, details
+    READY = "R"  # tensor, rank
+    CYCLE = "C"
+    STARTED = "S"  # number of a collective, its kind, name, details
+    DONE = "D"  # the number, details
+    LAST = "L"  # how many lines did not fit
+
+
+class NoTimeline:
+    """Stands where no timeline is recorded. Its methods do nothing, and cost a call each.
+
+    A caller that would have to compute what it passes asks `is_on` first. `Communicator.timeline` is the timeline of a
+    rank; it may change at any time, so it is read anew for each event.
+    """
+
+    is_on = False
+    marks_cycles = False
+
+    def begin(self, tensor: str, activity: str, **details: object) -> None:
+        """`tensor` enters `activity`. Activities of one tensor nest: what began last ends first.
+
+        In the order of Horovod: `NEGOTIATE` from the submission until all ranks are known to be ready; then `ALLREDUCE`
+        around all the rest, and in it `QUEUE` until its turn comes, `INIT_FUSION_BUFFER`, `MEMCPY_IN`, `EXCHANGE`,
+        `MEMCPY_OUT`. Any other name may be used, too. `details` are shown with it: numbers, texts, and lists of them.
+        """
+
+    def end(self, tensor: str, activity: str, **details: object) -> None:
+        """`tensor` leaves `activity`, and whatever it had entered since. An end without a begin counts for nothing.
+
+        For `ALLREDUCE`, `details` are `dtype` (its name), `shape` (a list), and `bytes`. The merge adds the bytes,
+        blocks and non-zero blocks of the exchange to each `EXCHANGE` that was under way in the meantime.
+        """
+
+    def ready(self, tensor: str, rank: int) -> None:
+        """`rank` is known to be ready for `tensor`: a tick in its `NEGOTIATE`. Where a rank notes only that it is ready
+        itself, the merge shows that in the rows of all ranks."""
+
+    def cycle(self) -> None:
+        """The queue begins to look for tensors that it can combine. Noted only if `marks_cycles`."""
+
+
+OFF = NoTimeline()
+
+
+class Timeline(NoTimeline):
+    """The part of a rank, `origin`, in `folder`: `JOB-rankN.events`, of up to `most` lines. It replaces an older one.
+
+    Any thread may call its methods. They raise nothing: a failure is logged, and ends the part. Each writes one line,
+    which takes some microseconds. Construction raises OSError.
+    """
+
+    is_on = True
+
+    def __init__(self, folder: Path, origin: Origin, most: int, *, marks_cycles: bool = False) -> None:
+        self.marks_cycles = marks_cycles
+        self.origin = stamped(origin)
+        self.path = folder / f"{origin.job}-{origin.kind}{origin.number}{PART_SUFFIX}"
+        self._lock = threading.RLock()  # a signal handler may come on top
+        self._left, self._missed = most, 0
+        self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()  # not emptied: another process may still write to it
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(self.path, flags, 0o666)
+        with contextlib.suppress(OSError):  # of a file system that knows no locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
+        self._write(self._encode(self.origin) + b"\n")
+
+    def begin(self, tensor: str, activity: str, **details: object) -> None:
+        self._note(Line.BEGIN, tensor, activity, details)
+
+    def end(self, tensor: str, activity: str, **details: object) -> None:
+        self._note(Line.END, tensor, activity, details)
+
+    def ready(self, tensor: str, rank: int) -> None:
+        self._note(Line.READY, tensor, rank)
+
+    def cycle(self) -> None:
+        if self.marks_cycles:
+            self._note(Line.CYCLE)
+
+    def started(self, number: int, kind: str, name: str, details: dict[str, Any]) -> None:
+        """A collective is started; `number` is another one for each."""
+        self._note(Line.STARTED, number, kind, name, details)
+
+    def done(self, number: int, details: dict[str, Any]) -> None:
+        """It is complete, or has failed."""
+        self._note(Line.DONE, number, details)
+
+    def close(self) -> None:
+        """Write how many lines are missing, and let go of the file. May be called twice."""
+        with self._lock:
+            if self._file >= 0:
+                self._write(self._encode([Line.LAST, now(), self._missed]) + b"\n")
+                self.abandon()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the file. The parent keeps its lock."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _note(self, line: Line, *what: object) -> None:
+        with self._lock:
+            if self._left <= 0 or self._file < 0:
+                self._missed += 1
+                return
+            self._left -= 1
+            at = now()  # with the lock held: times ascend
+            text = self._encode([line, at, *what]) + b"\n"
+            if len(text) > LONGEST_LINE:
+                text = self._encode([line, at, *(_shortened(each) for each in what)]) + b"\n"
+            self._write(text)
+
+    def _write(self, text: bytes) -> None:
+        try:
+            if os.write(self._file, text) == len(text):
+                return
+            why = "no space is left"
+        except OSError as error:
+            why = error.strerror or str(error)
+        self._left = 0
+        log.warning("%s: the timeline cannot be written: %s", self.path, why)
+
+
+def _plain(x: object) -> object:
+    """Numbers of NumPy as numbers, and what else there may be as text."""
+    try:
+        return index(x)  # type: ignore[arg-type]
+    except TypeError:
+        return str(x)
+
+
+def _shortened(x: object) -> object:
+    if isinstance(x, str):
+        return x[:200]
+    return {} if isinstance(x, dict) else x
