@@ -28,6 +28,7 @@ from omnireduce.runtime.shard.listening import Door
 from omnireduce.runtime.shard.relaying import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
+from omnireduce.runtime.tracing.trace import trace_folder, with_folder
 from omnireduce.secret import Secret
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.tcp import TcpLink, listen_tcp
@@ -152,7 +153,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         upstream=None if callers is None else Upstream(settings.upstream, callers.connect, callers.close),
         verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
         straggler_s=settings.straggler_s,
-        traces=ShardTraces(config.trace) if config.trace.folder else None,
+        traces=ShardTraces(with_folder(config.trace)) if trace_folder(config.trace) else None,
         codecs=own_codecs(config),
     )
     if callers is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -53,6 +53,12 @@ def write_file(content: bytes, path: str | Path) -> None:
     """Write a file, all or nothing. Raises UsageError where that is not possible."""
     with _replacing(path) as file:
         file.write(content)
+
+
+def write_chunks(chunks: Iterable[bytes], path: str | Path) -> None:
+    """Write a file that need not fit into memory, all or nothing. Raises UsageError where that is not possible."""
+    with _replacing(path) as file:
+        file.writelines(chunks)
 
 
 def write_npy(array: Array, path: str | Path) -> None:

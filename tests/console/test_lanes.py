@@ -19,10 +19,10 @@ from transports import MEMORY, over
 from omnireduce import Communicator
 from omnireduce.config import Trace
 from omnireduce.console.traces.breakdown import ACTIVITIES, break_down
-from omnireduce.console.traces.chrome import chrome_trace
-from omnireduce.console.traces.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.errors import UsageError
 from omnireduce.printing import TABLE_WIDTH
+from omnireduce.runtime.tracing.chrome import chrome_trace
+from omnireduce.runtime.tracing.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
 from worker.cli import main
 

@@ -13,8 +13,8 @@ from local_cluster import Daemon, Ranks, configured, unique_job
 from oracle import bits, reduce_by_host
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.console.traces.lanes import read_lanes
 from omnireduce.runtime.member import rendezvous
+from omnireduce.runtime.tracing.lanes import read_lanes
 from omnireduce.runtime.tracing.trace import What
 
 HOSTS = ((0, 2), (1, 3), (4,))

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import selectors
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +22,6 @@ from transports import BY_SHARDS, KINDS, MEMORY, over
 
 from aggregator.shard import open_listeners
 from omnireduce import AbortedError, Communicator, Config, ConfigError
-from omnireduce.console.traces.lanes import Lane, missing, read_lanes
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.member.engine import Engine
@@ -29,6 +29,7 @@ from omnireduce.runtime.member.traced import TracedEngine
 from omnireduce.runtime.shard.listening import Door
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces, TracedReduction, TracedSelector
+from omnireduce.runtime.tracing.lanes import Lane, missing, read_lanes
 from omnireduce.runtime.tracing.links import TracedLink
 from omnireduce.runtime.tracing.trace import What
 from omnireduce.transport.shm import ShmLink
@@ -282,5 +283,5 @@ def test_a_folder_that_vanishes_costs_the_trace_only(
     folder = tmp_path / "traces"
     with Communicator(configured(daemon.addresses, f"trace.folder={folder}"), rank=0, size=1, job=unique_job()) as comm:
         comm.allreduce(np.ones(8))
-        folder.rmdir()
+        shutil.rmtree(folder)
     assert "the trace cannot be written: No such file or directory" in caplog.text

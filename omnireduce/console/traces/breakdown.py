@@ -10,14 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.console.traces.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.printing import short_count
-from omnireduce.runtime.tracing.trace import What
+from omnireduce.runtime.tracing.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
+from omnireduce.runtime.tracing.trace import WORK, What
 
-IN_MEMORY = (What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
-WORK = (What.PACK, What.SCATTER, What.MERGE, *IN_MEMORY, What.SEND, What.RECEIVE)
 WAITS = ("wake-up", "wait")
 ACTIVITIES = (*(what.name.lower() for what in WORK), *WAITS, "other")
 NOTES = """\

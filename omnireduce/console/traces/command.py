@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from omnireduce.console.traces.breakdown import break_down, show_breakdown
-from omnireduce.console.traces.chrome import chrome_trace
-from omnireduce.console.traces.lanes import read_lanes
 from omnireduce.files.output import check_writable, write_file
 from omnireduce.printing import make_console
+from omnireduce.runtime.tracing.chrome import chrome_trace
+from omnireduce.runtime.tracing.lanes import read_lanes
 
 
 def report_trace(folder: str | Path, job: str | None, output: str | Path | None) -> None:

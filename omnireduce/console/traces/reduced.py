@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.console.traces.lanes import Lane, apart, missing, read_lanes
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.tracing.lanes import Lane, apart, missing, read_lanes
 from omnireduce.runtime.tracing.trace import OF_TENSOR, What
 from omnireduce.wire.words import listed
 

@@ -23,6 +23,7 @@ from omnireduce.runtime.member.rendezvous import Arrival
 from omnireduce.runtime.member.threads import threads_for
 from omnireduce.runtime.member.traced import Parts, traced
 from omnireduce.runtime.reserve import shortage
+from omnireduce.runtime.tracing.trace import trace_folder, with_folder
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.host_meeting import HostGroup
 from omnireduce.transport.memory import touch
@@ -62,15 +63,16 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
 
 def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     joined, parts = arrival.joined, Parts(arrival.links)
-    if config.trace.folder:
-        parts = traced(config.trace, job, joined.rank, joined.size, parts.links)
+    is_traced = bool(trace_folder(config.trace))
+    if is_traced:
+        parts = traced(with_folder(config.trace), job, joined.rank, joined.size, parts.links)
     links = parts.links
     host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
     used = links if host is None or joined.neighbours.hosts > 1 else []  # those that blocks go by
     for link in used:
         touch(link.send_slots)
         touch(link.receive_slots)
-    wanted = 1 if config.trace.folder else config.transport.threads  # a trace shows one line of work
+    wanted = 1 if is_traced else config.transport.threads  # a trace shows one line of work
     threads = threads_for(wanted, used, len(joined.neighbours.ranks))
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],

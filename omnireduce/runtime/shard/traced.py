@@ -64,6 +64,7 @@ class JobTrace:
     def __exit__(self, *_: object) -> None:
         """The job could not be made, so nothing is written."""
         self._selector.recorders.remove(self._recorder)
+        self._recorder.discard()
 
     def close(self) -> None:
         """Write what was recorded."""

@@ -1,14 +1,18 @@
-"""Traces: what one rank, or one shard for one job, did at what time. Kept in memory, written to a file at the end.
+"""Traces: what one rank, or one shard for one job, did at what time.
 
-A trace is a list of spans, each recorded when it ended. The classes that record are in `links`, and in the module
-`traced` of either side. They are used only when `trace.folder` is set. Times are nanoseconds of the monotonic clock,
+A trace is a list of spans, each recorded when it ended. While it is recorded it lies in a file that is mapped to
+memory, `JOB-rankN.live`: what a killed process has recorded is there. In the end it becomes `JOB-rankN.npz`. The
+classes that record are in `links`, and in the module `traced` of either side. They are used only when `trace.folder` or
+`trace.timeline` is set. Times are nanoseconds of the monotonic clock,
 which all processes of a host share; `Origin` says how to compare them with those of another host.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
+import mmap
 import os
 import time
 from enum import IntEnum
@@ -21,10 +25,16 @@ import numpy as np
 from omnireduce.config import Trace
 from omnireduce.dtypes import Array
 from omnireduce.errors import ConfigError, UsageError
+from omnireduce.files.output import check_writable
 
 log = logging.getLogger("omnireduce")
 now = time.monotonic_ns
-SUFFIX = ".npz"
+SUFFIX, LIVE = ".npz", ".live"
+PARTS = ".parts"  # behind the name of a timeline: the folder of what it is made of
+DYNAMIC = "DYNAMIC"
+HEADER_BYTES = 4096  # of a trace that is recorded: its origin, and spaces
+STEP = 1 << 15  # spans for which room on the disk is taken at once
+MORE_NS = 60 * 10**9  # a process that was killed may have gone on for so long after the last that it recorded
 MOST_MEMBERS = 1 << 20  # ranks, or shards, of one job
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -56,6 +66,8 @@ class What(IntEnum):
     UNION = 18  # detail: blocks of the result, which are those that any rank has brought
 
 
+IN_MEMORY = (What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
+WORK = (What.PACK, What.SCATTER, What.MERGE, *IN_MEMORY, What.SEND, What.RECEIVE)
 OF_TENSOR = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
 SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8"), ("end", "i8")])
 
@@ -85,18 +97,81 @@ def stamped(origin: Origin) -> Origin:
     return msgspec.structs.replace(origin, boot=boot, epoch_ns=time.time_ns() - now(), began_ns=now())
 
 
+def trace_folder(settings: Trace) -> str:
+    """Where traces go; empty: there are none."""
+    wants_timeline = settings.timeline not in ("", DYNAMIC)
+    return settings.folder or (settings.timeline + PARTS if wants_timeline else "")
+
+
+def with_folder(settings: Trace) -> Trace:
+    """The same, where traces are recorded in `folder`."""
+    return msgspec.structs.replace(settings, folder=trace_folder(settings))
+
+
 def check_trace(settings: Trace) -> None:
-    """Make the folder, if traces are wanted. Raises ConfigError when they could not be written there."""
-    if not settings.folder:
-        return
-    folder = Path(settings.folder)
-    wanted = "expected a folder for traces, or one that can be made"
+    """Make the folders, if traces or profiles are wanted. Raises ConfigError when they, or a timeline, could not be
+    written there."""
+    if settings.timeline not in ("", DYNAMIC):
+        try:
+            check_writable(settings.timeline)
+        except UsageError as error:
+            raise ConfigError(f"trace.timeline: {error}") from None
+    if settings.folder:
+        _check_folder("trace.folder", settings.folder)
+    elif trace_folder(settings):
+        _check_folder("trace.timeline", trace_folder(settings))
+    if profile_folder(settings):
+        _check_folder("trace.profile", profile_folder(settings))
+
+
+def profile_folder(settings: Trace) -> str:
+    """Where profiles go; empty: there are none."""
+    return {"0": "", "1": "."}.get(settings.profile, settings.profile)
+
+
+def _check_folder(key: str, name: str) -> None:
+    folder, what = Path(name), "profiles" if key == "trace.profile" else "traces"
+    wanted = f"expected a folder for {what}, or one that can be made"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"trace.folder: got {str(folder)!r}, {wanted}: {error.strerror}") from None
+        raise ConfigError(f"{key}: got {str(folder)!r}, {wanted}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"trace.folder: got {str(folder)!r}, {wanted}: no permission to write to it")
+        raise ConfigError(f"{key}: got {str(folder)!r}, {wanted}: no permission to write to it")
+
+
+class _Live:
+    """A file in `path` that has room for `events` spans, and takes room on the disk step by step. Raises OSError."""
+
+    def __init__(self, path: Path, origin: Origin, events: int) -> None:
+        self._path, self.room = path, 0
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # not emptied: another process may still have mapped it
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            header = msgspec.json.encode(origin).ljust(HEADER_BYTES)
+            os.posix_fallocate(self._file, 0, HEADER_BYTES)
+            os.ftruncate(self._file, HEADER_BYTES + events * SPAN.itemsize)
+            os.pwrite(self._file, header, 0)
+            mapped = mmap.mmap(self._file, HEADER_BYTES + events * SPAN.itemsize)
+            self.spans: Array = np.frombuffer(mapped, SPAN, events, HEADER_BYTES)
+            self.grow()
+        except BaseException:
+            self.close()
+            raise
+
+    def grow(self) -> None:
+        """Take room for more spans. To write to a mapped file without it would end the process. Raises OSError."""
+        more = min(STEP, self.spans.size - self.room)
+        size = SPAN.itemsize
+        os.posix_fallocate(self._file, HEADER_BYTES + self.room * size, more * size)
+        self.room += more
+
+    def close(self) -> None:
+        """Take the file away. What is mapped stays until nobody uses it."""
+        os.close(self._file)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
 class Recorder:
@@ -105,19 +180,35 @@ class Recorder:
     def __init__(self, settings: Trace, origin: Origin) -> None:
         self._origin = stamped(origin)
         self._path = Path(settings.folder) / f"{origin.job}-{origin.kind}{origin.number}{SUFFIX}"
-        self._spans = np.empty(settings.events, SPAN)
+        self._live: _Live | None = None
+        try:
+            self._live = _Live(self._path.with_suffix(LIVE), self._origin, settings.events)
+            self._spans, self._room = self._live.spans, self._live.room
+        except (OSError, OverflowError, ValueError):  # no room on the disk, or a file system that cannot map
+            self._spans, self._room = np.empty(settings.events, SPAN), settings.events
         self._columns = [self._spans[name] for name in SPAN.names or ()]
         self._count = self._missed = 0
 
     def add(self, what: What, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
         """Record a span. Not to be called by two threads at once."""
         i = self._count
-        if i == len(self._spans):
+        if i == self._room and not self._grown():
             self._missed += 1
             return
         kinds, peers, details, starts, ends = self._columns
-        kinds[i], peers[i], details[i], starts[i], ends[i] = what, peer, detail, start, end
+        kinds[i], peers[i], details[i], starts[i] = what, peer, detail, start
+        ends[i] = end  # last: whoever reads the file meanwhile takes spans that have an end
         self._count = i + 1
+
+    def _grown(self) -> bool:
+        if self._live is None or self._missed or self._room == len(self._spans):
+            return False
+        try:
+            self._live.grow()
+        except OSError:
+            return False
+        self._room = self._live.room
+        return True
 
     def write(self) -> None:
         """Write the file, all or nothing, in place of an older one. Raises nothing: a failure is logged."""
@@ -136,11 +227,20 @@ class Recorder:
             log.warning("%s: the trace cannot be written: %s", self._path, error.strerror or error)
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
+        self.discard()
+
+    def discard(self) -> None:
+        """Take away what was recorded, but for what is written."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
 
 
 def read_trace(path: Path) -> tuple[Origin, Array]:
-    """Read a file that a recorder wrote; the spans are of dtype `SPAN`. Raises UsageError."""
+    """Read a file that a recorder wrote, or records in; the spans are of dtype `SPAN`. Raises UsageError."""
     try:
+        if path.suffix == LIVE:
+            return _read_live(path)
         with np.load(path, allow_pickle=False) as file:
             origin, spans = msgspec.json.decode(str(file["origin"]), type=Origin), file["spans"]
     except OSError as error:
@@ -151,3 +251,14 @@ def read_trace(path: Path) -> tuple[Origin, Array]:
         got = f"{spans.dtype} {spans.shape}"
         raise UsageError(f"{path}: expected spans of {SPAN}, got {got}; was it written by another version?")
     return origin, spans
+
+
+def _read_live(path: Path) -> tuple[Origin, Array]:
+    with path.open("rb") as file:
+        origin = msgspec.json.decode(file.read(HEADER_BYTES), type=Origin)
+    mapped = np.memmap(path, SPAN, "r", HEADER_BYTES)
+    ends = mapped["end"]
+    count = bisect.bisect_left(range(len(ends)), True, key=lambda i: bool(ends[i] == 0))
+    spans = np.array(mapped[:count])
+    last = int(spans["end"].max(initial=origin.began_ns))
+    return msgspec.structs.replace(origin, ended_ns=last + MORE_NS), spans

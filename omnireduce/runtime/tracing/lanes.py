@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.trace import SUFFIX, Origin, What, read_trace
+from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, What, read_trace
 
 Pairs = tuple[Array, Array]  # when each left its sender, and when its receiver had it
 
@@ -41,7 +41,7 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
     UsageError when there are no traces, when they are of several runs, and when they are of several jobs and `job` is
     None.
     """
-    found = [read_trace(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
+    found = read_traces(folder)
     jobs = sorted({origin.job for origin, _ in found})
     if not jobs or (job is not None and job not in jobs):
         raise UsageError(
@@ -57,6 +57,21 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
             lane.spans["start"] += lane.origin.epoch_ns
             lane.spans["end"] += lane.origin.epoch_ns
     return lanes
+
+
+def read_traces(folder: str | Path) -> list[tuple[Origin, Array]]:
+    """All traces in `folder`, also those that are still recorded, and those that a killed process has recorded. Raises
+    UsageError for a file that cannot be read."""
+    paths = {path.with_suffix(""): path for ending in (SUFFIX, LIVE) for path in Path(folder).glob(f"*{ending}")}
+    found = []
+    for _, path in sorted(paths.items()):
+        try:
+            found.append(read_trace(path))
+        except UsageError:
+            if path.suffix != LIVE or path.exists():
+                raise
+            found.append(read_trace(path.with_suffix(SUFFIX)))  # it is complete by now
+    return found
 
 
 def _refuse_strangers(origins: Sequence[Origin]) -> None:

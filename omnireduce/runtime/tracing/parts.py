@@ -1,0 +1,197 @@
+"""The parts of a timeline as they are read: what each rank noted, as events in order.
+
+A part may end in the middle of a line, or of an activity: its rank was killed, or still writes. What was not ended then
+ends with the last line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from omnireduce.errors import UsageError
+from omnireduce.runtime.tracing.timeline import EXCHANGE, PART_SUFFIX, Line
+from omnireduce.runtime.tracing.trace import MORE_NS, Origin
+
+INNER = "queue: "  # how the names of collectives begin that a queue starts for its tensors: these have rows
+Words = list[Any]
+_decode = msgspec.json.Decoder().decode
+
+
+class Event(NamedTuple):
+    """An event in the row of `tensor`: that of the rank, or one beside it if `slot` is not 0. `phase`: B and E, which
+    nest in each row; R, a tick of rank `name`; C, which belongs to no tensor. `at`: nanoseconds of the rank's clock."""
+
+    tensor: str
+    slot: int
+    phase: str
+    name: str
+    at: int
+    details: dict[str, Any]
+
+
+class Part(NamedTuple):
+    """What one rank noted. `size`: bytes of the file that were looked at; `missed`: lines that did not fit."""
+
+    origin: Origin
+    path: Path
+    size: int
+    missed: int = 0
+
+
+def read_parts(folder: str | Path) -> list[Part]:
+    """All parts in `folder`. What is no part, or was taken away meanwhile, is left out."""
+    found = []
+    for path in sorted(Path(folder).glob(f"*{PART_SUFFIX}")):
+        with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
+            found.append(_read_part(path))
+    return found
+
+
+def _read_part(path: Path) -> Part:
+    with path.open("rb") as file:
+        origin = msgspec.json.decode(file.readline(), type=Origin)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1000))
+        last = _line(file.read().rstrip(b"\n").rpartition(b"\n")[2])
+        if last is not None and last[0] == Line.LAST:
+            return Part(msgspec.structs.replace(origin, ended_ns=last[1]), path, size, last[2])
+        ended = (last[1] if last is not None else origin.began_ns) + MORE_NS
+        if is_written(path):
+            ended = 1 << 62
+        return Part(msgspec.structs.replace(origin, ended_ns=ended), path, size)
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process still writes this part. False on file systems that know no locks."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(number)
+    return False
+
+
+def lines_of(part: Part) -> Iterator[Words]:
+    """The lines of a part, without the first; those that are damaged are left out."""
+    try:
+        with part.path.open("rb") as file:
+            file.readline()
+            while file.tell() < part.size:
+                words = _line(file.readline())
+                if words is not None:
+                    yield words
+    except OSError as error:
+        raise UsageError(f"{part.path}: cannot be read: {error.strerror or error}") from None
+
+
+def _line(text: bytes) -> Words | None:
+    try:
+        words = _decode(text)
+    except msgspec.DecodeError:
+        return None
+    if not (isinstance(words, list) and len(words) >= 2 and isinstance(words[1], int) and words[0] in LENGTHS):
+        return None
+    return words if len(words) == LENGTHS[words[0]] else None
+
+
+LENGTHS = {Line.BEGIN: 5, Line.END: 5, Line.READY: 4, Line.CYCLE: 2, Line.STARTED: 6, Line.DONE: 4, Line.LAST: 3}
+
+
+def events_of(part: Part) -> Iterator[Event]:
+    """The events of a part, in order."""
+    return _Reader(part).events()
+
+
+class _Reader:
+    """Turns lines into events that nest."""
+
+    def __init__(self, part: Part) -> None:
+        self._part, self._last = part, part.origin.began_ns
+        self._open: defaultdict[str, list[str]] = defaultdict(list)  # activities of each tensor
+        self._exchanges: dict[str, dict[str, Any]] = {}  # of tensors whose exchange is under way: what came of it
+        self._collectives: dict[int, tuple[str, int, str]] = {}
+        self._taken: defaultdict[str, set[int]] = defaultdict(set)  # slots of the rows of each name
+
+    def events(self) -> Iterator[Event]:
+        does = {
+            Line.BEGIN: self._begin,
+            Line.END: self._end,
+            Line.READY: self._ready,
+            Line.STARTED: self._started,
+            Line.DONE: self._done,
+            Line.CYCLE: lambda at: iter([Event("", 0, "C", "", at, {})]),
+            Line.LAST: lambda at, missed: iter(()),
+        }
+        for line, at, *rest in lines_of(self._part):
+            self._last = max(self._last, at)
+            yield from does[Line(line)](at, *rest)
+        yield from self._close()
+
+    def _begin(self, at: int, tensor: str, activity: str, details: dict[str, Any]) -> Iterator[Event]:
+        self._open[tensor].append(activity)
+        if activity == EXCHANGE:
+            self._exchanges[tensor] = {}
+        yield Event(tensor, 0, "B", activity, at, details)
+
+    def _end(self, at: int, tensor: str, activity: str, details: dict[str, Any]) -> Iterator[Event]:
+        open_here = self._open[tensor]
+        if activity not in open_here:
+            return
+        while True:
+            each = open_here.pop()
+            found = details if each == activity else {}
+            if each == EXCHANGE:
+                found = self._exchanges.pop(tensor, {}) | found
+            yield Event(tensor, 0, "E", each, at, found)
+            if each == activity:
+                return
+
+    def _ready(self, at: int, tensor: str, rank: int) -> Iterator[Event]:
+        yield Event(tensor, 0, "R", str(rank), at, {})
+
+    def _started(self, at: int, number: int, kind: str, name: str, details: dict[str, Any]) -> Iterator[Event]:
+        if name.startswith(INNER):
+            self._collectives[number] = "", 0, kind
+            return
+        row = name or f"{kind} {details.get('dtype', '')}{details.get('shape', '')}"
+        slot = min(set(range(len(self._taken[row]) + 1)) - self._taken[row])
+        slot += 1 if self._open.get(row) else 0  # a queue has a tensor of that name
+        self._taken[row].add(slot)
+        self._collectives[number] = row, slot, kind
+        yield Event(row, slot, "B", kind.upper(), at, {})
+        yield Event(row, slot, "B", f"OMNIREDUCE_{kind.upper()}", at, {})
+
+    def _done(self, at: int, number: int, details: dict[str, Any]) -> Iterator[Event]:
+        row, slot, kind = self._collectives.pop(number, ("", 0, ""))
+        if not row:
+            for found in self._exchanges.values():
+                found |= details
+            return
+        self._taken[row].discard(slot)
+        yield Event(row, slot, "E", f"OMNIREDUCE_{kind.upper()}", at, details)
+        yield Event(row, slot, "E", kind.upper(), at, details)
+
+    def _close(self) -> Iterator[Event]:
+        unfinished = {"unfinished": True}
+        for tensor, activities in self._open.items():
+            for each in reversed(activities):
+                yield Event(tensor, 0, "E", each, self._last, unfinished)
+        for row, slot, kind in self._collectives.values():
+            if row:
+                yield Event(row, slot, "E", f"OMNIREDUCE_{kind.upper()}", self._last, unfinished)
+                yield Event(row, slot, "E", kind.upper(), self._last, unfinished)
