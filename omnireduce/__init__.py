@@ -82,6 +82,8 @@ if TYPE_CHECKING:
         scatter_async,
         shutdown,
         size,
+        start_timeline,
+        stop_timeline,
     )
 else:
     _PLACES = {
@@ -184,4 +186,6 @@ __all__ = [
     "scatter_async",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]

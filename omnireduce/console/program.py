@@ -192,14 +192,23 @@ def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
 @click.argument("folder", metavar="FOLDER")
 @click.option("--job", help="Which job, if there are traces of several.")
 @click.option("--output", metavar="FILE", help="Also write a timeline to FILE, as JSON that ui.perfetto.dev shows.")
-def trace(folder: str, job: str | None, output: str | None) -> None:
+@click.option("--timeline", metavar="FILE", help="Only write the timeline of trace.timeline to FILE, tensor by tensor.")
+def trace(folder: str, job: str | None, output: str | None, timeline: str | None) -> None:
     """Show where the time of a traced job went, from the files in FOLDER that its ranks and shards left.
 
     They leave them when daemon and workers run with the same trace.folder, on one host or on a shared file system, and
     the job is over. The table is about tensors of one size: the one of which most bytes were reduced.
-    """
-    from omnireduce.console.traces.command import report_trace
 
+    With --timeline it makes the timeline of what a killed job has left: FOLDER is then its trace.folder or, without
+    one, the folder FILE.parts beside its trace.timeline.
+    """
+    from omnireduce.console.traces.command import report_timeline, report_trace
+
+    if timeline is not None:
+        if output is not None:
+            raise UsageError("--output with --timeline: they are two pictures; leave one of them out")
+        report_timeline(folder, job, timeline)
+        return
     report_trace(folder, job, output)
 
 

@@ -117,6 +117,7 @@ class HostExchange:
         self._is_prepared = False  # the state is that of the first leg of the queue
         self._rests = False
         self.heeded = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
+        self.own_blocks = 0  # that this rank brought to tensors, those of zeros left out
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
         self._account = HostAccount()
         self.moved_at = 0.0  # when a step was taken last
@@ -241,6 +242,7 @@ class HostExchange:
         counts = Counts._make(state[_COUNTS].tolist())
         results = int(state[_AT["shown_blocks"]]) if self._has_others else counts.result_blocks
         results = 0 if state[_AT["number_chunks"]] else results  # the sums of rows are everybody's own work
+        self.own_blocks += counts.staged_blocks + counts.own_blocks
         self.sent_bytes += (counts.staged_blocks + results) * block_bytes
         self.received_bytes += counts.collected_blocks * block_bytes
         if not self._has_others:  # else the shards count

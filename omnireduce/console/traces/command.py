@@ -9,6 +9,20 @@ from omnireduce.files.output import check_writable, write_file
 from omnireduce.printing import make_console
 from omnireduce.runtime.tracing.chrome import chrome_trace
 from omnireduce.runtime.tracing.lanes import read_lanes
+from omnireduce.runtime.tracing.merge import merge
+
+
+def report_timeline(folder: str | Path, job: str | None, output: str | Path) -> None:
+    """Write the timeline of the latest run in `folder` to `output`, and say what it has.
+
+    Raises UsageError when there are no traces or a file cannot be written.
+    """
+    check_writable(output)
+    made = merge(folder, output, job)
+    console = make_console()
+    console.print(f"{output}: {', '.join(made.who)}; {made.events} events")
+    if made.missed:
+        console.print(f"{made.missed} events are missing: the room for them was full; raise trace.events")
 
 
 def report_trace(folder: str | Path, job: str | None, output: str | Path | None) -> None:

@@ -34,7 +34,7 @@ class Channel:
     """What `arrival` got in `job`, put together. `pool` lends memory for results. Raises what `assemble` raises."""
 
     def __init__(self, config: Config, job: str, arrival: Arrival, pool: Pool) -> None:
-        self.joined = arrival.joined
+        self.joined, self.job = arrival.joined, job
         self.links, self.machine, self.engine = assemble(config, job, arrival)
         self.way = Way(_place(config, self.joined, len(self.links), self.engine, pool), self.engine)
 

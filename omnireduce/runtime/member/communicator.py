@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -30,9 +31,10 @@ from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.launcher import Launch, job_name, launch_id
 from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.member.pictures import Pictures
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
-from omnireduce.runtime.tracing.timeline import OFF, NoTimeline
+from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret, load_secret
 from omnireduce.transport.base import Link
@@ -79,8 +81,7 @@ class Communicator(Collectives):
     Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
     say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
     several joined by "+"), `shards`, the number of aggregators, `generation`, the number that the first one gave
-    this membership, `formation`, an object of its own for this communicator, and another one after `reform`, and
-    `timeline`, which notes what tensors go through, if anybody wants it.
+    this membership, and `formation`, an object of its own for this communicator, and another one after `reform`.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
@@ -117,11 +118,11 @@ class Communicator(Collectives):
         _check_codec(config)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest = name, size
+        self._pictures = Pictures(config.trace, name, self._log)
         self._pools = Pool(), Pool()  # of each channel
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # that this one has created
         self._gave_up = False  # `shutdown` was called
         self.drives_in_background = True
-        self.timeline: NoTimeline = OFF
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         self.rank = rank
         is_named = config.cluster.job != "auto" or name != job_name(config, None)
@@ -236,6 +237,27 @@ class Communicator(Collectives):
         return self._channels[0].machine
 
     @property
+    def timeline(self) -> NoTimeline:
+        """What notes the way of tensors, or `OFF`. It may change at any time."""
+        return self._pictures.timeline
+
+    def start_timeline(self, path: str | Path, mark_cycles: bool = False) -> None:
+        """Begin a timeline of this rank in the file `path`, which is one for all ranks that call this with it.
+
+        As `trace.timeline` does for the whole of a job. Each rank leaves its part in the folder `path`.parts beside it,
+        or in `trace.folder`. `mark_cycles`: also note when a queue looks for tensors to combine. Without
+        `trace.timeline` or `trace.folder` the rank shows what its collectives do, but no waits and messages; daemons
+        show nothing. `path` is valid JSON at any time. Raises UsageError if it cannot be written, when a timeline is
+        being recorded, and after `shutdown`.
+        """
+        self._pictures.start(path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End the timeline, and write it; does nothing when there is none. The last rank to do so, or to leave, writes
+        what all of them have noted."""
+        self._pictures.stop()
+
+    @property
     def newcomers(self) -> int:
         """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
         self._engine.listen()  # it may have been idle for long
@@ -273,6 +295,7 @@ class Communicator(Collectives):
             last.engine.names = first.engine.names
         for each in channels:
             each.engine.on_closed = _telling(self)
+        self._pictures.opened(self.rank, self.size, channels)
         ending.opened(self)
 
     def _join_urgent(self, first: Channel, hello: Hello, secret: Secret | None) -> Channel:
@@ -344,6 +367,7 @@ class Communicator(Collectives):
         if not all(each.engine.is_closed for each in self._channels):
             return
         ending.closed(self)
+        self._pictures.closed()
         if self._gave_up:
             self._end_embedded()
 
@@ -357,6 +381,7 @@ class Communicator(Collectives):
             self._embedded.close()
 
     def _abandon(self) -> None:
+        self._pictures.abandon()
         for each in self._channels:
             each.engine.abandon()
 

@@ -19,7 +19,7 @@ from omnireduce.protocol.effects import End, error_of
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.calls import Call
-from omnireduce.runtime.member.handle import Started, check_fits, check_free
+from omnireduce.runtime.member.handle import Observing, Started, check_fits, check_free
 from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
 from omnireduce.runtime.member.lookout import Lookout
 from omnireduce.runtime.member.names import Names
@@ -44,12 +44,10 @@ class Engine(Interruptible):
     ) -> None:
         self._lookout = Lookout(links, machine.host, bells)  # first: it may fail
         self._machine, self._links = machine, links
-        self._longest_spin_s = self._spin_s = spin_s
-        self._read_at = 0.0
+        self._longest_spin_s, self._spin_s, self._read_at = spin_s, spin_s, 0.0
         self._driver = ParallelDriver(
             machine, links, time.monotonic,
-            on_finish=self._on_finish,
-            on_end=self._on_end,
+            on_finish=self._on_finish, on_end=self._on_end,
             on_warn=lambda warning: log.warning(warning.text, extra=tagged("waiting")),
             on_wake=self._lookout.ring,
         )  # fmt: skip
@@ -60,6 +58,7 @@ class Engine(Interruptible):
         self._left = False  # this process has shut the communicator down
         self.is_closed = False  # and that is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once, then; a signal handler may have asked for it
+        self.observer: Observing | None = None  # where a profile or a timeline is wanted
         self.other: Callable[[], Engine | None] | None = None  # that of the same communicator's other channel
         self._ended_there: Cause | None = None  # why that has ended
 
@@ -69,8 +68,7 @@ class Engine(Interruptible):
         # when both are written in C, but it can inside the methods of a condition, and then nobody would ever unlock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._driving = False
-        self._waiters = 0
+        self._driving, self._waiters = False, 0
         self._background: threading.Thread | None = None
         self._here = Here()
         self._asked_to_leave = False  # set by a call on top of another one
@@ -107,6 +105,8 @@ class Engine(Interruptible):
             other = None if self.other is None else self.other()
             check_free(handles, self._handles.values() if other is None else self._in_use(other), self.names)
             now = time.monotonic()
+            if self.observer is not None:
+                calls = self.observer.watch(calls, handles)
             try:
                 for call, handle in zip(calls, handles, strict=True):
                     number = self._machine.submit(call.descriptor, call.operand, now, call.codec)

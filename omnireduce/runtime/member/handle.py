@@ -30,6 +30,18 @@ class Waiter(Protocol):
     def end_error(self, *, under_way: bool = False) -> OmniReduceError: ...
 
 
+class Observing(Protocol):
+    """What an engine needs of an observer."""
+
+    def watch(self, calls: Sequence[Call[Any]], handles: Sequence[Started[Any]], /) -> tuple[Call[Any], ...]: ...
+
+
+class Over(Protocol):
+    """Hears that a collective is over."""
+
+    def __call__(self, *, failed: bool) -> None: ...
+
+
 class Handle(Generic[T], ABC):
     """Collectives under way. `wait` returns their result; the arrays belong to the collectives until they are done."""
 
@@ -92,6 +104,7 @@ class Started(Handle[T]):
         self._reads, self._writes = call.reads, call.writes
         self.thread = threading.current_thread()
         self._failed = False
+        self.on_over: Over | None = None
         self.finished = False
 
     def done(self) -> bool:
@@ -138,6 +151,9 @@ class Started(Handle[T]):
             self._put_back()
         self._reads = self._writes = ()
         self._put_back, self._failed = _nothing, failed
+        over, self.on_over = self.on_over, None
+        if over is not None:
+            over(failed=failed)
         self.finished = True
         self.tell()
 

@@ -312,6 +312,16 @@ def reform(*, smallest: int | None = None, largest: int | None = None) -> None:
     running().reform(smallest=smallest, largest=largest)
 
 
+def start_timeline(path: str | Path, mark_cycles: bool = False) -> None:
+    """See `Communicator.start_timeline`."""
+    running().start_timeline(path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """See `Communicator.stop_timeline`."""
+    running().stop_timeline()
+
+
 def rank() -> int:
     """This worker's rank in the global communicator."""
     return running().rank

@@ -81,7 +81,7 @@ def _thread(lane: int, track: str) -> int:
     return len(TRACKS) * lane + TRACKS.index(track)
 
 
-def _by_and_by(spans: Array) -> Iterator[tuple[int, int, int, int, int]]:
+def _by_and_by(spans: Array) -> Iterator[Any]:
     """The spans as tuples. Of a long trace they are not all there at the same time."""
     for at in range(0, len(spans), MANY):
         yield from spans[at : at + MANY].tolist()
@@ -102,7 +102,7 @@ def _within(spans: Array, low: int, high: int) -> Array:
 
 def _messages(lanes: Sequence[Lane], numbers: Mapping[str, int], low: int, high: int) -> Iterator[Event]:
     """An arrow for each message, from the span that sent it to the one that received it."""
-    arrows = itertools.count(ARROWS * min(numbers.values(), default=0))
+    arrows = itertools.count(ARROWS * (min(numbers.values(), default=1) - 1))
     for sender, receiver in itertools.permutations(lanes, 2):
         i, j = numbers[str(sender.origin)], numbers[str(receiver.origin)]
         if sender.origin.kind == receiver.origin.kind or sender.origin.boot != receiver.origin.boot:

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +128,7 @@ class _Reader:
         self._taken: defaultdict[str, set[int]] = defaultdict(set)  # slots of the rows of each name
 
     def events(self) -> Iterator[Event]:
-        does = {
+        does: dict[Line, Callable[..., Iterator[Event]]] = {
             Line.BEGIN: self._begin,
             Line.END: self._end,
             Line.READY: self._ready,
@@ -169,8 +169,9 @@ class _Reader:
             self._collectives[number] = "", 0, kind
             return
         row = name or f"{kind} {details.get('dtype', '')}{details.get('shape', '')}"
-        slot = min(set(range(len(self._taken[row]) + 1)) - self._taken[row])
-        slot += 1 if self._open.get(row) else 0  # a queue has a tensor of that name
+        slot = 1 if self._open.get(row) else 0  # a queue has a tensor of that name
+        while slot in self._taken[row]:
+            slot += 1
         self._taken[row].add(slot)
         self._collectives[number] = row, slot, kind
         yield Event(row, slot, "B", kind.upper(), at, {})

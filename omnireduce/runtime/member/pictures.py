@@ -1,0 +1,183 @@
+"""The pictures that a rank makes of its work: its profile, and its part of the timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from omnireduce.config import Trace
+from omnireduce.errors import UsageError
+from omnireduce.files.output import check_writable, make_folder, write_file
+from omnireduce.logs import BoundLog
+from omnireduce.runtime.member.channel import Channel
+from omnireduce.runtime.member.observed import Moved, Observer
+from omnireduce.runtime.tracing.merge import merge
+from omnireduce.runtime.tracing.parts import is_written
+from omnireduce.runtime.tracing.profile import Profile
+from omnireduce.runtime.tracing.timeline import OFF, PART_SUFFIX, NoTimeline, Timeline
+from omnireduce.runtime.tracing.trace import DYNAMIC, PARTS, Origin, Recorder, profile_folder, trace_folder
+
+REFRESH_S = 5.0  # so often, at most, rank 0 writes the timeline anew while the job runs
+SHARE = 20  # and for at most so small a part of the time
+PROFILE = "omnireduce_profile"
+_jobs: dict[str, str] = {}  # of each folder for profiles the first job of this process: its file has the short name
+
+
+class Pictures:
+    """Those of one communicator, whose job is `job`. Nothing is done where none is wanted."""
+
+    def __init__(self, settings: Trace, job: str, log: BoundLog) -> None:
+        self._settings, self._job, self._log = settings, job, log
+        self._profile = Profile() if profile_folder(settings) else None
+        self.timeline: NoTimeline = OFF
+        self._rank = self._size = 0
+        self._channels: Sequence[Channel] = ()
+        self._observers: list[Observer] = []
+        self._recorders: list[Recorder] = []
+        self._output, self._folder = Path(), Path()
+        self._refresher: _Refresher | None = None
+
+    def opened(self, rank: int, size: int, channels: Sequence[Channel]) -> None:
+        """The rank is in its job, or in a new formation of it."""
+        self._rank, self._size, self._channels = rank, size, channels
+        self._observers = []
+        if self._profile is not None:
+            self._observe()
+        if self._settings.timeline not in ("", DYNAMIC):
+            try:
+                self._start(Path(self._settings.timeline), self._settings.timeline_cycles)
+            except (OSError, UsageError) as error:
+                self._log.warning("no timeline: %s", error)
+
+    def start(self, path: str | Path, mark_cycles: bool) -> None:
+        """Begin a timeline. Raises UsageError."""
+        if self.timeline.is_on:
+            raise UsageError(f"the timeline {self._output} is being recorded; call stop_timeline first")
+        if not self._channels:
+            raise UsageError("this rank is in no job now; a timeline begins once it has joined one")
+        check_writable(path)
+        try:
+            self._start(Path(path), mark_cycles)
+        except OSError as error:
+            raise UsageError(f"{path}: no timeline: {error.strerror or error}") from None
+
+    def stop(self) -> None:
+        """End it. Does nothing where there is none."""
+        timeline, self.timeline = self.timeline, OFF
+        if not isinstance(timeline, Timeline):
+            return
+        for observer in self._observers:
+            observer.timeline = observer.recorder = None
+        self._unobserve()
+        for recorder in self._recorders:
+            recorder.write()
+        self._recorders = []
+        timeline.close()
+        if self._refresher is not None:
+            self._refresher.stop()
+            self._refresher = None
+        others = (path for path in self._folder.glob(f"*{PART_SUFFIX}") if path != timeline.path)
+        if self._rank == 0 or not any(is_written(path) for path in others):
+            self._merge()
+
+    def closed(self) -> None:
+        """The rank has left. Raises nothing."""
+        if not self._channels:
+            return
+        self.stop()
+        self._channels = ()
+        if self._profile is not None:
+            self._write_profile(self._profile)
+
+    def abandon(self) -> None:
+        """In a forked child: these pictures are the parent's."""
+        timeline, self.timeline = self.timeline, OFF
+        if isinstance(timeline, Timeline):
+            timeline.abandon()
+        if self._profile is not None:
+            self._profile.abandon()
+        self._channels = ()
+
+    def _start(self, path: Path, mark_cycles: bool) -> None:
+        folder = make_folder(trace_folder(self._settings) or f"{path}{PARTS}")
+        shards = len(self._channels[0].links)
+        origin = Origin(job=self._job, kind="rank", number=self._rank, ranks=self._size, shards=shards)
+        timeline = Timeline(folder, origin, self._settings.events, marks_cycles=mark_cycles)
+        self._output, self._folder = path, folder
+        self._observe()
+        for channel, observer in zip(self._channels, self._observers, strict=True):
+            if not trace_folder(self._settings):  # else the rank records from its beginning
+                of_channel = Origin(job=channel.job, kind="rank", number=self._rank, ranks=self._size, shards=shards)
+                own = Trace(folder=str(folder), events=self._settings.events)
+                self._recorders.append(Recorder(own, of_channel))
+                observer.recorder = self._recorders[-1]
+            observer.timeline = timeline
+        self.timeline = timeline
+        if self._rank == 0:
+            for stale in path.parent.glob(f".{path.name}.*.partial"):  # of processes that were killed
+                with contextlib.suppress(OSError):
+                    stale.unlink()
+            self._merge()
+            self._refresher = _Refresher(self._merge)
+
+    def _observe(self) -> None:
+        if not self._observers:
+            self._observers = [Observer(_moved(channel), self._profile) for channel in self._channels]
+        for channel, observer in zip(self._channels, self._observers, strict=True):
+            channel.engine.observer = observer
+
+    def _unobserve(self) -> None:
+        if self._profile is None:
+            for channel in self._channels:
+                channel.engine.observer = None
+
+    def _merge(self) -> None:
+        """Raises nothing: a failure is logged."""
+        job = self._job if self._settings.folder else None  # others may write there
+        try:
+            merge(self._folder, self._output, job)
+        except (UsageError, OSError) as error:
+            self._log.warning("the timeline cannot be written: %s", error)
+
+    def _write_profile(self, profile: Profile) -> None:
+        folder = profile_folder(self._settings)
+        own = _jobs.setdefault(folder, self._job) == self._job
+        path = Path(folder) / f"{PROFILE}.{'' if own else f'{self._job}.'}{self._rank}"
+        try:
+            write_file(profile.text().encode(), path)
+        except UsageError as error:
+            self._log.warning("the profile cannot be written: %s", error)
+
+
+def _moved(channel: Channel) -> Callable[[], Moved]:
+    host = channel.machine.host
+
+    def moved() -> Moved:
+        return Moved(channel.sent_bytes, None if host is None else host.own_blocks)
+
+    return moved
+
+
+class _Refresher:
+    """Calls `refresh` now and then in a thread of its own, until it is stopped."""
+
+    def __init__(self, refresh: Callable[[], None]) -> None:
+        self._refresh, self._over = refresh, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="omnireduce-timeline", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no room for a thread
+            self._thread.start()
+
+    def _run(self) -> None:
+        pause_s = REFRESH_S
+        while not self._over.wait(pause_s):
+            began = time.monotonic()
+            self._refresh()
+            pause_s = max(REFRESH_S, SHARE * (time.monotonic() - began))
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()

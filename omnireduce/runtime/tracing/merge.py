@@ -1,0 +1,229 @@
+"""One timeline of all ranks and shards, in the form of Chrome's traces, of what they left in a folder.
+
+Each rank and shard is a process, with what it did. Each tensor is a process, as in Horovod's timeline, with a row for
+each rank. All times are on one clock: that of the host or, of several hosts, Unix time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.files.output import write_chunks
+from omnireduce.runtime.tracing import parts as part_files
+from omnireduce.runtime.tracing.chrome import TRACKS, lane_events, microseconds, process_events, thread_event
+from omnireduce.runtime.tracing.lanes import Lane, read_traces
+from omnireduce.runtime.tracing.parts import Part, read_parts
+from omnireduce.runtime.tracing.timeline import CYCLE
+from omnireduce.runtime.tracing.trace import Origin
+
+Chrome = dict[str, Any]
+Who = tuple[str, str, int]  # job, kind and number
+_NEGOTIATE = "NEGOTIATE_"
+_one_at_a_time = threading.Lock()  # ranks of one process write to the same file
+
+
+class Merged(NamedTuple):
+    """What a timeline is made of: the ranks and shards, how many events it has, and how many are missing because the
+    room for them was full."""
+
+    who: list[str]
+    events: int
+    missed: int
+
+
+def merge(folder: str | Path, output: str | Path, job: str | None = None) -> Merged:
+    """Write the timeline of the latest run in `folder` to `output`, all or nothing.
+
+    A run is what was recorded at the same time. `job`: only this one, and those whose names begin with its name, such
+    as its urgent channel. Raises UsageError where there is nothing, and when a file cannot be read or written.
+    """
+    with _one_at_a_time:
+        found = _read(folder, job)
+        counted = itertools.count()
+        write_chunks(_json(event for event, _ in zip(_events(found), counted, strict=False)), output)
+        missed = sum(lane.origin.missed for lane in found.lanes)
+        missed += sum(part.missed for part in found.parts)
+        return Merged([found.name(who) for who in found.numbers], next(counted), missed)
+
+
+class _Run:
+    """What one run left. `numbers`: of the process of each rank and shard, in order. `shift`: what is added to the
+    times of an origin."""
+
+    def __init__(self, lanes: list[Lane], parts: list[Part]) -> None:
+        origins = [*(lane.origin for lane in lanes), *(part.origin for part in parts)]
+        self.lanes, self.parts = lanes, parts
+        self.job = min(origins, key=lambda origin: origin.began_ns + origin.epoch_ns).job
+        everybody = {_who(origin) for origin in origins}
+        order = sorted(everybody, key=lambda who: (who[0] != self.job, *who))
+        self.numbers = {who: number for number, who in enumerate(order, 1)}
+        self.is_one_host = len({origin.boot for origin in origins}) == 1
+        began = min(origins, key=lambda origin: origin.began_ns + self.shift(origin))
+        self.low = began.began_ns + self.shift(began)
+        self.epoch_us = (began.began_ns + began.epoch_ns) // 1000
+
+    def shift(self, origin: Origin) -> int:
+        return 0 if self.is_one_host else origin.epoch_ns
+
+    def name(self, who: Who) -> str:
+        return f"{who[1]} {who[2]}{self.suffix(who[0])}"
+
+    def suffix(self, job: str) -> str:
+        return "" if job == self.job else f" of {job}"
+
+
+def _who(origin: Origin) -> Who:
+    return origin.job, origin.kind, origin.number
+
+
+def _read(folder: str | Path, job: str | None) -> _Run:
+    found: list[tuple[Origin, Array | Part]] = [
+        *read_traces(folder),
+        *((each.origin, each) for each in read_parts(folder)),
+    ]
+    if job is not None:
+        found = [each for each in found if each[0].job.startswith(job)]
+    if not found:
+        what = f" of job {job!r}" if job else ""
+        raise UsageError(f"{folder}: no traces{what}; set trace.timeline for workers, and trace.folder for daemons")
+    latest = _latest([origin for origin, _ in found])
+    kept = [(origin, what) for origin, what in found if origin.began_ns + origin.epoch_ns >= latest]
+    run = _Run(
+        [Lane(origin, what) for origin, what in kept if not isinstance(what, Part)],
+        [what for _, what in kept if isinstance(what, Part)],
+    )
+    for lane in run.lanes:
+        lane.spans["start"] += run.shift(lane.origin)
+        lane.spans["end"] += run.shift(lane.origin)
+    return run
+
+
+def _latest(origins: Iterable[Origin]) -> int:
+    """When the latest run began, in Unix time: nothing that was recorded before went on until then."""
+    begins, until = 0, -1
+    for began, ended in sorted((each.began_ns + each.epoch_ns, each.ended_ns + each.epoch_ns) for each in origins):
+        if began > until:
+            begins = began
+        until = max(until, ended)
+    return begins
+
+
+def _json(events: Iterable[Chrome]) -> Iterator[bytes]:
+    encode = msgspec.json.Encoder().encode
+    comma = b"[\n"
+    for event in events:
+        yield comma + encode(event)
+        comma = b",\n"
+    yield b"\n]\n"
+
+
+def _events(run: _Run) -> Iterator[Chrome]:
+    yield {"ph": "M", "name": "start_time", "pid": 1, "args": {"start_time_since_epoch_in_micros": run.epoch_us}}
+    jobs: defaultdict[str, list[Lane]] = defaultdict(list)
+    for lane in run.lanes:
+        jobs[lane.origin.job].append(lane)
+    for job, lanes in jobs.items():
+        high = max(int(lane.spans["end"].max(initial=run.low)) for lane in lanes)
+        numbers = {str(lane.origin): run.numbers[_who(lane.origin)] for lane in lanes}
+        yield from lane_events(lanes, run.low, high, numbers, run.suffix(job))
+    with_lanes = {_who(lane.origin) for lane in run.lanes}
+    for who, number in run.numbers.items():
+        if who not in with_lanes:
+            yield from process_events(number, run.name(who))
+    yield from _Tensors(run).events()
+
+
+class _Tensors:
+    """The rows of tensors."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, int, Who], int] = {}
+        self._first_thread = (len(TRACKS) + 1) * (len(run.numbers) + 1)  # behind those of ranks and shards
+        self._ready: defaultdict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
+
+    def events(self) -> Iterator[Chrome]:
+        for part in self._run.parts:
+            self._note_ready(part)
+        for part in self._run.parts:
+            yield from self._rows(part)
+
+    def _note_ready(self, part: Part) -> None:
+        """Who was ready for which tensor when. A rank that begins to negotiate is."""
+        me, shift = str(part.origin.number), self._run.shift(part.origin)
+        said, begun = set[str](), list[tuple[str, int]]()
+        for event in part_files.events_of(part):
+            if event.phase == "R":
+                self._ready[part.origin.job, event.tensor].append((event.at + shift, event.name))
+                said |= {event.tensor} if event.name == me else set()
+            elif event.phase == "B" and event.name.startswith(_NEGOTIATE):
+                begun.append((event.tensor, event.at + shift))
+        for tensor, at in begun:
+            if tensor not in said:
+                self._ready[part.origin.job, tensor].append((at, me))
+        for each in self._ready.values():
+            each.sort()
+
+    def _rows(self, part: Part) -> Iterator[Chrome]:
+        who, run = _who(part.origin), self._run
+        shift, begun, ended = run.shift(part.origin), dict[str, int](), dict[str, int]()
+        for tensor, slot, phase, name, at, details in part_files.events_of(part):
+            time = at + shift
+            if phase == "C":
+                yield self._cycle(who, time)
+            if phase not in "BE":
+                continue
+            place = yield from self._place(tensor, slot, who)
+            if name.startswith(_NEGOTIATE) and phase == "B":
+                begun[tensor] = time
+            elif name.startswith(_NEGOTIATE):
+                for ready, rank in self._ticks(who[0], tensor, ended.get(tensor, 0), time):
+                    tick = microseconds(max(ready, begun[tensor]) - run.low)
+                    yield {"ph": "X", "name": rank, **place, "ts": tick, "dur": 0}
+                ended[tensor] = time
+            args = {"args": details} if details else {}
+            yield {"ph": phase, "name": name, **place, "ts": microseconds(time - run.low), **args}
+
+    def _ticks(self, job: str, tensor: str, after: int, until: int) -> Sequence[tuple[int, str]]:
+        """When each rank was ready, the last time in that span."""
+        all_times = self._ready[job, tensor]
+        begin, end = (bisect_right(all_times, at, key=lambda each: each[0]) for at in (after, until))
+        found = {rank: at for at, rank in all_times[begin:end]}
+        return sorted((at, rank) for rank, at in found.items())
+
+    def _cycle(self, who: Who, at: int) -> Chrome:
+        number = self._run.numbers[who]
+        scope = "g" if who[2] == 0 and who[0] == self._run.job else "p"
+        thread = len(TRACKS) * number
+        return {
+            "ph": "i",
+            "name": CYCLE,
+            "s": scope,
+            "pid": number,
+            "tid": thread,
+            "ts": microseconds(at - self._run.low),
+        }
+
+    def _place(self, tensor: str, slot: int, who: Who) -> Generator[Chrome, None, dict[str, int]]:
+        """Give names to process and thread, if they are new; return both."""
+        process = self._processes.get(tensor)
+        if process is None:
+            process = self._processes[tensor] = len(self._run.numbers) + len(self._processes) + 1
+            yield from process_events(process, tensor)
+        thread = self._threads.get((tensor, slot, who))
+        if thread is None:
+            thread = self._threads[tensor, slot, who] = self._first_thread + len(self._threads)
+            name = self._run.name(who) + (f", {slot + 1}" if slot else "")
+            yield thread_event(process, thread, name)
+        return {"pid": process, "tid": thread}
