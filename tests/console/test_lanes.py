@@ -22,7 +22,7 @@ from omnireduce.console.traces.breakdown import ACTIVITIES, break_down
 from omnireduce.errors import UsageError
 from omnireduce.printing import TABLE_WIDTH
 from omnireduce.runtime.tracing.chrome import chrome_trace
-from omnireduce.runtime.tracing.lanes import Lane, exclusive, pairs, read_lanes, wake_ups
+from omnireduce.runtime.tracing.lanes import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
 from worker.cli import main
 
@@ -37,6 +37,30 @@ def lane(kind: Any, number: int, *spans: Span, ranks: int = 1, shards: int = 1, 
 
 def layer(spans: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.array([(What.WAIT, -1, 0, start, start + length) for start, length in spans], SPAN)
+
+
+def on_host(boot: str, epoch_ns: int, kind: Any, *spans: Span) -> Lane:
+    origin = Origin(job="made up", kind=kind, number=0, ranks=1, shards=1, boot=boot, epoch_ns=epoch_ns)
+    return Lane(origin, np.array(list(spans), SPAN))
+
+
+@pytest.mark.parametrize("wrong_ms", [-3000, 0, 7])
+def test_hosts_whose_clocks_differ_are_set_by_their_messages(wrong_ms: int) -> None:
+    """Messages take 2 ms and more in each direction. The shard's clock began 100 ms later; its Unix time is wrong."""
+    rank = on_host(
+        "a", 10**18, "rank",
+        (What.MESSAGE_OUT, 0, 7, 1 * MS, 1 * MS), (What.MESSAGE_IN, 0, 9, 12 * MS, 12 * MS),
+        (What.MESSAGE_OUT, 0, 8, 20 * MS, 20 * MS),
+    )  # fmt: skip
+    shard = on_host(
+        "b", 10**18 + (100 + wrong_ms) * MS, "shard",
+        (What.MESSAGE_IN, 0, 7, (5 - 100) * MS, (5 - 100) * MS), (What.MESSAGE_OUT, 0, 9, -90 * MS, -90 * MS),
+        (What.MESSAGE_IN, 0, 8, (22 - 100) * MS, (22 - 100) * MS),
+    )  # fmt: skip
+    assert clocks([rank, shard]) == {"a": 10**18, "b": 10**18 + 100 * MS}
+    assert clocks([rank]) == {"a": 0}
+    silent = on_host("c", 5, "shard")
+    assert clocks([rank, silent]) == {"a": 10**18, "c": 5}
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=6)

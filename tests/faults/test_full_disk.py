@@ -116,3 +116,15 @@ def test_traces_that_do_not_fit_on_the_disk(tiny: Path) -> None:
         assert eventually(lambda: "the trace cannot be written: No space left on device" in daemon.log)
         assert "internal error" not in daemon.log
     assert [path for path in folder.iterdir() if path.name.endswith(".partial")] == []
+
+
+def test_a_timeline_that_does_not_fit_on_the_disk(tiny: Path) -> None:
+    """The same. What fits is there: also a trace of which a part fits does not end its process."""
+    free = os.statvfs(tiny)
+    (tiny / "large").write_bytes(bytes(max(0, free.f_bavail - 2) * free.f_bsize))
+    settings = f"trace.timeline={tiny / 'timeline.json'}"
+    with Daemon(1, settings) as daemon:
+        for _ in range(2):
+            assert_serves(daemon, settings)
+        assert "internal error" not in daemon.log
+    assert [path for path in tiny.iterdir() if path.name.endswith(".partial")] == []

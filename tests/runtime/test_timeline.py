@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from local_cluster import Daemon, configured, run_job, unique_job
+from local_cluster import WAIT_S, Daemon, configured, run_job, unique_job
 from pictured import Timeline, queued
 from transports import KINDS, MEMORY, over
 
@@ -85,18 +88,21 @@ def test_a_daemon_leaves_its_part_in_its_own_folder(tmp_path: Path) -> None:
 
 
 def test_collectives_at_the_same_time_have_rows_of_their_own(daemon: Daemon, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
+    """Rank 1 starts none until rank 0 has started all."""
+    path, all_started = tmp_path / "timeline.json", threading.Event()
 
     def run(comm: Communicator) -> None:
+        assert comm.rank == 0 or all_started.wait(WAIT_S)
         arrays = [np.ones(100_000, np.float32) for _ in range(4)]
         handles = [comm.allreduce_async(each) for each in arrays]
+        all_started.set()
         for handle in handles:
             handle.wait()
 
     run_job(configured(daemon.addresses, f"trace.timeline={path}"), 2, run)
     rows = {row: spans for row, spans in Timeline(path).rows.items() if row[0].startswith("allreduce float32")}
     assert sum(len(spans) for spans in rows.values()) == 2 * 4 * 2
-    assert {row[1] for row in rows} >= {"rank 0", "rank 1", "rank 0, 2"}
+    assert {row[1] for row in rows} >= {"rank 0", "rank 1", "rank 0, 2", "rank 0, 4"}
 
 
 def test_urgent_ones_are_in_it(daemon: Daemon, tmp_path: Path) -> None:
@@ -229,6 +235,43 @@ def test_an_older_run_is_left_out(daemon: Daemon, tmp_path: Path) -> None:
     run_job(config, 3, steps, job)
     run_job(config, 2, steps, job)
     assert {"rank 0", "rank 1", "w", "plain"} == set(Timeline(path).processes.values())
+
+
+def test_a_job_that_is_formed_anew_goes_on_with_both(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    overrides = ["elastic.enabled=true", "elastic.settle_s=0.1", f"trace.timeline={path}", f"trace.profile={tmp_path}"]
+
+    def run(comm: Communicator) -> None:
+        comm.allreduce(np.ones(10), name="before")
+        comm.reform(smallest=2)
+        comm.allreduce(np.ones(10), name="after")
+
+    run_job(configured(daemon.addresses, *overrides), 2, run)
+    found = Timeline(path)
+    for rank in range(2):
+        assert len(found.rows["after", f"rank {rank}"]) == 2
+        profile = (tmp_path / f"omnireduce_profile.{rank}").read_text()
+        assert re.search(r"^Allreduce +2 +80\.0 ", profile, re.MULTILINE)
+
+
+def test_a_rank_that_starts_its_own_aggregator_has_it_in_its_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with Communicator(load_config(overrides=[f"trace.timeline={path}"], environ={}), rank=0, size=1) as comm:
+        comm.allreduce(np.ones(10), name="w")
+    assert {"rank 0", "shard 0", "w"} == set(Timeline(path).processes.values())
+
+
+def test_a_folder_that_vanishes_costs_the_timeline_only(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "folder" / "timeline.json"
+    path.parent.mkdir()
+    config = configured(daemon.addresses, f"trace.timeline={path}", f"trace.profile={path.parent}")
+    with Communicator(config, rank=0, size=1, job=unique_job()) as comm:
+        shutil.rmtree(path.parent)
+        comm.allreduce(np.ones(10), name="w")
+    assert "the timeline cannot be written" in caplog.text
+    assert "the profile cannot be written" in caplog.text
 
 
 def test_a_full_part_says_so(daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +38,9 @@ class Lane:
 def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
     """The traces of one job, ranks first.
 
-    If all lanes are of one host, their times are those of its monotonic clock. Otherwise they become Unix time. Raises
-    UsageError when there are no traces, when they are of several runs, and when they are of several jobs and `job` is
-    None.
+    If all lanes are of one host, their times are those of its monotonic clock. Otherwise they become the Unix time of
+    the first lane's host: see `clocks`. Raises UsageError when there are no traces, when they are of several runs, and
+    when they are of several jobs and `job` is None.
     """
     found = read_traces(folder)
     jobs = sorted({origin.job for origin, _ in found})
@@ -52,11 +53,7 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
     lanes = [Lane(origin, spans) for origin, spans in found if origin.job == (job or jobs[0])]
     lanes.sort(key=lambda lane: (lane.origin.kind, lane.origin.number))
     _refuse_strangers([lane.origin for lane in lanes])
-    if len({lane.origin.boot for lane in lanes}) > 1:
-        for lane in lanes:
-            lane.spans["start"] += lane.origin.epoch_ns
-            lane.spans["end"] += lane.origin.epoch_ns
-    return lanes
+    return on_one_clock(lanes, clocks(lanes))
 
 
 def read_traces(folder: str | Path) -> list[tuple[Origin, Array]]:
@@ -83,6 +80,54 @@ def _refuse_strangers(origins: Sequence[Origin]) -> None:
                 f"the traces of {origin} and {latest} are of different runs of job '{origin.job}'; "
                 "take an empty folder for each run"
             )
+
+
+def on_one_clock(lanes: list[Lane], shifts: Mapping[str, int]) -> list[Lane]:
+    """The lanes, after their times were shifted: see `clocks`."""
+    for lane in lanes:
+        lane.spans["start"] += shifts[lane.origin.boot]
+        lane.spans["end"] += shifts[lane.origin.boot]
+    return lanes
+
+
+def clocks(lanes: Sequence[Lane]) -> dict[str, int]:
+    """What to add to the times of each host, by its boot, in nanoseconds: 0 if there is only one.
+
+    Of several, the clock of the first lane's host, in Unix time, is that of all. Others are set by the messages and
+    credits that went to and fro: of these the fastest take as long one way as the other. (So does NTP: RFC 5905.) A
+    host that exchanged none has its own Unix time.
+    """
+    shifts: dict[str, int] = {}
+    for lane in lanes:
+        shifts.setdefault(lane.origin.boot, lane.origin.epoch_ns)
+    if len(shifts) <= 1:
+        return dict.fromkeys(shifts, 0)
+    known, found = list(shifts)[:1], True
+    while found:
+        found = False
+        for one, other in itertools.product(list(known), shifts.keys() - known):
+            out, back = (_fastest(lanes, *way, shifts) for way in ((one, other), (other, one)))
+            if out is not None and back is not None and other not in known:
+                shifts[other] -= (out - back) // 2
+                known.append(other)
+                found = True
+    return shifts
+
+
+def _fastest(lanes: Sequence[Lane], one: str, other: str, shifts: Mapping[str, int]) -> int | None:
+    """How long, at least, what went from one host to the other was under way, by their clocks as they are."""
+    times = []
+    for sender, receiver in itertools.product(lanes, lanes):
+        from_to = sender.origin, receiver.origin
+        if [each.boot for each in from_to] != [one, other] or len({each.job for each in from_to}) > 1:
+            continue
+        if sender.origin.kind == receiver.origin.kind:
+            continue
+        for out, into in ((What.MESSAGE_OUT, What.MESSAGE_IN), (What.CREDIT_OUT, What.CREDIT_IN)):
+            left, arrived = pairs(sender, receiver, out, into)
+            if left.size:
+                times.append(int((arrived - left).min()) + shifts[other] - shifts[one])
+    return min(times, default=None)
 
 
 def missing(lanes: Sequence[Lane]) -> list[str]:

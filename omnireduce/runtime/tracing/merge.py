@@ -1,7 +1,7 @@
 """One timeline of all ranks and shards, in the form of Chrome's traces, of what they left in a folder.
 
 Each rank and shard is a process, with what it did. Each tensor is a process, as in Horovod's timeline, with a row for
-each rank. All times are on one clock: that of the host or, of several hosts, Unix time.
+each rank. All times are on one clock: that of the host or, of several hosts, that of one of them: see `lanes.clocks`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omnireduce.errors import UsageError
 from omnireduce.files.output import write_chunks
 from omnireduce.runtime.tracing import parts as part_files
 from omnireduce.runtime.tracing.chrome import TRACKS, lane_events, microseconds, process_events, thread_event
-from omnireduce.runtime.tracing.lanes import Lane, read_traces
+from omnireduce.runtime.tracing.lanes import Lane, clocks, on_one_clock, read_traces
 from omnireduce.runtime.tracing.parts import Part, read_parts
 from omnireduce.runtime.tracing.timeline import CYCLE
 from omnireduce.runtime.tracing.trace import Origin
@@ -67,13 +67,18 @@ class _Run:
         everybody = {_who(origin) for origin in origins}
         order = sorted(everybody, key=lambda who: (who[0] != self.job, *who))
         self.numbers = {who: number for number, who in enumerate(order, 1)}
-        self.is_one_host = len({origin.boot for origin in origins}) == 1
+        self._shifts = {each.boot: each.epoch_ns for each in origins}
+        if len(self._shifts) == 1:
+            self._shifts = dict.fromkeys(self._shifts, 0)
+        elif len(of_lanes := clocks(lanes)) > 1:
+            self._shifts |= of_lanes
+        on_one_clock(lanes, self._shifts)
         began = min(origins, key=lambda origin: origin.began_ns + self.shift(origin))
         self.low = began.began_ns + self.shift(began)
         self.epoch_us = (began.began_ns + began.epoch_ns) // 1000
 
     def shift(self, origin: Origin) -> int:
-        return 0 if self.is_one_host else origin.epoch_ns
+        return self._shifts[origin.boot]
 
     def name(self, who: Who) -> str:
         return f"{who[1]} {who[2]}{self.suffix(who[0])}"
@@ -98,14 +103,10 @@ def _read(folder: str | Path, job: str | None) -> _Run:
         raise UsageError(f"{folder}: no traces{what}; set trace.timeline for workers, and trace.folder for daemons")
     latest = _latest([origin for origin, _ in found])
     kept = [(origin, what) for origin, what in found if origin.began_ns + origin.epoch_ns >= latest]
-    run = _Run(
+    return _Run(
         [Lane(origin, what) for origin, what in kept if not isinstance(what, Part)],
         [what for _, what in kept if isinstance(what, Part)],
     )
-    for lane in run.lanes:
-        lane.spans["start"] += run.shift(lane.origin)
-        lane.spans["end"] += run.shift(lane.origin)
-    return run
 
 
 def _latest(origins: Iterable[Origin]) -> int:
