@@ -7,6 +7,7 @@ each rank. All times are on one clock: that of the host or, of several hosts, th
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from bisect import bisect_right
 from collections import defaultdict
@@ -29,7 +30,16 @@ from omnireduce.runtime.tracing.trace import Origin
 Chrome = dict[str, Any]
 Who = tuple[str, str, int]  # job, kind and number
 _NEGOTIATE = "NEGOTIATE_"
-_one_at_a_time = threading.Lock()  # ranks of one process write to the same file
+_one_at_a_time = threading.RLock()  # ranks of one process write to the same file
+
+
+def _forget() -> None:
+    """In a forked child: a thread of the parent may have had the lock."""
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class Merged(NamedTuple):

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.timeline import EXCHANGE, PART_SUFFIX, Line
+from omnireduce.runtime.tracing.timeline import EXCHANGE, INNER, PART_SUFFIX, Line
 from omnireduce.runtime.tracing.trace import MORE_NS, Origin
 
-INNER = "queue: "  # how the names of collectives begin that a queue starts for its tensors: these have rows
 Words = list[Any]
 _decode = msgspec.json.Decoder().decode
 

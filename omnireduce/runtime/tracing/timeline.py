@@ -35,6 +35,7 @@ MEMCPY_OUT = "MEMCPY_OUT_FUSION_BUFFER"
 ALLREDUCE = "ALLREDUCE"
 EXCHANGE = "OMNIREDUCE_ALLREDUCE"
 CYCLE = "CYCLE_START"
+INNER = "queue: "  # how the names of collectives begin that a queue starts for its tensors
 
 
 class Line(StrEnum):
@@ -70,8 +71,9 @@ class NoTimeline:
     def end(self, tensor: str, activity: str, **details: object) -> None:
         """`tensor` leaves `activity`, and whatever it had entered since. An end without a begin counts for nothing.
 
-        For `ALLREDUCE`, `details` are `dtype` (its name), `shape` (a list), and `bytes`. The merge adds the bytes,
-        blocks and non-zero blocks of the exchange to each `EXCHANGE` that was under way in the meantime.
+        For `ALLREDUCE`, `details` are `dtype` (its name), `shape` (a list), and `bytes`. A collective whose name begins
+        with `INNER` is a queue's own. It has no row: its bytes, blocks and non-zero blocks are added to the `EXCHANGE`
+        of each tensor that is in one when it is complete.
         """
 
     def ready(self, tensor: str, rank: int) -> None:
