@@ -88,7 +88,9 @@ class Pictures:
         if not self._channels:
             return
         self.stop()
-        self._channels = ()
+        for channel in self._channels:
+            channel.engine.observer = None  # it refers to the channel
+        self._channels, self._observers = (), []
         if self._profile is not None:
             self._write_profile(self._profile)
 

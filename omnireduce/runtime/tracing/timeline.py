@@ -103,13 +103,13 @@ class Timeline(NoTimeline):
         self._lock = threading.RLock()  # a signal handler may come on top
         self._left, self._missed = most, 0
         self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # not emptied: another process may still write to it
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(self.path, flags, 0o666)
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(partial, flags, 0o666)
         with contextlib.suppress(OSError):  # of a file system that knows no locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
         self._write(self._encode(self.origin) + b"\n")
+        partial.replace(self.path)  # who reads it finds a whole line, and it locked
 
     def begin(self, tensor: str, activity: str, **details: object) -> None:
         self._note(Line.BEGIN, tensor, activity, details)

@@ -144,10 +144,8 @@ class _Live:
     """A file in `path` that has room for `events` spans, and takes room on the disk step by step. Raises OSError."""
 
     def __init__(self, path: Path, origin: Origin, events: int) -> None:
-        self._path, self.room = path, 0
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # not emptied: another process may still have mapped it
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._path, self.room = path.with_name(f".{path.name}.{os.getpid()}.partial"), 0
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             header = msgspec.json.encode(origin).ljust(HEADER_BYTES)
             os.posix_fallocate(self._file, 0, HEADER_BYTES)
@@ -156,6 +154,7 @@ class _Live:
             mapped = mmap.mmap(self._file, HEADER_BYTES + events * SPAN.itemsize)
             self.spans: Array = np.frombuffer(mapped, SPAN, events, HEADER_BYTES)
             self.grow()
+            self._path = self._path.replace(path)  # of an older one the memory stays: a process may have mapped it
         except BaseException:
             self.close()
             raise
