@@ -110,7 +110,30 @@ def test_urgent_ones_are_in_it(daemon: Daemon, tmp_path: Path) -> None:
     run_job(configured(daemon.addresses, f"trace.timeline={path}", "protocol.urgent_bytes=8192"), 2, steps)
     found = Timeline(path)
     assert len(found.rows["plain", "rank 0"]) == 2 * STEPS
-    assert sum(name.startswith("rank 1 of ") for name in found.processes.values()) == 1
+    assert "rank 1 of urgent" in found.processes.values()
+
+
+def test_what_belongs_together_is_in_one_picture(daemon: Daemon, tmp_path: Path) -> None:
+    """A second communicator of the same rank, as a queue has one."""
+    path, job = tmp_path / "timeline.json", unique_job()
+    config = configured(daemon.addresses, f"trace.profile={tmp_path}")
+
+    def run(comm: Communicator) -> None:
+        with Communicator(config, rank=comm.rank, size=2, job=f"{job}+queue.1") as second:
+            second._pictures.follow(comm._pictures)
+            comm.start_timeline(path)
+            queued(second, "w", 0)
+            comm.stop_timeline()
+            assert second.timeline is OFF
+        comm.barrier()
+
+    run_job(config, 2, run, job)
+    found = Timeline(path)
+    assert [span.name for span in found.rows["w", "rank 1 of queue.1"]] == ["NEGOTIATE_ALLREDUCE", *NESTED, "ALLREDUCE"]
+    assert sorted(each.name for each in tmp_path.glob("*profile*")) == ["omnireduce_profile.0", "omnireduce_profile.1"]
+    text = (tmp_path / "omnireduce_profile.0").read_text()
+    assert re.search(r"^Allreduce +1 +16384\.0 ", text, re.MULTILINE)
+    assert re.search(r"^Barrier +2 ", text, re.MULTILINE)
 
 
 def test_an_aborted_job_has_its_timeline(daemon: Daemon, tmp_path: Path) -> None:

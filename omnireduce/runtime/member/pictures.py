@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,6 +40,20 @@ class Pictures:
         self._recorders: list[Recorder] = []
         self._output, self._folder = Path(), Path()
         self._refresher: _Refresher | None = None
+        self._followers: weakref.WeakSet[Pictures] = weakref.WeakSet()
+        self._follows = False
+
+    def follow(self, leader: Pictures) -> None:
+        """From now on `leader` makes the pictures of both: its communicator is the one that has made this one, for some
+        of its ranks, and ends no earlier."""
+        self._follows = True
+        leader._followers.add(self)
+        self._profile = leader._profile if self._profile is not None else None
+        for observer in self._observers:
+            observer.profile = self._profile
+        self._stop_refreshing()
+        if leader.timeline.is_on and not self.timeline.is_on:
+            self.start(leader._output, leader.timeline.marks_cycles)
 
     def opened(self, rank: int, size: int, channels: Sequence[Channel]) -> None:
         """The rank is in its job, or in a new formation of it."""
@@ -63,9 +78,14 @@ class Pictures:
             self._start(Path(path), mark_cycles)
         except OSError as error:
             raise UsageError(f"{path}: no timeline: {error.strerror or error}") from None
+        for follower in list(self._followers):
+            if follower._channels and not follower.timeline.is_on:
+                follower.start(path, mark_cycles)
 
     def stop(self) -> None:
         """End it. Does nothing where there is none."""
+        for follower in list(self._followers):
+            follower.stop()
         timeline, self.timeline = self.timeline, OFF
         if not isinstance(timeline, Timeline):
             return
@@ -76,9 +96,9 @@ class Pictures:
             recorder.write()
         self._recorders = []
         timeline.close()
-        if self._refresher is not None:
-            self._refresher.stop()
-            self._refresher = None
+        self._stop_refreshing()
+        if self._follows:
+            return
         others = (path for path in self._folder.glob(f"*{PART_SUFFIX}") if path != timeline.path)
         if self._rank == 0 or not any(is_written(path) for path in others):
             self._merge()
@@ -91,7 +111,7 @@ class Pictures:
         for channel in self._channels:
             channel.engine.observer = None  # it refers to the channel
         self._channels, self._observers = (), []
-        if self._profile is not None:
+        if self._profile is not None and not self._follows:
             self._write_profile(self._profile)
 
     def abandon(self) -> None:
@@ -118,7 +138,7 @@ class Pictures:
                 observer.recorder = self._recorders[-1]
             observer.timeline = timeline
         self.timeline = timeline
-        if self._rank == 0:
+        if self._rank == 0 and not self._follows:
             for stale in path.parent.glob(f".{path.name}.*.partial"):  # of processes that were killed
                 with contextlib.suppress(OSError):
                     stale.unlink()
@@ -135,6 +155,11 @@ class Pictures:
         if self._profile is None:
             for channel in self._channels:
                 channel.engine.observer = None
+
+    def _stop_refreshing(self) -> None:
+        if self._refresher is not None:
+            self._refresher.stop()
+            self._refresher = None
 
     def _merge(self) -> None:
         """Raises nothing: a failure is logged."""

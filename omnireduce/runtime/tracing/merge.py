@@ -94,7 +94,9 @@ class _Run:
         return f"{who[1]} {who[2]}{self.suffix(who[0])}"
 
     def suffix(self, job: str) -> str:
-        return "" if job == self.job else f" of {job}"
+        """What follows the names of ranks and shards of other jobs than the first: those that this one has made begin
+        with its name."""
+        return "" if job == self.job else f" of {job.removeprefix(f'{self.job}+')}"
 
 
 def _who(origin: Origin) -> Who:
