@@ -217,7 +217,7 @@ class _Tensors:
 
     def _cycle(self, who: Who, at: int) -> Chrome:
         number = self._run.numbers[who]
-        scope = "g" if who[2] == 0 and who[0] == self._run.job else "p"
+        scope = "g" if who[2] == 0 else "p"  # of rank 0 a line through all rows
         thread = len(TRACKS) * number
         return {
             "ph": "i",
