@@ -14,12 +14,14 @@ import numpy as np
 from omnireduce.data_parallel.agreement import Agreement
 from omnireduce.data_parallel.buffers import Buffer
 from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_zeros, together
+from omnireduce.data_parallel.pictured import Pictured
 from omnireduce.data_parallel.requests import JOIN, Batch, Request
 from omnireduce.data_parallel.stalls import MOST_TOLD, Waiting, in_words, stalls
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 
 log = logging.getLogger("omnireduce")
 LONGEST_PAUSE_S = 0.05  # between rounds that have brought nothing
@@ -70,6 +72,7 @@ class Dispatcher:
         self._machine = Agreement(comm.rank, comm.size, queue.fusion_bytes)
         self._warn_s, self._abort_s = stall.warn_s, stall.abort_s
         self._patience_s = min(PATIENCE_S, comm.config.cluster.timeout_s / 2)
+        self._pictured = Pictured(comm)
         self._tasks: dict[str, Task] = {}
         self._memory: dict[str, Array] = {}  # by dtype, that of all buffers
         self._buffers: dict[tuple[Request, ...], Buffer] = {}
@@ -92,6 +95,7 @@ class Dispatcher:
             self._machine.submit(operation.request)
             self._tasks[operation.request.name] = task
             self._fresh = True
+            self._pictured.submitted(operation.request)
             if self._machine.has_rounds or self._is_next:
                 self._work.notify()
         return task
@@ -151,6 +155,7 @@ class Dispatcher:
     def _meet(self, pause_s: float) -> bool:
         """A round; return whether it brought anything."""
         machine = self._machine
+        self._pictured.cycle()
         with self._work:
             if not self._fresh and not self._closing:
                 self._work.wait_for(lambda: self._fresh or self._closing, pause_s)
@@ -200,15 +205,17 @@ class Dispatcher:
             self._finish(batch, [self._machine.last_joined])
             return False
         requests = tuple([self._machine.request(name) for name in batch.names])
+        if not spoils:
+            self._pictured.agreed(requests)
         if requests in self._buffers or self._fits_a_buffer(requests):
             return self._do_in_buffer(batch, requests, spoils=spoils)
         if may_spoil and self._is_marked(spoils=spoils):
             return True
         own = [self._operation(each) for each in requests]
-        if isinstance(own[0], RowReduction):
-            self._finish(batch, together(self._comm, own))
-        else:
-            self._finish(batch, [own[0].run(self._comm)])
+        self._pictured.exchanging(requests)
+        results = together(self._comm, own) if isinstance(own[0], RowReduction) else [own[0].run(self._comm)]
+        self._pictured.done(requests)
+        self._finish(batch, results)
         return False
 
     def _fits_a_buffer(self, requests: Sequence[Request]) -> bool:
@@ -222,12 +229,16 @@ class Dispatcher:
         if spoils:
             buffer.spoil()
         else:
+            self._pictured.filling(requests)
             buffer.fill([x for each in own for x in each.brought()])
+            self._pictured.exchanging(requests, MEMCPY_IN)
         self._comm.allreduce(buffer.whole, op=requests[0].combined_by, name=OF_QUEUE + batch.names[0])
         if buffer.is_spoiled:
             return True
-        size = self._comm.size
-        self._finish(batch, [each.take(parts, size) for each, parts in zip(own, buffer.parts, strict=True)])
+        self._pictured.emptying(requests)
+        results = [each.take(parts, self._comm.size) for each, parts in zip(own, buffer.parts, strict=True)]
+        self._pictured.done(requests)
+        self._finish(batch, results)
         return False
 
     def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:

@@ -150,7 +150,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce`, in place."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    how = scaling(average, op, prescale_factor, postscale_factor)
+    handle = _in_place([tensor], how, name_of("allreduce", name, process_set), process_set).then(first)
     return cast(Tensor, synchronize(handle))
 
 

@@ -12,9 +12,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from omnireduce.config.protocol import Protocol as ProtocolConfig
 from omnireduce.descriptor import CODED_ELEMENTS, CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, ElementType, element_type
-from omnireduce.errors import UsageError
+from omnireduce.errors import ConfigError, UsageError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.layout import Layout
@@ -144,6 +145,16 @@ def check_codec(name: object) -> str:
     if name != NONE:
         codec_named(name)
     return name
+
+
+def check_codec_of(protocol: ProtocolConfig) -> None:
+    """Raises ConfigError for a codec that the configuration wants and that cannot be."""
+    try:
+        check_codec(protocol.codec)
+    except UsageError as error:
+        raise ConfigError(f"protocol.codec: {error}") from error
+    if protocol.codec != NONE and protocol.block_size > CODED_ELEMENTS:
+        raise ConfigError(f"protocol.block_size {protocol.block_size}: expected at most {CODED_ELEMENTS} with a codec")
 
 
 def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:

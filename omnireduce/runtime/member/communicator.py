@@ -16,21 +16,20 @@ from typing import Self
 from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
-from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN, Elastic
-from omnireduce.descriptor import CODED_ELEMENTS
-from omnireduce.errors import ClosedError, ConfigError, RefusedError, UsageError, left_because
-from omnireduce.kernels.codecs.table import NONE
+from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.errors import ClosedError, RefusedError, UsageError, left_because
 from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
-from omnireduce.runtime.member.calls import check_codec
+from omnireduce.runtime.member.calls import check_codec_of
 from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
 from omnireduce.runtime.member.collectives import Collectives, Member
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.launcher import Launch, job_name, launch_id
 from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.member.parts_of_job import check_group, config_of_group
 from omnireduce.runtime.member.pictures import Pictures
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
@@ -115,7 +114,7 @@ class Communicator(Collectives):
         if config.elastic.enabled and config.elastic.smallest > size:
             raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
         check_trace(config.trace)
-        _check_codec(config)
+        check_codec_of(config.protocol)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest = name, size
         self._pictures = Pictures(config.trace, name, self._log)
@@ -200,19 +199,12 @@ class Communicator(Collectives):
         Raises UsageError for ranks or a name that cannot be, or without this rank; otherwise what construction raises.
         """
         ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
-        if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < self.size:
-            raise UsageError(f"ranks {list(ranks)}: expected different ones from 0 to {self.size - 1}")
-        if self.rank not in ranks:
-            raise UsageError(f"ranks {list(ranks)}: this is rank {self.rank}, which is not among them")
-        config = replace(
-            self.config,
-            cluster=replace(self.config.cluster, launch=self._hello.launch),
-            elastic=Elastic(),
-            protocol=replace(self.config.protocol, urgent_bytes=0),
-        )
+        check_group(ranks, self.rank, self.size)
+        config = config_of_group(self.config, self._hello.launch)
         job = f"{self._job}+{name}.{self.generation}"
         found = Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _secret=self._own_secret)
         self._groups.add(found)
+        found._pictures.follow(self._pictures)
         return found
 
     def take_over(self) -> None:
@@ -394,16 +386,6 @@ class Communicator(Collectives):
             sum(each.machine.submitted for each in channels),
             tuple(sum(those) for those in zip(*(each.shard_bytes for each in channels), strict=True)),
         )
-
-
-def _check_codec(config: Config) -> None:
-    protocol = config.protocol
-    try:
-        check_codec(protocol.codec)
-    except UsageError as error:
-        raise ConfigError(f"protocol.codec: {error}") from error
-    if protocol.codec != NONE and protocol.block_size > CODED_ELEMENTS:
-        raise ConfigError(f"protocol.block_size {protocol.block_size}: expected at most {CODED_ELEMENTS} with a codec")
 
 
 def _telling(communicator: Communicator) -> Callable[[], None]:

@@ -1,0 +1,29 @@
+"""Some ranks of a job that have a communicator of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from omnireduce.config import Config
+from omnireduce.config.schema import Elastic
+from omnireduce.errors import UsageError
+
+
+def check_group(ranks: Sequence[int], own: int, size: int) -> None:
+    """Raises UsageError unless these are ranks of a job of `size`, each once, and `own` is among them."""
+    if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
+        raise UsageError(f"ranks {list(ranks)}: expected different ones from 0 to {size - 1}")
+    if own not in ranks:
+        raise UsageError(f"ranks {list(ranks)}: this is rank {own}, which is not among them")
+
+
+def config_of_group(config: Config, launch: str) -> Config:
+    """With which they join: the launch is that of the job."""
+    return replace(
+        config,
+        cluster=replace(config.cluster, launch=launch),
+        elastic=Elastic(),
+        protocol=replace(config.protocol, urgent_bytes=0),
+    )
