@@ -22,8 +22,9 @@ LIBRARY = (
     "elastic",
     "data_parallel",
     "planning",
+    "launching",
 )  # what users call, on top of a communicator
-FRONTS = ("torch", "keras", "switchml", "bench", "console")
+FRONTS = ("torch", "keras", "switchml", "bench", "console", "ray")
 ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (

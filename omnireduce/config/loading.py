@@ -1,8 +1,8 @@
 """Reading, checking and writing the configuration.
 
 A value comes from the first of these that gives it: an override (`--set section.key=value`), an environment
-variable `OMNIREDUCE_<SECTION>_<KEY>`, another one that means the same
-(`HOROVOD_TIMELINE`), the TOML file (an argument, else `OMNIREDUCE_CONFIG`), the default.
+variable `OMNIREDUCE_<SECTION>_<KEY>`, a variable of Horovod's that means the same (`horovod`), the TOML file (an
+argument, else `OMNIREDUCE_CONFIG`), the default.
 Every value is checked where it comes from, so that a ConfigError names, in one line, the source, the key,
 what was given and what is allowed.
 """
@@ -21,6 +21,7 @@ import msgspec
 import toml
 from msgspec.structs import asdict
 
+from omnireduce.config.horovod import settings_of, tell_meaningless
 from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, is_loopback, names_in, parse_address, show, unknown
 from omnireduce.config.schema import Config
 from omnireduce.config.security import SECRET_KEY, SECRET_VARIABLE
@@ -28,13 +29,8 @@ from omnireduce.errors import ConfigError
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
-_ALIASES = {  # names that users of other programs, or of other profilers, look for
-    "HOROVOD_TIMELINE": "trace.timeline",
-    "HOROVOD_TIMELINE_MARK_CYCLES": "trace.timeline_cycles",
-    "OMNIREDUCE_PROFILE": "trace.profile",
-}
-_NUMBERS = {"0": "false", "1": "true"}
-_NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE, *_ALIASES)
+_PROFILE_VARIABLE = "OMNIREDUCE_PROFILE"  # what users of other profilers look for
+_NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE, _PROFILE_VARIABLE)
 # The first conversion to a type prepares it. Threads that do this at the same time crash the process (msgspec 0.22).
 msgspec.convert({section: {} for section in SECTIONS}, Config)
 
@@ -46,7 +42,7 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
     defaults: Mapping[str, tuple[str, object]] = MappingProxyType({}),
 ) -> Config:
-    """The effective configuration: defaults < file < environment < overrides.
+    """The effective configuration: defaults < file < Horovod's variables < environment < overrides.
 
     Without `path`, the file is the one that `OMNIREDUCE_CONFIG` names, if any. Each override reads
     `section.key=value`, its value a TOML value or else a bare string; later ones win. `defaults` replaces defaults, by
@@ -61,9 +57,11 @@ def load_config(
     if path is not None:
         label = _label(path)
         layers.add_tables(label, _read(path, label))
-    for name in _ALIASES.keys() & environ.keys():
-        key, text = KEYS[_ALIASES[name]], environ[name]
-        layers.add_text(name, key, _NUMBERS.get(text, text) if isinstance(key.default, bool) else text)
+    for name, path_of_key, value in settings_of(environ, KEYS):
+        layers.add(name, KEYS[path_of_key], value)
+    tell_meaningless(environ, KEYS)
+    if _PROFILE_VARIABLE in environ:
+        layers.add_text(_PROFILE_VARIABLE, KEYS["trace.profile"], environ[_PROFILE_VARIABLE])
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in _NO_KEYS:
             layers.add_text(name, _key_of_variable(name), environ[name])

@@ -2,7 +2,8 @@
 
 Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slurm step, never around one, and the inner
 launcher is the one to believe. Slurm counts only inside a step: a batch script has the variables of the whole
-allocation, though it runs once.
+allocation, though it runs once. `omnireduce run` takes the variables of all other launchers out of its ranks'
+environment, and then says torchrun's, for torch: so one that is there beside it was started in a rank.
 
 Sources: Open MPI documentation, "Environment variables set for MPI applications"; PyTorch documentation, "torchrun,
 environment variables"; srun(1), "Output environment variables"; for MPICH, `mpirun env`.
@@ -35,8 +36,9 @@ class Launch:
     """One process of a launch: `0 <= rank < size`; `local_rank` counts the launch's processes on this host.
 
     `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so:
-    "arguments", "Open MPI", "MPICH", "torchrun", "Slurm", or "none" for a process on its own. `local_size` is how many
-    processes of the launch this host has. Both local numbers are None where nobody said them.
+    "arguments", "Open MPI", "MPICH", "omnireduce run", "torchrun", "Slurm", or "none" for a process on its own.
+    `local_size` is how many processes of the launch this host has. Of all processes that have the same local rank, one
+    on each of `cross_size` hosts, this one is number `cross_rank`. All these are None where nobody said them.
     """
 
     rank: int
@@ -45,6 +47,8 @@ class Launch:
     job: str | None
     launcher: str
     local_size: int | None = None
+    cross_rank: int | None = None
+    cross_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,20 @@ class _Variables:
     local_size: tuple[str, ...]
     job: tuple[tuple[str, ...], ...]
     guard: str = ""
+    cross_rank: tuple[str, ...] = ()
+    cross_size: tuple[str, ...] = ()
 
 
+OWN = _Variables(  # omnireduce/launching/environment.py sets them
+    launcher="omnireduce run",
+    rank="OMNIRUN_RANK",
+    size=("OMNIRUN_SIZE",),
+    local_rank=("OMNIRUN_LOCAL_RANK",),
+    local_size=("OMNIRUN_LOCAL_SIZE",),
+    job=(("OMNIRUN_JOB",),),
+    cross_rank=("OMNIRUN_CROSS_RANK",),
+    cross_size=("OMNIRUN_CROSS_SIZE",),
+)
 _LAUNCHERS = (
     _Variables(
         launcher="Open MPI",
@@ -81,6 +97,7 @@ _LAUNCHERS = (
         local_size=("MPI_LOCALNRANKS", TASKS_PER_NODE),
         job=(("PMI_JOBID",),),
     ),
+    OWN,
     _Variables(
         launcher="torchrun",
         rank="RANK",
@@ -120,7 +137,7 @@ def detect_launch(
         if said is None or not _says(said, environ, rank, size):
             return Launch(rank, size, None, None, "arguments")
         local_rank, local_size = _local(said.local_rank, environ), _local(said.local_size, environ)
-        return Launch(rank, size, local_rank, None, "arguments", local_size)
+        return Launch(rank, size, local_rank, None, "arguments", local_size, *_cross(said, environ))
     found = _innermost(environ)
     return Launch(0, 1, 0, None, "none", 1) if found is None else _launch(found, environ)
 
@@ -217,9 +234,20 @@ def _innermost(environ: Mapping[str, str]) -> _Variables | None:
     repeat it."""
     found = [each for each in _LAUNCHERS if _is_inside(each, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if found[:1] == [OWN]:  # it says torchrun's variables, too, but for the id that torchrun gives
+        return found[1] if "TORCHELASTIC_RUN_ID" in environ and len(found) > 1 else OWN
     if [each.launcher for each in found] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
         return found[1] if _says(found[1], environ, rank, size) else found[0]
     return found[0] if found else None
+
+
+def variables_of_launchers() -> frozenset[str]:
+    """The names by which launchers say rank, size and the launch."""
+    found: set[str] = set()
+    for each in _LAUNCHERS:
+        names = (each.rank, each.guard, *each.size, *each.local_rank, *each.local_size, *each.cross_rank)
+        found |= {*names, *each.cross_size, *(name for job in each.job for name in job)}
+    return frozenset(found - {"", "SLURM_JOB_ID"})  # the allocation, which srun in a rank needs
 
 
 def _is_inside(variables: _Variables, environ: Mapping[str, str]) -> bool:
@@ -248,7 +276,11 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
     job = _job(variables, environ)
     if job is None and variables.launcher == "MPICH":
         job = _process_manager()
-    return Launch(rank, size, local_rank, job, variables.launcher, local_size)
+    return Launch(rank, size, local_rank, job, variables.launcher, local_size, *_cross(variables, environ))
+
+
+def _cross(variables: _Variables, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+    return _local(variables.cross_rank, environ), _local(variables.cross_size, environ)
 
 
 def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:

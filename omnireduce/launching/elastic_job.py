@@ -1,0 +1,337 @@
+"""A job whose ranks come and go: a rank that fails is started again, on a slot that some host has.
+
+The number of ranks is fixed when the job starts: as many as there are slots, up to --max-np. The ranks that are left go
+on meanwhile, if they are --min-np or more (docs/reliability.md). The first rank that ends well ends the job well; from
+then on none is started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from omnireduce.config import override_config
+from omnireduce.errors import ConfigError, OmniReduceError
+from omnireduce.launching.connection import Connection
+from omnireduce.launching.hosts import Host, Slot, discovered, place
+from omnireduce.launching.job import InterruptedLaunchError, Job, Rank
+from omnireduce.launching.launch import HERE, connect
+from omnireduce.launching.messages import CHUNK, STDERR, STDOUT, Signal
+from omnireduce.launching.output import Descriptor, Prefixed
+from omnireduce.launching.plan import Asked, Plan, check_command
+from omnireduce.logs import tagged
+
+LOOK_S = 5.0  # between two runs of the discovery script
+SCRIPT_S = 60.0  # that it may take
+TURN_S = 0.25
+_MOST_LISTED = 1 << 20  # bytes that the script prints
+_SIGTERM = 15
+log = logging.getLogger("omnireduce")
+
+
+@dataclass
+class Record:
+    """A host's failures since it was well, when the last one was, and until when it gets no rank."""
+
+    failures: int = 0
+    last: float = float("-inf")
+    until: float = 0.0
+
+
+class Discovery:
+    """Runs the script of the user, without waiting for it."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._words, self._slots = [asked.discovery_script], asked.slots_per_host
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun = 0.0
+
+    def begin(self, job: ElasticJob) -> None:
+        """Start the script, unless it runs; `job.take_hosts` gets what it prints."""
+        if self._process is not None:
+            if time.monotonic() - self._begun > SCRIPT_S:
+                self._process.kill()
+            return
+        try:
+            process = subprocess.Popen(self._words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise ConfigError(f"--host-discovery-script {self._words[0]}: {error.strerror}") from None
+        assert process.stdout is not None
+        self._process, self._begun, text = process, time.monotonic(), bytearray()
+        descriptor = process.stdout.fileno()
+
+        def read() -> None:
+            data = os.read(descriptor, CHUNK)
+            text.extend(data[: _MOST_LISTED - len(text)])
+            if not data:
+                job.forget(descriptor)
+                self._finish(job, process, text.decode(errors="replace"))
+
+        job.watch(descriptor, read)
+
+    def _finish(self, job: ElasticJob, process: subprocess.Popen[bytes], text: str) -> None:
+        status, self._process = process.wait(), None
+        assert process.stdout is not None
+        process.stdout.close()
+        try:
+            if status:
+                raise ConfigError(f"it ended with status {status}")
+            job.take_hosts(discovered(text, "it printed a wrong line", self._slots))
+        except ConfigError as error:
+            what = f"{self._words[0]}: {error}"
+            log.warning("host discovery: %s", what, extra=tagged("discovery_failed"))
+
+    def close(self) -> None:
+        """End the script."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class ElasticJob(Job):
+    """A job of `size` ranks, of which those that fail are started again."""
+
+    def __init__(self, asked: Asked, output: Prefixed, sinks: Sequence[Descriptor], stack: ExitStack) -> None:
+        super().__init__([], output, grace_s=asked.grace_s, descriptors=sinks)
+        self._asked, self._stack, self.size = asked, stack, 0
+        self.hosts: dict[str, Host] = {host.name: host for host in asked.hosts}
+        self._records: dict[str, Record] = {}
+        self._missing: dict[int, str] = {}  # ranks to start: where they were
+        self._resets, self._port = 0, 0
+        self._plan: Plan | None = None
+        self._is_finishing = False
+        self._failed_last: int | None = None  # after another one had ended well
+        self._too_few_since: float | None = None
+        self._discovery = Discovery(asked) if asked.discovery_script else None
+        self._next_look = 0.0
+        self._on_ended, self._on_lost = self._rank_ended, self._host_lost
+        self._asked_at: dict[str, float] = {}  # when a host's supervisor was started
+
+    def watch(self, descriptor: int, act: object) -> None:
+        """Call `act` when the descriptor is readable."""
+        self._readable[descriptor] = act  # type: ignore[assignment]
+
+    def forget(self, descriptor: int) -> None:
+        """Watch this descriptor no more."""
+        self._readable.pop(descriptor, None)
+
+    def begin(self) -> None:
+        """Start the job with the hosts that there are. Raises OmniReduceError; InterruptedLaunchError."""
+        asked = self._asked
+        if self._discovery is not None:
+            self._discovery.begin(self)
+            limit_s = min(asked.elastic_timeout_s, SCRIPT_S)
+            self.wait_for(lambda: bool(self.signal) or self._room() >= asked.smallest, limit_s)
+        elif not self.hosts:
+            self.hosts = {HERE: Host(HERE, asked.ranks)}
+        if self.signal:
+            raise InterruptedLaunchError
+        self.size = min(asked.ranks, self._room())
+        if self.size < asked.smallest:
+            raise ConfigError(f"--min-np {asked.smallest}: the hosts have {self._room()} slots: give more")
+        slots = place(list(self.hosts.values()), self.size)
+        names = list(dict.fromkeys(slot.host for slot in slots))
+        self._plan = Plan(asked, names, is_wide=self._discovery is not None)
+        for name in names:
+            self._connection(name)
+        self.greet(asked.start_timeout_s)
+        self._port = self.connections[0].port
+        self._plan.serve(self, self.connections[0])
+        for slot in slots:
+            self._start(slot)
+
+    def run(self) -> int:
+        """Wait for the end of the job; the exit status."""
+        while not self._is_done():
+            self.wait_for(self._is_done, TURN_S)
+            self._tend()
+        return self.status()
+
+    def _is_done(self) -> bool:
+        return self._all_ended() and (self.is_over or self._is_finishing or not self._missing)
+
+    def _room(self) -> int:
+        return sum(host.slots for host in self.hosts.values())
+
+    def _alive(self) -> int:
+        return sum(each.status is None for each in self.ranks.values() if each.number >= 0)
+
+    def _connection(self, name: str) -> Connection:
+        for each in self.connections:
+            if each.host == name and not each.is_lost:
+                return each
+        [found] = connect([name], self._asked, self._stack)
+        self._asked_at[name] = time.monotonic()
+        self.watch_connection(found)
+        return found
+
+    def _start(self, slot: Slot) -> None:
+        assert self._plan is not None
+        connection = self._connection(slot.host)
+        self.start(slot.rank, connection, self._plan.rank(slot, self.size, connection, self._port))
+
+    # ranks and hosts that fail
+
+    def _rank_ended(self, rank: Rank) -> None:
+        if rank.number < 0 or self.is_over or rank.number in self.reasons:
+            self._note_end(rank)
+        elif rank.status == 0:
+            self._is_finishing = True
+            self._missing.clear()
+        elif self._is_finishing:
+            self._failed_last = self._failed_last or rank.status
+        else:
+            self._again(rank)
+
+    def _again(self, rank: Rank) -> None:
+        host, limit = rank.connection.host, self._asked.reset_limit
+        self.failed = rank
+        if limit is not None and self._resets >= limit:
+            self._fail(rank, f"--reset-limit {limit} is reached: rank {rank.number}", rank.status or 1)
+            return
+        self._resets += 1
+        self._missing[rank.number] = host
+        what = f"rank {rank.number} on {host} ended with status {rank.status}; it is started again"
+        log.warning("%s", what, extra=tagged("rank_restarted", rank=rank.number, status=rank.status))
+        self._blame(host)
+
+    def _host_lost(self, connection: Connection) -> None:
+        if self.is_over or self._is_finishing:
+            self._note_lost(connection)
+            return
+        lost = [each for each in self.ranks.values() if each.connection is connection and each.status is None]
+        if any(each.number < 0 for each in lost):
+            self._note_lost(connection)
+            return
+        log.warning("lost host %s", connection.host, extra=tagged("host_lost", host=connection.host))
+        self._set_aside(connection.host)
+        for each in lost:
+            each.status = 1
+            self._again(each)
+
+    def _blame(self, host: str) -> None:
+        """The first failure of a host may be chance. One soon after another one sets it aside."""
+        record, now = self._records.setdefault(host, Record()), time.monotonic()
+        is_soon = now - record.last < self._asked.cooldown_s[0]
+        record.failures, record.last = record.failures + 1 if is_soon else 1, now
+        if record.failures > max(1, self.hosts[host].slots if host in self.hosts else 1):
+            self._set_aside(host)
+
+    def _set_aside(self, host: str) -> None:
+        record, (first, most) = self._records.setdefault(host, Record()), self._asked.cooldown_s
+        record.failures = max(1, record.failures)
+        pause_s = min(most, first * 2 ** min(20, record.failures - 1))
+        record.until = record.last = time.monotonic() + pause_s
+        log.warning("host %s gets no ranks for %g s", host, pause_s, extra=tagged("host_set_aside", host=host))
+
+    # what is done in every turn
+
+    def _tend(self) -> None:
+        if self.is_over or self._is_finishing:
+            return
+        now = time.monotonic()
+        if self._discovery is not None and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._discovery.begin(self)
+        self._give_up_silent(now)
+        for number in sorted(self._missing):
+            self._place_again(number, now)
+        self._count(now)
+
+    def _give_up_silent(self, now: float) -> None:
+        for each in self.connections:
+            begun = self._asked_at.get(each.host, now)
+            if not each.has_greeted and not each.is_lost and now - begun > self._asked.start_timeout_s:
+                each.kill()
+                self.forget(each.news)
+                self.forget(each.errors or -1)
+                each.is_lost = True
+                self._set_aside(each.host)
+
+    def _place_again(self, number: int, now: float) -> None:
+        used = Counter(each.connection.host for each in self.ranks.values() if each.number >= 0 and each.status is None)
+        free = [
+            host.name
+            for host in self.hosts.values()
+            if used[host.name] < host.slots and self._records.get(host.name, Record()).until <= now
+        ]
+        if not free:
+            return
+        name = self._missing[number] if self._missing[number] in free else free[0]
+        try:
+            connection = self._connection(name)
+        except OmniReduceError as error:
+            log.warning("%s", error, extra=tagged("host_lost", host=name))
+            self._set_aside(name)
+            return
+        if connection.has_greeted:
+            del self._missing[number]
+            many = min(self.size, max(used[name] + 1, 1))
+            self._start(Slot(number, name, many - 1, many, 0, 1))
+
+    def _count(self, now: float) -> None:
+        """End the job when nobody is left who knows its state, or when there were too few for too long."""
+        alive = self._alive()
+        if alive >= self._asked.smallest:
+            self._too_few_since = None
+            return
+        self._too_few_since = self._too_few_since or now
+        limit_s = self._asked.elastic_timeout_s
+        if alive and now - self._too_few_since < limit_s:
+            return
+        why = "no rank is left" if not alive else f"fewer than --min-np {self._asked.smallest} ranks for {limit_s:g} s"
+        log.error("%s; the job ends", why, extra=tagged("too_few_ranks", ranks=alive))
+        self._missing.clear()
+        self.end_ranks()
+
+    def take_hosts(self, hosts: Sequence[Host]) -> None:
+        """These are the hosts that there are now. Ranks on others have to end, and are started elsewhere."""
+        self.hosts = {host.name: host for host in hosts}
+        for rank in self.ranks.values():
+            if rank.number >= 0 and rank.status is None and rank.connection.host not in self.hosts and self.size:
+                rank.connection.send(Signal(rank.number, _SIGTERM))
+
+    def status(self) -> int:
+        """The exit status: 0 when the ranks that were left have ended well."""
+        if not self.signal and self._is_finishing and not self.is_over:
+            return 0 if self._failed_last is None else _positive(self._failed_last)
+        return super().status()
+
+    def close(self) -> None:
+        """End all that is left."""
+        if self._discovery is not None:
+            self._discovery.close()
+        super().close()
+
+
+def _positive(status: int) -> int:
+    return status if status > 0 else 128 - status
+
+
+def launch_elastic(asked: Asked) -> int:
+    """Run a command as all ranks of an elastic job, and return the exit status. Raises OmniReduceError."""
+    check_command(asked.words, asked.environ)
+    if asked.config.cluster.join_timeout_s < asked.elastic_timeout_s:  # survivors wait for others so long
+        limit = {"cluster.join_timeout_s": min(86400.0, asked.elastic_timeout_s)}
+        config = override_config(asked.config, limit, source="--elastic-timeout")
+        environ = {**asked.environ, "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": f"{config.cluster.join_timeout_s:g}"}
+        asked = replace(asked, config=config, environ=environ)
+    sinks = {STDOUT: Descriptor(sys.stdout.fileno()), STDERR: Descriptor(sys.stderr.fileno())}
+    output = Prefixed(dict(sinks), timestamps=asked.timestamps)
+    with ExitStack() as stack:
+        job = stack.enter_context(ElasticJob(asked, output, list(sinks.values()), stack))
+        job.take_signals()
+        try:
+            job.begin()
+        except InterruptedLaunchError:
+            return job.status()
+        status = job.run()
+        job.complain()
+        return status

@@ -1,0 +1,73 @@
+"""A launch from its first process to its exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from omnireduce.errors import ConfigError
+from omnireduce.launching.connection import Connection, goes_by_ssh, words_of_supervisor
+from omnireduce.launching.hosts import Host, place
+from omnireduce.launching.job import InterruptedLaunchError, Job
+from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.launching.output import Descriptor, Plain, Prefixed
+from omnireduce.launching.plan import Asked, Plan, check_command
+
+HERE = "localhost"
+OWN = ("", "local", "ssh")  # launchers whose ranks this program starts itself
+
+
+def connect(names: Sequence[str], asked: Asked, stack: ExitStack) -> list[Connection]:
+    """A supervisor on each host. Raises ConfigError, and TransportError."""
+    found = []
+    for name in names:
+        by_ssh = goes_by_ssh(name, asked.launcher)
+        if by_ssh and asked.launcher == "local":
+            raise ConfigError(f"--launcher local, and -H names {name}, which is another host: use --launcher ssh")
+        words = words_of_supervisor(name, asked.ssh, asked.grace_s, by_ssh=by_ssh)
+        found.append(Connection(name, words, is_remote=by_ssh))
+        stack.callback(found[-1].kill)
+    return found
+
+
+def start_ranks(job: Job, asked: Asked) -> None:
+    """Start the aggregators of the job and all ranks. Raises OmniReduceError; InterruptedLaunchError."""
+    hosts = asked.hosts or [Host(HERE, asked.ranks)]
+    slots = place(hosts, asked.ranks)
+    by_name = {each.host: each for each in job.connections}
+    plan = Plan(asked, list(by_name))
+    job.greet(asked.start_timeout_s)
+    first = job.connections[0]
+    plan.serve(job, first)
+    for slot in slots:
+        connection = by_name[slot.host]
+        job.start(slot.rank, connection, plan.rank(slot, asked.ranks, connection, first.port))
+
+
+def names_of_hosts(asked: Asked) -> list[str]:
+    """The hosts on which ranks will be, in order."""
+    hosts = asked.hosts or [Host(HERE, asked.ranks)]
+    return list(dict.fromkeys(slot.host for slot in place(hosts, asked.ranks)))
+
+
+def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> int:
+    """Run a command as all ranks, and return the exit status: 0, that of the first rank that failed, or 128 + the
+    signal that ended it or this process. Output goes to this process's own. Raises OmniReduceError."""
+    names = names_of_hosts(asked) if asked.launcher in OWN else [HERE]
+    check_command(asked.words, asked.environ, is_away=goes_by_ssh(names[0], asked.launcher))
+    sinks = {STDOUT: Descriptor(sys.stdout.fileno()), STDERR: Descriptor(sys.stderr.fileno())}
+    output = Prefixed(
+        dict(sinks), timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks
+    ) if asked.launcher in OWN else Plain(dict(sinks))  # fmt: skip
+    with ExitStack() as stack:
+        connections = connect(names, asked, stack)
+        job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))
+        job.take_signals()
+        try:
+            begin(job, asked)
+        except InterruptedLaunchError:
+            return job.status()
+        status = job.run()
+        job.complain()
+        return status

@@ -1,0 +1,124 @@
+"""What the launcher and the supervisor of a host tell each other.
+
+Each message is MessagePack behind its length, four bytes, big-endian. Before its first message a supervisor writes
+MAGIC: a shell that starts on another host may write something before that, which does not count. Words and variables
+are bytes, because they need not be UTF-8.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Struct
+
+MAGIC = b"\0omnireduce-supervisor-1\0"
+MOST_NOISE = 1 << 20  # bytes before MAGIC
+MOST_BYTES = 1 << 31  # of a message: a function that `run` sends may have data
+CHUNK = 1 << 16  # bytes of output in a message
+STDOUT, STDERR, RESULT = 1, 2, 3  # streams of a process
+EVERY = -1  # in place of the number of a process: all of them
+_LENGTH = struct.Struct(">I")
+
+
+class Start(Struct, frozen=True, tag="start"):
+    """Start a process under `number`. `environ` is all of its environment, or comes on top of the supervisor's own if
+    it `inherits` that. `given` is what it reads from standard input. `with_result`: RESULT is a stream, too; the
+    variable OMNIRUN_RESULT_FD has its descriptor."""
+
+    number: int
+    words: list[bytes]
+    environ: dict[bytes, bytes]
+    folder: bytes
+    inherits: bool = False
+    given: bytes = b""
+    with_result: bool = False
+
+
+class Signal(Struct, frozen=True, tag="signal"):
+    """Send a signal to the group of a process, or of EVERY one whose number is not negative."""
+
+    number: int
+    signal: int
+
+
+class Greeting(Struct, frozen=True, tag="greeting"):
+    """The first message: the supervisor runs. `port` was free on all addresses of its host just now."""
+
+    pid: int
+    port: int
+
+
+class Started(Struct, frozen=True, tag="started"):
+    """A process runs."""
+
+    number: int
+    pid: int
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """A process could not be started."""
+
+    number: int
+    reason: str
+
+
+class Output(Struct, frozen=True, tag="output"):
+    """What a process has written."""
+
+    number: int
+    stream: int
+    data: bytes
+
+
+class Ended(Struct, frozen=True, tag="ended"):
+    """A process has ended; `status` is minus the signal that ended it."""
+
+    number: int
+    status: int
+
+
+Order = Start | Signal
+News = Greeting | Started | Failed | Output | Ended
+_encoder = msgspec.msgpack.Encoder()
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_news = msgspec.msgpack.Decoder(News).decode
+
+
+def frame(message: Order | News) -> bytes:
+    """A message behind its length."""
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """Takes bytes as they come, and gives the messages in them. With `magic` all before MAGIC is left out."""
+
+    def __init__(self, *, magic: bool = False) -> None:
+        self._data, self._seeks = bytearray(), magic
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that are complete now. Raises ValueError for what cannot be one."""
+        self._data += data
+        if self._seeks and not self._find_magic():
+            return
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MOST_BYTES:
+                raise ValueError(f"a message of {length} bytes, expected at most {MOST_BYTES}")
+            if len(self._data) < _LENGTH.size + length:
+                return
+            message = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
+            del self._data[: _LENGTH.size + length]
+            yield message
+
+    def _find_magic(self) -> bool:
+        at = self._data.find(MAGIC)
+        if at < 0:
+            if len(self._data) > MOST_NOISE:
+                raise ValueError("much output, but none of a supervisor")
+            return False
+        del self._data[: at + len(MAGIC)]
+        self._seeks = False
+        return True

@@ -1,0 +1,85 @@
+"""`--config-file`: the flags of a launch in a YAML file, in the sections that Horovod's has.
+
+    verbose: true
+    params: {fusion_threshold_mb: 32, cycle_time_ms: 2.5}
+    stall_check: {enabled: true, warning_time_seconds: 120}
+
+A flag of the command line overrides what the file says. At the top a file may also have the launcher's own options:
+`np`, `hosts`, `hostfile`, `aggregators` and others, by the names of their flags.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from omnireduce.errors import ConfigError
+from omnireduce.launching.flags import MAPPED, REFUSED
+
+MOST_BYTES = 1 << 20
+_SECTIONS = ("params", "autotune", "timeline", "stall_check", "library_options", "logging")
+_MAPPED = {each.section: each.name for each in MAPPED if each.section}
+_REFUSED = {each.section: each for each in REFUSED if each.section}
+_SWITCH = "stall_check.enabled"
+
+
+def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
+    """The parameters of the command that the file gives. `own` are names that may stand at the top. Raises ConfigError,
+    which names the file and the key."""
+    source = f"--config-file {path}"
+    found: dict[str, Any] = {}
+    for key, value in _flat(_load(path, source), source).items():
+        if key in _REFUSED:
+            if value not in (None, False):
+                raise ConfigError(f"{source}: {key}: {_REFUSED[key].reason}")
+        elif key == _SWITCH:
+            found["no_stall_check"] = None if value in (None, True) else True
+        elif key in _MAPPED:
+            found[_MAPPED[key]] = value
+        elif key in own:
+            found[key.replace("-", "_")] = value
+        else:
+            raise ConfigError(f"{source}: {key}: unknown key{_hint(key, own)}")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _load(path: str, source: str) -> Mapping[str, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{source}: needs PyYAML: pip install 'omnireduce[launch]'") from None
+    try:
+        text = Path(path).read_bytes()[: MOST_BYTES + 1]
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}") from None
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{source}: got more than {MOST_BYTES} bytes")
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{source}{where}: {getattr(error, 'problem', None) or 'is no YAML'}") from None
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{source}: got a {type(found).__name__}, expected keys such as `verbose: true`")
+    return found or {}
+
+
+def _flat(tables: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """`section.key` and value of all sections, and what stands at the top."""
+    found: dict[str, Any] = {}
+    for name, table in tables.items():
+        if name not in _SECTIONS:
+            found[str(name)] = table
+        elif isinstance(table, dict):
+            found |= {f"{name}.{key}": value for key, value in table.items()}
+        elif table is not None:
+            raise ConfigError(f"{source}: {name}: got {table!r:.80}, expected keys and values")
+    return found
+
+
+def _hint(key: str, own: Collection[str]) -> str:
+    close = difflib.get_close_matches(key, [*_MAPPED, *_REFUSED, *own, _SWITCH], n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
