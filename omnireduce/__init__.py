@@ -32,11 +32,13 @@ if TYPE_CHECKING:
         ConfigError,
         NewcomersError,
         OmniReduceError,
+        RankFailedError,
         RefusedError,
         TransportError,
         UsageError,
     )
     from omnireduce.kernels.codecs.base import Codec
+    from omnireduce.launching.calls import run
     from omnireduce.runtime.member.calls import Rows
     from omnireduce.runtime.member.communicator import Communicator, Statistics
     from omnireduce.runtime.member.groups import Table
@@ -97,11 +99,13 @@ else:
             "ConfigError",
             "NewcomersError",
             "OmniReduceError",
+            "RankFailedError",
             "RefusedError",
             "TransportError",
             "UsageError",
         ),
         "omnireduce.kernels.codecs.base": ("Codec",),
+        "omnireduce.launching.calls": ("run",),
         "omnireduce.runtime.member.calls": ("Rows",),
         "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
         "omnireduce.elastic": ("ElasticState", "run_elastic"),
@@ -136,6 +140,7 @@ __all__ = [
     "NewcomersError",
     "OmniReduceError",
     "Op",
+    "RankFailedError",
     "RefusedError",
     "RowOp",
     "Rows",
@@ -181,6 +186,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_async",
     "reform",
+    "run",
     "run_elastic",
     "scatter",
     "scatter_async",

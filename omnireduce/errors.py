@@ -9,6 +9,7 @@
     ClosedError             our own code closed the communicator
     NewcomersError          other workers wait to join an elastic job
     CodecError              a codec of the user's own has failed
+    RankFailedError         a function that `omnireduce.run` has sent to ranks failed on one of them
 
 `ProtocolError` stays inside: it reaches the caller as an `AbortedError` that names the peer. Messages say what was
 expected, what came and what to do.
@@ -54,6 +55,18 @@ class RefusedError(OmniReduceError):
 
 class CodecError(OmniReduceError):
     """A codec of the user's own has raised an error, or gives what no codec may give."""
+
+
+class RankFailedError(OmniReduceError):
+    """A function that `omnireduce.run` has sent to ranks raised an exception on one of them, or that rank died.
+
+    `rank` is which one, `text` the traceback of its exception, empty where it died. The exception itself is the
+    `__cause__`, where it can be sent.
+    """
+
+    def __init__(self, message: str, rank: int, text: str = "") -> None:
+        super().__init__(f"{message}\n{text}".rstrip())
+        self.rank, self.text = rank, text
 
 
 class ProtocolError(OmniReduceError):

@@ -98,9 +98,9 @@ class Discovery:
 class ElasticJob(Job):
     """A job of `size` ranks, of which those that fail are started again."""
 
-    def __init__(self, asked: Asked, output: Prefixed, sinks: Sequence[Descriptor], stack: ExitStack) -> None:
+    def __init__(self, asked: Asked, output: Prefixed, sinks: Sequence[Descriptor]) -> None:
         super().__init__([], output, grace_s=asked.grace_s, descriptors=sinks)
-        self._asked, self._stack, self.size = asked, stack, 0
+        self._asked, self.size = asked, 0
         self.hosts: dict[str, Host] = {host.name: host for host in asked.hosts}
         self._records: dict[str, Record] = {}
         self._missing: dict[int, str] = {}  # ranks to start: where they were
@@ -167,7 +167,9 @@ class ElasticJob(Job):
         for each in self.connections:
             if each.host == name and not each.is_lost:
                 return each
-        [found] = connect([name], self._asked, self._stack)
+        with ExitStack() as stack:
+            [found] = connect([name], self._asked, stack)
+            stack.pop_all()  # `close` ends it
         self._asked_at[name] = time.monotonic()
         self.watch_connection(found)
         return found
@@ -325,8 +327,7 @@ def launch_elastic(asked: Asked) -> int:
         asked = replace(asked, config=config, environ=environ)
     sinks = {STDOUT: Descriptor(sys.stdout.fileno()), STDERR: Descriptor(sys.stderr.fileno())}
     output = Prefixed(dict(sinks), timestamps=asked.timestamps)
-    with ExitStack() as stack:
-        job = stack.enter_context(ElasticJob(asked, output, list(sinks.values()), stack))
+    with ElasticJob(asked, output, list(sinks.values())) as job:
         job.take_signals()
         try:
             job.begin()

@@ -80,6 +80,7 @@ class Job:
         self.failed: Rank | None = None  # the first one
         self.reasons: dict[int, str] = {}  # why a rank could not be started
         self.signal = 0  # the one that ends the job
+        self.called = ""  # what is in place of ranks, another launcher
         self.is_over = False  # ranks were told to end
         self._kill_at: float | None = None
         self._readable: dict[int, Callable[[], None]] = {}
@@ -313,7 +314,7 @@ class Job:
             if self.ready and not self.is_over:
                 self._fail(rank, "the aggregator of this job", rank.status or 1)
         elif rank.status and not self.is_over:
-            self._fail(rank, f"rank {rank.number}", rank.status)
+            self._fail(rank, self.called or f"rank {rank.number}", rank.status)
 
     def _fail(self, rank: Rank, what: str, status: int) -> None:
         how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"

@@ -104,4 +104,5 @@ def start_other(job: Job, asked: Asked) -> None:
     words = words_of(asked, plan.environ)
     job.greet(asked.start_timeout_s)
     plan.serve(job, here)
+    job.called = asked.launcher
     job.start(0, here, plan.command(words, here))

@@ -1,0 +1,145 @@
+"""`omnireduce.run`: a function in place of a command, called on all ranks, which gives back what it returns.
+
+The function travels by cloudpickle, so it may be one of a notebook. A rank reads it from its standard input, and writes
+what comes of it to a pipe of its own (`called`). Both ends are processes that this one has started.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from omnireduce.config import Config, load_config
+from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageError
+from omnireduce.launching.connection import TREE
+from omnireduce.launching.hosts import Host, parse_hosts
+from omnireduce.launching.job import Job, Rank
+from omnireduce.launching.launch import connect, names_of_hosts, start_ranks
+from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.launching.output import Prefixed, Stream
+from omnireduce.launching.plan import Asked
+
+R = TypeVar("R")
+PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); from omnireduce.launching.called import main; "
+    "del sys.path[0]; main()"
+)
+
+
+def run(
+    func: Callable[..., R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    hosts: str | None = None,
+    *,
+    aggregators: int | None = None,
+    config: str | Path | Config | None = None,
+    env: Mapping[str, str] | None = None,
+    ssh: str = "ssh",
+    start_timeout_s: float = 30.0,
+    grace_s: float = 10.0,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> list[R]:
+    """Call `func(*args, **kwargs)` on `np` ranks, and return what each returned, in the order of ranks.
+
+    The ranks are processes of this host, or of `hosts` ("node1:4,node2:4", by ssh); without `np` as many as these have,
+    or 1. `func` calls `omnireduce.init` itself. It may be defined in a notebook. `aggregators`: how many to start for
+    this job; None: what `omnireduce run` does. `config`: as in `init`; a Config counts for where aggregators are, and
+    not for the ranks, which read their own. `env`: variables of ranks in place of, or beside, those of this process.
+    What ranks write goes to `stdout` and `stderr`, by default those of `sys`, with the rank before each line.
+    `start_timeout_s`: for hosts to answer, `grace_s`: from SIGTERM to SIGKILL, in seconds.
+
+    Raises RankFailedError with the traceback of the first rank that raised, ConfigError, UsageError for what cannot be
+    sent, and TransportError for a host that cannot be reached. No process is left in any case.
+    """
+    settings = config if isinstance(config, Config) else load_config(config)
+    listed = parse_hosts(hosts, "hosts") if hosts else []
+    ranks = np if np is not None else sum(host.slots for host in listed) or 1
+    if not isinstance(ranks, int) or ranks < 1:
+        raise UsageError(f"np: got {np!r}, expected at least 1")
+    environ = {**os.environ, **(env or {})}
+    if isinstance(config, str | Path):
+        environ["OMNIREDUCE_CONFIG"] = os.path.abspath(config)
+    asked = Asked(
+        words=[sys.executable, "-c", PROGRAM, TREE],
+        ranks=ranks,
+        config=settings,
+        hosts=listed or [Host("localhost", ranks)],
+        aggregators=None if aggregators is None else str(aggregators),
+        environ=environ,
+        ssh=ssh,
+        start_timeout_s=start_timeout_s,
+        grace_s=grace_s,
+        given=pack_call(func, args, kwargs or {}),
+    )
+    out, err = stdout or sys.stdout, stderr or sys.stderr
+    output = Prefixed({STDOUT: Stream(out.write), STDERR: Stream(err.write)})
+    with ExitStack() as stack:
+        connections = connect(names_of_hosts(asked), asked, stack)
+        job = stack.enter_context(Job(connections, output, grace_s=grace_s))
+        start_ranks(job, asked)
+        job.run()
+        job.complain()
+    return results_of(job)
+
+
+def pack_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """A call as bytes. Raises ConfigError without cloudpickle, UsageError for what cannot be sent."""
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ConfigError("omnireduce.run needs cloudpickle: pip install 'omnireduce[launch]'") from None
+    try:
+        call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
+    except Exception as error:  # what a user's own object raises
+        raise UsageError(f"the function or its arguments cannot be sent to ranks: {error}") from error
+    return pickle.dumps(([os.path.abspath(each) for each in sys.path], call))
+
+
+def results_of(job: Job) -> list[Any]:
+    """What each rank returned. Raises RankFailedError, for the rank that is to blame: one whose exception is not about
+    another rank."""
+    ranks = sorted((each for each in job.ranks.values() if each.number >= 0), key=lambda each: each.number)
+    found = {each.number: _read(each) for each in ranks}
+    failed = [(number, each) for number, each in found.items() if each is not None and not each[0]]
+    if failed:
+        first = job.failed.number if job.failed is not None else failed[0][0]
+        # An AbortedError is about another rank, so any other one counts before it.
+        number, (_, error, text) = min(
+            failed, key=lambda each: (isinstance(each[1][1], AbortedError), each[0] != first, each[0])
+        )
+        raise RankFailedError(f"rank {number} raised an exception:", number, text) from error
+    for rank in [job.failed] if job.failed is not None else ranks:
+        if rank.status or found.get(rank.number) is None:
+            what = f"rank {rank.number}" if rank.number >= 0 else "the aggregator of the job"
+            raise RankFailedError(f"{what} {_how(rank)}", rank.number)
+    return [each[1] for each in found.values() if each is not None]
+
+
+def _read(rank: Rank) -> tuple[bool, Any, str] | None:
+    """Whether the function returned, what it returned or raised, and the traceback of that; None for a rank that died
+    before it could say."""
+    if not rank.result:
+        return None
+    try:
+        is_well, value, text = pickle.loads(bytes(rank.result))
+        if isinstance(value, bytes):
+            value = pickle.loads(value)
+    except Exception as error:
+        if rank.status:
+            return None
+        raise UsageError(f"what rank {rank.number} returned cannot be read here: {error}") from error
+    return is_well, value, text
+
+
+def _how(rank: Rank) -> str:
+    if not rank.status:
+        return "ended before it returned"
+    return f"ended with status {rank.status}" if rank.status > 0 else f"was ended by signal {-rank.status}"
