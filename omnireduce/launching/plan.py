@@ -136,7 +136,7 @@ class Plan:
         self.shards = shards_to_start(asked, len(names))
         self.address = address_of_first([*names, ANYWHERE] if is_wide else names, asked.interface)
         self.environ = environ_of_ranks(asked.environ or os.environ)
-        self._own: dict[str, str] = {}
+        self.service: dict[str, str] = {}  # where the job's own aggregators are, for ranks
 
     def serve(self, job: Job, connection: Connection) -> None:
         """Start this job's own aggregators, if it has any, and wait until they are ready. Raises what
@@ -154,16 +154,16 @@ class Plan:
         ready = job.await_aggregator()
         host = LOOPBACK if not self._is_wide else self.address
         host = f"[{host}]" if ":" in host else host
-        self._own = of_service(tuple(f"{host}:{each.rpartition(':')[2]}" for each in ready), secret)
+        self.service = of_service(tuple(f"{host}:{each.rpartition(':')[2]}" for each in ready), secret)
 
     def rank(self, slot: Slot, size: int, connection: Connection, port: int) -> Start:
         """The order to start a rank; `port` is where torch's ranks meet, on the first host."""
-        environ = self.environ | of_rank(slot, size, self.job, (self.address, port)) | self._own
+        environ = self.environ | of_rank(slot, size, self.job, (self.address, port)) | self.service
         return self._order(slot.rank, self.asked.words, environ, connection)
 
     def command(self, words: Sequence[str], connection: Connection) -> Start:
         """The order to start another launcher."""
-        environ = self.environ | {"OMNIRUN_TOLD": "1"} | self._own
+        environ = self.environ | {"OMNIRUN_TOLD": "1"} | self.service
         return self._order(0, words, environ, connection)
 
     def _order(self, number: int, words: Sequence[str], environ: Mapping[str, str], connection: Connection) -> Start:

@@ -132,7 +132,7 @@ class Supervisor:
 
     def serve(self) -> None:
         """Do what orders say. In the end no process is left."""
-        self._tell(Greeting(os.getpid(), _free_port()))
+        self._tell(Greeting(os.getpid(), free_port()))
         while self._kill_at is None or any(not each.is_over for each in self._processes.values()):
             for key, _ in self._selector.select(self._patience()):
                 if key.fd in self._selector.get_map():
@@ -267,7 +267,8 @@ class Supervisor:
                 self._selector.register(each, selectors.EVENT_READ, lambda fd, of=process: self._pass_on(of, fd))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody on this host listens at just now."""
     with socket.create_server(("", 0)) as found:
         return int(found.getsockname()[1])
 

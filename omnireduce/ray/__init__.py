@@ -1,0 +1,180 @@
+"""`omnireduce.ray.run`: ranks and aggregators as actors of a Ray cluster.
+
+Each rank is an actor in a placement group. Ranks of one node follow each other, as with other launchers. Where all are
+on one node, rank 0 starts the aggregator. Otherwise one more actor, on the node of rank 0, starts the job's own, which
+ends with that actor. omnireduce has to be installed on the nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from omnireduce.config import load_config
+from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError
+from omnireduce.launching.connection import Connection, words_of_supervisor
+from omnireduce.launching.environment import draw_job, of_rank
+from omnireduce.launching.hosts import place_on
+from omnireduce.launching.job import Job
+from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.launching.output import Prefixed, Stream
+from omnireduce.launching.plan import LOOPBACK, Asked, Plan
+from omnireduce.launching.supervisor import free_port
+
+R = TypeVar("R")
+GRACE_S = 10.0
+START_S = 60.0  # for a supervisor to start on a busy node
+
+
+class _Worker:
+    """A rank."""
+
+    def where(self) -> tuple[str, str, int]:
+        """The node, its address, and a port that is free there."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
+
+    def call(
+        self, environ: Mapping[str, str], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, Any, str]:
+        """Whether `func` returned, what it returned or raised, and the traceback of that."""
+        os.environ.update(environ)
+        try:
+            return True, func(*args, **kwargs), ""
+        except BaseException as error:
+            return False, error if _can_travel(error) else None, "".join(traceback.format_exception(error))
+
+
+class _Service:
+    """The aggregators of a job. They end when this actor does, because their supervisor reads what it writes."""
+
+    def start(self, shards: int, address: str, is_wide: bool) -> dict[str, str]:
+        """The variables by which ranks find them, their secret included."""
+        words = words_of_supervisor("localhost", "ssh", GRACE_S, by_ssh=False)
+        output = Prefixed({STDOUT: Stream(sys.stdout.write), STDERR: Stream(sys.stderr.write)})
+        self._job = Job([Connection("localhost", words, is_remote=False)], output, grace_s=GRACE_S)
+        self._job.greet(START_S)
+        asked = Asked(words=[], ranks=1, config=load_config(), aggregators=str(shards))
+        plan = Plan(asked, ["localhost"], is_wide=is_wide)
+        plan.address = address
+        plan.serve(self._job, self._job.connections[0])
+        threading.Thread(target=self._job.wait_for, args=(lambda: False,), daemon=True).start()
+        return plan.service
+
+
+def run(
+    func: Callable[..., R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_workers: int = 1,
+    *,
+    cpus_per_worker: float = 1,
+    gpus_per_worker: float = 0,
+    aggregators: int | None = None,
+    env: Mapping[str, str] | None = None,
+    placement_timeout_s: float = 100.0,
+) -> list[R]:
+    """Call `func(*args, **kwargs)` on `num_workers` ranks of the Ray cluster, and return what each returned, in the
+    order of ranks.
+
+    `func` calls `omnireduce.init` itself. `aggregators`: shards to start for this job; None: 1 where ranks are on
+    several nodes and cluster.aggregators names none. `env`: variables of ranks. Call `ray.init` before, or a local
+    cluster is started.
+
+    Raises RankFailedError with the traceback of the first rank that raised, and TransportError when the cluster has no
+    room for the ranks after `placement_timeout_s` seconds. No actor is left in any case.
+    """
+    if num_workers < 1 or not (aggregators is None or aggregators >= 1):
+        raise UsageError(f"num_workers {num_workers}, aggregators {aggregators}: expected at least 1")
+    bundle = {name: many for name, many in (("CPU", cpus_per_worker), ("GPU", gpus_per_worker)) if many}
+    group = placement_group([bundle] * num_workers)
+    actors: list[Any] = []
+    try:
+        if not group.wait(placement_timeout_s):
+            raise TransportError(
+                f"Ray has no room for {num_workers} ranks with {bundle} each after {placement_timeout_s:g} s: "
+                "expected fewer ranks or more nodes"
+            )
+        environs = _start(actors, group, num_workers, bundle, aggregators)
+        calls = [
+            actor.call.remote({**environ, **(env or {})}, func, tuple(args), dict(kwargs or {}))
+            for actor, environ in zip(actors[:num_workers], environs, strict=True)
+        ]
+        return _results(calls)
+    finally:
+        for each in actors:
+            with suppress(Exception):  # it may be gone
+                ray.kill(each)
+        remove_placement_group(group)
+
+
+def _start(
+    actors: list[Any], group: Any, size: int, bundle: Mapping[str, float], aggregators: int | None
+) -> list[dict[str, str]]:
+    """Start the actors of ranks, in the order of ranks, and behind them that of the aggregators, if there is one. The
+    variables of each rank."""
+    options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at) for at in range(size)]
+    actors += [ray.remote(_Worker).options(scheduling_strategy=each, **options).remote() for each in strategies]
+    places = ray.get([each.where.remote() for each in actors])
+    nodes = list(dict.fromkeys(node for node, _, _ in places))
+    order = sorted(range(size), key=lambda at: nodes.index(places[at][0]))
+    actors[:] = [actors[at] for at in order]
+    node, address, port = places[order[0]]
+    is_wide, service = len(nodes) > 1, {}
+    if aggregators or (is_wide and not load_config().cluster.aggregators):
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        actors.append(ray.remote(_Service).options(num_cpus=0, scheduling_strategy=strategy).remote())
+        service = ray.get(actors[-1].start.remote(aggregators or 1, address if is_wide else LOOPBACK, is_wide))
+    job = draw_job()
+    slots = place_on([places[at][0] for at in order])
+    return [of_rank(slot, size, job, (address, port)) | service for slot in slots]
+
+
+def _results(calls: Sequence[Any]) -> list[Any]:
+    """What each call returned. When one has failed, the others have no more to do, but for a moment in which one may
+    say what it was: who fails because of another rank often says so first."""
+    waiting: list[Any] = list(calls)
+    failed: list[tuple[int, tuple[bool, Any, str]]] = []
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=GRACE_S if failed else None)
+        if not done:
+            break
+        for each in done:
+            found = _outcome(each)
+            if not found[0]:
+                failed.append((calls.index(each), found))
+                if not isinstance(found[1], AbortedError):
+                    waiting = []
+    if failed:
+        rank, (_, error, text) = failed[-1] if not isinstance(failed[-1][1][1], AbortedError) else failed[0]
+        what = "raised an exception:" if text else "died"
+        raise RankFailedError(f"rank {rank} {what}", rank, text) from error
+    return [_outcome(each)[1] for each in calls]
+
+
+def _outcome(call: Any) -> tuple[bool, Any, str]:
+    try:
+        found: tuple[bool, Any, str] = ray.get(call)
+    except ray.exceptions.RayError as error:
+        return False, error, ""
+    return found
+
+
+def _can_travel(error: BaseException) -> bool:
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
+    except Exception:
+        return False
+    return True
+
+
+__all__ = ["run"]
