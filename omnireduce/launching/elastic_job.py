@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -325,7 +324,7 @@ def launch_elastic(asked: Asked) -> int:
         config = override_config(asked.config, limit, source="--elastic-timeout")
         environ = {**asked.environ, "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": f"{config.cluster.join_timeout_s:g}"}
         asked = replace(asked, config=config, environ=environ)
-    sinks = {STDOUT: Descriptor(sys.stdout.fileno()), STDERR: Descriptor(sys.stderr.fileno())}
+    sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
     output = Prefixed(dict(sinks), timestamps=asked.timestamps)
     with ElasticJob(asked, output, list(sinks.values())) as job:
         job.take_signals()

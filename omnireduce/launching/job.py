@@ -32,6 +32,7 @@ from omnireduce.launching.messages import (
     Output,
     Signal,
     Start,
+    Started,
 )
 from omnireduce.launching.output import Descriptor, Lines, Plain, Prefixed
 from omnireduce.logs import tagged
@@ -52,6 +53,7 @@ class Rank:
     number: int
     connection: Connection
     status: int | None = None
+    pid: int = 0
     result: bytearray = field(default_factory=bytearray)
 
 
@@ -210,6 +212,7 @@ class Job:
         if news is None:
             self._readable.pop(connection.news, None)
             connection.is_lost = True
+            self._end_without(connection)
             self._on_lost(connection)
             return
         for each in news:
@@ -230,6 +233,9 @@ class Job:
             connection.has_greeted, connection.port = True, news.port
         elif isinstance(news, Output):
             self._take_output(news)
+        elif isinstance(news, Started):
+            if news.number in self.ranks:
+                self.ranks[news.number].pid = news.pid
         elif isinstance(news, Failed | Ended):
             if isinstance(news, Failed):
                 self.reasons[news.number] = f"{connection.host}: {news.reason}"
@@ -323,6 +329,14 @@ class Job:
         number = rank.number if rank.number >= 0 else None
         log.error("%s %s; the others end", where, how, extra=tagged("rank_failed", rank=number, status=status))
         self.end_ranks()
+
+    def _end_without(self, connection: Connection) -> None:
+        """The system ends ranks whose supervisor is gone, but not their children; those here can be reached."""
+        left = [each for each in self.ranks.values() if each.connection is connection and each.status is None]
+        for each in left:
+            if each.pid and not connection.is_remote:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(each.pid, signal.SIGKILL)
 
     def _note_lost(self, connection: Connection) -> None:
         lost = [each for each in self.ranks.values() if each.connection is connection and each.status is None]

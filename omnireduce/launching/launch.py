@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -56,7 +55,7 @@ def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> i
     signal that ended it or this process. Output goes to this process's own. Raises OmniReduceError."""
     names = names_of_hosts(asked) if asked.launcher in OWN else [HERE]
     check_command(asked.words, asked.environ, is_away=goes_by_ssh(names[0], asked.launcher))
-    sinks = {STDOUT: Descriptor(sys.stdout.fileno()), STDERR: Descriptor(sys.stderr.fileno())}
+    sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
     output = Prefixed(
         dict(sinks), timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks
     ) if asked.launcher in OWN else Plain(dict(sinks))  # fmt: skip

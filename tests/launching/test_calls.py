@@ -1,0 +1,131 @@
+"""`omnireduce.run`: functions on ranks, what they return and raise."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launches import are_gone, environ_of
+from local_cluster import ROOT, WAIT_S, children, eventually
+
+import omnireduce as omni
+from omnireduce import ConfigError, RankFailedError, UsageError
+
+pytest.importorskip("cloudpickle", reason="no cloudpickle here; the extra `launch` brings it")
+
+
+def call(func: object, *args: object, **options: object) -> tuple[list[object], str, str]:
+    """What `run` returns, and what ranks wrote."""
+    out, err = io.StringIO(), io.StringIO()
+    found = omni.run(func, args, stdout=out, stderr=err, **options)  # type: ignore[arg-type]
+    return found, out.getvalue(), err.getvalue()
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    factor = 2.0
+
+    def work(size: int, *, plus: float) -> tuple[int, float]:
+        import omnireduce as omni
+
+        with omni.init() as comm:
+            total = omni.allreduce(np.full(size, comm.rank * factor + plus))
+            sys.stdout.write(f"rank {comm.rank}\n")
+            return comm.rank, float(total[-1])
+
+    out = io.StringIO()
+    found = omni.run(work, (1000,), {"plus": 1.0}, np=3, stdout=out)
+    assert found == [(rank, 9.0) for rank in range(3)]
+    assert sorted(out.getvalue().splitlines()) == [f"[{rank}]<stdout>:rank {rank}" for rank in range(3)]
+
+
+def test_what_a_rank_raises_is_raised_here() -> None:
+    def fail() -> None:
+        import omnireduce as omni
+
+        omni.init()
+        if omni.rank() == 1:
+            raise LookupError("no such word")
+        omni.allreduce(np.ones(3))
+
+    with pytest.raises(RankFailedError, match=r"rank 1 raised an exception:\nTraceback") as caught:
+        call(fail, np=2)
+    assert caught.value.rank == 1
+    assert "LookupError: no such word" in caught.value.text
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    def die() -> None:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+    with pytest.raises(RankFailedError, match="rank 0 was ended by signal 9") as caught:
+        call(die, np=2)
+    assert (caught.value.rank, caught.value.text) == (0, "")
+
+
+def test_a_rank_that_leaves_by_itself() -> None:
+    assert call(lambda: sys.exit(), np=1)[0] == [None]
+    with pytest.raises(RankFailedError, match="SystemExit: 4"):
+        call(lambda: sys.exit(4), np=1)
+    with pytest.raises(RankFailedError, match="rank 0 ended before it returned"):
+        call(lambda: os._exit(0), np=1)
+
+
+def test_an_exception_that_cannot_travel_leaves_its_traceback() -> None:
+    def fail() -> None:
+        class OddError(Exception):
+            def __reduce__(self) -> str:
+                raise TypeError("I stay")
+
+        raise OddError("strange")
+
+    with pytest.raises(RankFailedError, match="OddError: strange") as caught:
+        call(fail, np=1)
+    assert caught.value.__cause__ is None
+
+
+def test_much_can_be_sent_and_returned() -> None:
+    array = np.arange(3_000_000)
+    found, _, _ = call(lambda x: x + int(os.environ["RANK"]), array, np=2)
+    for rank, each in enumerate(found):
+        np.testing.assert_array_equal(each, array + rank)
+
+
+def test_what_cannot_be_sent_is_said() -> None:
+    with pytest.raises(UsageError, match="cannot be sent to ranks"):
+        call(lambda x: x, (each for each in ()), np=1)
+    with pytest.raises(UsageError, match="np: got 0"):
+        call(lambda: None, np=0)
+    with pytest.raises(ConfigError, match="hosts: got 'a:b'"):
+        call(lambda: None, hosts="a:b")
+
+
+def test_ranks_get_variables() -> None:
+    assert call(lambda: os.environ["WORD"] + os.environ["RANK"], np=2, env={"WORD": "w"})[0] == ["w0", "w1"]
+
+
+def test_nothing_is_left_when_the_caller_is_interrupted() -> None:
+    code = (
+        "import omnireduce as omni, os, signal\n"
+        "def wait():\n"
+        "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
+        "    signal.pause()\n"
+        "omni.run(wait, np=1, grace_s=0.5)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code], cwd=ROOT, env=environ_of(), stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    ) as caller:  # fmt: skip
+        assert caller.stdout is not None
+        pid = int(caller.stdout.readline().partition(">:")[2])
+        assert eventually(lambda: bool(children(caller.pid)))
+        caller.send_signal(signal.SIGINT)
+        assert caller.wait(WAIT_S) == -signal.SIGINT
+        assert are_gone([pid])

@@ -1,0 +1,114 @@
+"""Jobs whose ranks come and go: killed ranks are started again, and the training ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from launches import are_gone, launched, python, run
+from local_cluster import READY_S, WAIT_S
+
+TRAINING = """
+import os, sys
+from pathlib import Path
+import numpy as np
+import omnireduce as omni
+
+comm = omni.connect()
+state = omni.ElasticState(comm, {"sums": np.zeros(100), "steps": np.zeros(1)})
+hold = Path(sys.argv[1])
+
+def train(source):
+    while state.step < 4000 or not hold.exists():
+        sums = comm.allreduce(np.ones(100))
+        state.arrays["sums"][:] += sums
+        state.step += 1
+        state.commit()
+        if state.step == 50 or (state.step % 50 == 0 and comm.size != seen[-1]):
+            seen.append(comm.size)
+            os.write(1, f"{os.getpid()} {comm.size}\\n".encode())
+    return state.step
+
+seen = [0]
+omni.run_elastic(comm, state, train)
+os.write(1, b"0 0\\n")
+comm.shutdown()
+"""
+FAILS = "import os\nos.write(1, b'0\\n')\nraise SystemExit(6)"
+
+
+def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """The others go on without it, and take it in."""
+    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(TRAINING), str(tmp_path / "go")]
+    with launched(*words) as launcher:
+        found = launcher.numbers(3)
+        assert {size for _, size in found.values()} == {3}
+        os.kill(found[1][0], signal.SIGKILL)
+        sizes = []
+        while sizes.count(3) < 3:  # all three, one of them new, have taken steps together
+            [(rank, (pid, size))] = launcher.numbers(1).items()
+            sizes.append(size)
+            found[rank] = [pid, size]
+        assert 2 in sizes
+        (tmp_path / "go").touch()
+        assert launcher.wait(READY_S) == 0
+        assert "event=rank_restarted" in launcher.log
+        assert are_gone([pid for pid, _ in found.values()])
+
+
+def test_a_limit_of_restarts() -> None:
+    done = run("--min-np", "1", "-np", "1", "--reset-limit", "0", *python(FAILS))
+    assert done.returncode == 6
+    assert "--reset-limit 0 is reached" in done.stderr
+
+
+def test_a_job_without_ranks_ends() -> None:
+    done = run("--min-np", "1", "-np", "2", *python(FAILS))
+    assert done.returncode == 6
+    assert "no rank is left" in done.stderr
+
+
+def test_hosts_come_from_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "discover"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o700)
+    code = "import os; os.write(1, (os.environ['OMNIREDUCE_ELASTIC_ENABLED'] + os.environ['OMNIRUN_SIZE']).encode())"
+    done = run("--min-np", "1", "--max-np", "5", "--host-discovery-script", str(script), *python(code))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:true2", "[1]<stdout>:true2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("exit 3", "it ended with status 3"), ("echo what is this", "it printed a wrong line: got")]
+)
+def test_a_script_that_fails_is_said(tmp_path: Path, text: str, message: str) -> None:
+    script = tmp_path / "discover"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o700)
+    words = ["--min-np", "2", "--host-discovery-script", str(script), "--elastic-timeout", "1"]
+    done = run(*words, "true")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.splitlines()[-1] == "Error: --min-np 2: the hosts have 0 slots: give more"
+
+
+def test_a_host_that_leaves_loses_its_ranks(tmp_path: Path) -> None:
+    """And they start on another one: here, the same host by another name."""
+    listed = tmp_path / "listed"
+    listed.write_text("localhost:1\n127.0.0.1:1\n")
+    script = tmp_path / "discover"
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o700)
+    code = "import os, signal\nos.write(1, f'{os.getpid()}\\n'.encode())\nwhile True: signal.pause()"
+    words = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script), "--grace-period", "1"]
+    with launched(*words, *python(code)) as launcher:
+        before = launcher.numbers(2)
+        listed.write_text("127.0.0.1:2\n")
+        [(rank, [pid])] = launcher.numbers(1).items()
+        assert rank == 0
+        assert are_gone(before[0])
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait(WAIT_S) == 128 + signal.SIGTERM
+        assert are_gone([pid, *before[1]])

@@ -1,0 +1,198 @@
+"""The command line of `omnireduce run`: what is wrong is said in one line, with exit status 2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from omnireduce import ConfigError
+from omnireduce.__main__ import main
+from omnireduce.launching import command as commands
+from omnireduce.launching.available import report_available
+from omnireduce.launching.command import read_asked
+from omnireduce.launching.command import run as command
+from omnireduce.launching.flags import MAPPED, REFUSED, Refused
+from omnireduce.launching.plan import Asked, shards_to_start
+from omnireduce.launching.yaml_file import read_yaml
+
+
+def complaint(*words: str) -> str:
+    """The one line that these words give."""
+    done = CliRunner().invoke(main, ["run", *words])
+    assert done.exit_code == 2, done.output
+    [line] = done.output.splitlines()
+    return line.removeprefix("Error: ")
+
+
+def asked(*words: str) -> Asked:
+    """What these words ask for."""
+    with command.make_context("run", list(words)) as context:
+        found = dict(context.params)
+        with context.scope():
+            commands._read_file(found)
+        return read_asked(found.pop("command"), found)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-np", "2"], "no command: expected one behind the options"),
+        (["true"], "-np: how many ranks?"),
+        (["-np", "2", "no-such-program"], "no-such-program: command not found"),
+        (["-np", "2", "-H", "a b", "true"], "-H: got 'a b', expected HOST:SLOTS"),
+        (["-np", "3", "-H", "localhost:2", "true"], "-np 3: the hosts localhost:2 have 2 slots: give more"),
+        (["-np", "1", "-H", "a", "-hostfile", "b", "true"], "--hosts and --hostfile: expected one of them"),
+        (["-np", "1", "-hostfile", "/none", "true"], "--hostfile /none: No such file or directory"),
+        (["-np", "1", "-H", "other", "--launcher", "local", "true"], "--launcher local, and -H names other"),
+        (["-np", "1", "-H", "other", "--ssh", "no-such-ssh", "true"], "ssh: 'no-such-ssh' is not there"),
+        (["-np", "1", "-H", "other", "-i", "/none", "true"], "--ssh-identity-file /none: no such file"),
+        (["-np", "1", "--launcher", "ssh", "--mpi", "true"], "--launcher, --mpi and --gloo say different things"),
+        (["-np", "1", "--gloo", "--mpi", "true"], "--launcher, --mpi and --gloo say different things"),
+        (["-np", "1", "--aggregators", "many", "true"], "--aggregators: got 'many', expected 1 to 64, or embedded"),
+        (["-np", "2", "--set", "a.b=1", "true"], "--set: a: unknown section"),
+        (["-np", "2", "-x", "NO_SUCH_VARIABLE", "true"], "-x NO_SUCH_VARIABLE: expected NAME=VALUE"),
+        (["-np", "2", "--network-interfaces", "none0", "true"], "--network-interfaces: none0: "),
+        (["-np", "2", "--reset-limit", "3", "true"], "--reset-limit: expected it with --min-np"),
+        (["--min-np", "3", "--max-np", "2", "true"], "--min-np 3, -np 2, --max-np 2: expected numbers that do not"),
+        (["--min-np", "1", "--mpi", "true"], "--min-np: an elastic job is started by this program"),
+        (["--host-discovery-script", "x", "true"], "--host-discovery-script: how many ranks?"),
+        (["--min-np", "1", "--host-discovery-script", "/none", "true"], "--host-discovery-script /none: No such file"),
+        (["-np", "1", "--config-file", "/none", "true"], "--config-file /none: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str) -> None:
+    assert complaint(*words).startswith(message)
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.flags)
+def test_a_flag_without_meaning_says_what_does_its_work(refused: Refused) -> None:
+    value = ["1"] if refused.has_value else []
+    assert complaint("-np", "1", refused.flags, *value, "true") == f"{refused.flags}: {refused.reason}"
+
+
+def test_flags_of_horovod_set_its_variables() -> None:
+    found = asked(
+        "-np", "2", "--fusion-threshold-mb", "32", "--cycle-time-ms", "2.5", "--timeline-filename", "/t.json",
+        "--no-stall-check", "--stall-check-warning-time-seconds", "9", "--stall-check-shutdown-time-seconds", "0",
+        "--gloo-timeout-seconds", "45", "--log-level", "WARNING", "true",
+    )  # fmt: skip
+    given = {name: text for name, text in found.environ.items() if name in {each.variable for each in MAPPED}}
+    assert given == {
+        "HOROVOD_FUSION_THRESHOLD": "33554432",
+        "HOROVOD_CYCLE_TIME": "2.5",
+        "HOROVOD_TIMELINE": "/t.json",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "9",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "45",
+        "HOROVOD_LOG_LEVEL": "warning",
+    }
+    assert found.config.log.level == "warning"
+    assert found.config.cluster.join_timeout_s == 45
+
+
+def test_options_are_for_ranks_too(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("[log]\nlevel = 'error'\n")
+    found = asked("-np", "2", "--config", str(path), "--set", "protocol.slots=9", "--tcp", "-x", "A=b=c", "true", "-np")
+    assert found.words == ("true", "-np")
+    assert found.config.log.level == "error"
+    assert found.environ["OMNIREDUCE_CONFIG"] == str(path)
+    assert found.environ["OMNIREDUCE_PROTOCOL_SLOTS"] == "9"
+    assert found.environ["OMNIREDUCE_TRANSPORT_KIND"] == "tcp"
+    assert found.environ["A"] == "b=c"
+
+
+YAML = """
+np: 4
+hosts: "localhost:4"
+verbose: true
+params: {fusion_threshold_mb: 8, cycle_time_ms: 3.5, cache_capacity: null, hierarchical_allreduce: false}
+autotune: {enabled: false}
+stall_check: {enabled: false, warning_time_seconds: 20}
+logging: {level: ERROR}
+"""
+
+
+def test_a_yaml_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(YAML)
+    found = asked("--config-file", str(path), "--cycle-time-ms", "1", "true")
+    assert (found.ranks, [host.slots for host in found.hosts], found.verbose) == (4, [4], True)
+    assert found.environ["HOROVOD_FUSION_THRESHOLD"] == str(8 << 20)
+    assert found.environ["HOROVOD_CYCLE_TIME"] == "1"
+    assert found.environ["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+    assert found.environ["HOROVOD_LOG_LEVEL"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("params: {fusion: 1}", r"params.fusion: unknown key \(did you mean params.fusion_threshold_mb\?\)"),
+        ("surprise: 1", "surprise: unknown key"),
+        ("params: 3", "params: got 3, expected keys and values"),
+        ("- a", "got a list, expected keys"),
+        ("a: [", "line 1: "),
+        ("autotune: {enabled: true}", "autotune.enabled: there is no search at run time"),
+        ("!!python/object:os.system {}", "could not determine a constructor"),
+    ],
+)
+def test_a_wrong_yaml_file_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"--config-file {path}") + f".*{message}"):
+        read_yaml(str(path), ("np",))
+
+
+def test_a_value_of_a_yaml_file_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("np: many\n")
+    assert complaint("--config-file", str(path), "true").startswith(f"--config-file {path}: np: 'many' is not")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "change", "shards"),
+    [
+        (1, {}, 0),
+        (2, {}, 1),
+        (1, {"smallest": 1}, 1),
+        (1, {"aggregators": "3"}, 3),
+        (1, {"aggregators": "embedded"}, 0),
+        (2, {"configured": True}, 0),
+    ],
+)
+def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> None:
+    words = [
+        "-np",
+        "1",
+        *(["--set", "cluster.aggregators=node:7400"] if change.pop("configured", False) else []),
+        "true",
+    ]
+    found = asked(*words)
+    wanted = Asked(words=found.words, ranks=1, config=found.config, **change)
+    assert shards_to_start(wanted, hosts) == shards
+
+
+@pytest.mark.parametrize("wanted", ["2", "embedded"])
+def test_aggregators_are_given_once(wanted: str) -> None:
+    assert "cluster.aggregators names some" in complaint(
+        "-np", "1", "--set", "cluster.aggregators=node:7400", "--aggregators", wanted, "true"
+    )
+
+
+def test_an_aggregator_of_rank_0_serves_one_host() -> None:
+    found = Asked(words=["true"], ranks=2, config=asked("-np", "2", "true").config, aggregators="embedded")
+    with pytest.raises(ConfigError, match="--aggregators embedded: the ranks are on 2 hosts"):
+        shards_to_start(found, 2)
+
+
+def test_what_is_available_has_the_form_that_users_know() -> None:
+    text = report_available()
+    assert text == CliRunner().invoke(command, ["-cb"]).output
+    assert re.match(r"omnireduce v\S+:\n\nAvailable Frameworks:\n    \[X\] NumPy\n", text)
+    assert "\nAvailable Controllers:\n    [X] this program\n" in text
+    assert "\nAvailable Tensor Operations:\n    [X] shared memory\n    [X] TCP\n    [" in text

@@ -1,0 +1,140 @@
+"""mpirun, torchrun and srun, asked for by `--launcher`; and launchers inside each other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from launches import FAMILY, are_gone, launched, lines, python, run
+from local_cluster import MPIRUN, READY_S
+
+from omnireduce.config import Config
+from omnireduce.errors import ConfigError
+from omnireduce.launching.hosts import Host
+from omnireduce.launching.others import _is_open_mpi, words_of
+from omnireduce.launching.plan import Asked
+from omnireduce.runtime.member.launcher import detect_launch, launch_id
+
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+CODE = """
+import os
+import numpy as np
+import omnireduce as omni
+with omni.init() as comm:
+    told = [os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_SIZE")]
+    os.write(1, f"{omni.allreduce(np.ones(9))[0]:g} {' '.join(told)}\\n".encode())
+"""
+needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+
+
+@needs_mpirun
+@pytest.mark.parametrize("options", [["--launcher", "mpirun"], ["--mpi", "--aggregators", "1"]], ids=" ".join)
+def test_mpirun(options: list[str]) -> None:
+    done = run("-np", "2", *options, *python(CODE), PATH=PATH)
+    assert done.returncode == 0, done.stderr
+    assert lines(done.stdout) == ["2 0 2 0 2 1", "2 1 2 1 2 1"]
+
+
+@needs_mpirun
+def test_the_status_of_mpirun_is_that_of_the_launch() -> None:
+    done = run("-np", "2", "--mpi", "sh", "-c", "exit 3", PATH=PATH)
+    assert done.returncode == 3
+    assert "mpirun on localhost ended with status 3" in done.stderr
+
+
+@needs_mpirun
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
+def test_nothing_of_mpirun_is_left(number: signal.Signals) -> None:
+    with launched("-np", "2", "--mpi", "--grace-period", "1", *python(FAMILY), PATH=PATH) as launcher:
+        pids = [int(word) for _ in range(2) for word in launcher.line(READY_S).split()]
+        launcher.signal(number)
+        launcher.wait()
+        assert are_gone(pids)
+
+
+def test_torchrun() -> None:
+    pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
+    done = run("-np", "2", "--launcher", "torchrun", *python(CODE), PATH=PATH)
+    assert done.returncode == 0, done.stderr
+    assert lines(done.stdout) == ["2 0 2 0 2 1", "2 1 2 1 2 1"]
+
+
+def test_srun() -> None:
+    if not shutil.which("srun", path=PATH):
+        done = run("-np", "2", "--launcher", "srun", "true", PATH=PATH)
+        assert (done.returncode, done.stderr) == (2, "Error: srun: command not found: it comes with Slurm\n")
+        pytest.skip("no Slurm here")
+    done = run("-np", "2", "--launcher", "srun", *python(CODE), PATH=PATH)
+    assert done.returncode == 0, done.stderr
+
+
+def fake(folder: Path, name: str, says: str) -> dict[str, str]:
+    """An environment with a program of that name, which says this."""
+    (folder / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+    (folder / name).chmod(0o700)
+    return {
+        "PATH": f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin",
+        "OMNIREDUCE_SECURITY_SECRET": "s" * 32,
+        "HOME": "/",
+    }
+
+
+def asked(launcher: str, *hosts: Host) -> Asked:
+    return Asked(words=["train"], ranks=4, config=Config(), launcher=launcher, hosts=hosts, mpi_args=["--more"])
+
+
+def test_open_mpi_passes_names_of_variables_only(tmp_path: Path) -> None:
+    environ = fake(tmp_path, "mpirun", "mpirun (Open MPI) 4.1.4")
+    assert _is_open_mpi(environ)
+    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ)
+    assert words[:5] == ["mpirun", "-n", "4", "-H", "a:2,b:2"]
+    assert words[5:10] == ["-x", "OMNIREDUCE_SECURITY_SECRET", "-x", "PATH", "--more"]
+    assert "s" * 32 not in " ".join(words)
+
+
+def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path) -> None:
+    environ = fake(tmp_path, "mpirun", "HYDRA build details:")
+    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ)
+    assert words[:6] == ["mpirun", "-n", "4", "-hosts", "a:2,b:2", "--more"]
+    environ = fake(tmp_path, "srun", "")
+    words = words_of(asked("srun", Host("a", 2), Host("b", 2)), environ)
+    assert words[:6] == ["srun", "--ntasks=4", "--export=ALL", "--nodelist=a,b", "--nodes=2", "--more"]
+    environ = fake(tmp_path, "torchrun", "")
+    with pytest.raises(ConfigError, match="--launcher torchrun starts ranks on one host only"):
+        words_of(asked("torchrun", Host("a", 2), Host("b", 2)), environ)
+
+
+OWN = {
+    "OMNIRUN_RANK": "1", "OMNIRUN_SIZE": "4", "OMNIRUN_LOCAL_RANK": "1", "OMNIRUN_LOCAL_SIZE": "2",
+    "OMNIRUN_CROSS_RANK": "0", "OMNIRUN_CROSS_SIZE": "2", "OMNIRUN_JOB": "run-1", "RANK": "1", "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+def test_this_launcher_is_one_that_the_library_knows() -> None:
+    found = detect_launch(OWN)
+    assert (found.launcher, found.job, found.rank, found.size) == ("omnireduce run", "run-1", 1, 4)
+    assert (found.local_rank, found.local_size, found.cross_rank, found.cross_size) == (1, 2, 0, 2)
+    assert launch_id(1, 4, OWN) == "run-1"
+    given = detect_launch(OWN, rank=1, size=4)
+    assert (given.launcher, given.local_rank, given.cross_size) == ("arguments", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("inner", "launcher"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "Open MPI"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, "MPICH"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+            "torchrun",
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "omnireduce run"),
+    ],
+)
+def test_what_is_started_in_a_rank_is_the_inner_launcher(inner: dict[str, str], launcher: str) -> None:
+    assert detect_launch(OWN | inner).launcher == launcher

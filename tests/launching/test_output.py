@@ -1,0 +1,104 @@
+"""Lines of output: whole, of one rank each, and bounded."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnireduce import ConfigError
+from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.launching.output import LINE, Descriptor, Lines, Prefixed
+
+
+class Kept:
+    """A sink that keeps all."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def add(self, data: bytes) -> None:
+        self.data += data
+
+
+def collected(**options: object) -> tuple[Prefixed, Kept, Kept]:
+    out, err = Kept(), Kept()
+    return Prefixed({STDOUT: out, STDERR: err}, **options), out, err  # type: ignore[arg-type]
+
+
+def test_lines_wait_for_their_end() -> None:
+    output, out, err = collected()
+    output.feed("0", STDOUT, b"one\ntw")
+    output.feed("1", STDOUT, b"other\n")
+    output.feed("0", STDERR, b"oh\n")
+    output.feed("0", STDOUT, b"o\nrest")
+    output.finish("0")
+    assert out.data == b"[0]<stdout>:one\n[1]<stdout>:other\n[0]<stdout>:two\n[0]<stdout>:rest\n"
+    assert err.data == b"[0]<stderr>:oh\n"
+
+
+def test_times_stand_before_the_rank() -> None:
+    output, out, _ = collected(timestamps=True)
+    output.feed("3", STDOUT, b"x\n")
+    assert re.fullmatch(rb"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[3\]<stdout>:x\n", out.data)
+
+
+def test_each_state_of_a_progress_bar_is_a_line() -> None:
+    lines = Lines()
+    assert list(lines.feed(b"\r10%\r20%\r")) == [b"10%"]
+    assert list(lines.feed(b"\ndone\r\n\n")) == [b"20%", b"done", b""]
+    assert lines.rest() == b""
+
+
+@given(st.text("ab\n", max_size=60).map(str.encode), st.data())
+def test_lines_do_not_depend_on_pieces(text: bytes, data: st.DataObject) -> None:
+    cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text))))})
+    lines, found = Lines(), []
+    for start, end in pairwise(cuts):
+        found += lines.feed(text[start:end])
+    assert found == text.split(b"\n")[:-1]
+    assert lines.rest() == text.split(b"\n")[-1]
+
+
+def test_a_line_without_end_is_cut() -> None:
+    lines = Lines()
+    found = list(lines.feed(b"x" * (3 * LINE + 5)))
+    assert [len(each) for each in found] == [LINE] * 3
+    assert list(lines.feed(b"y\n")) == [b"xxxxxy"]
+
+
+def test_files_have_what_ranks_wrote_as_it_was(tmp_path: Path) -> None:
+    output, _, _ = collected(folder=str(tmp_path / "outs"), ranks=11)
+    output.feed("0", STDOUT, b"a\rb")
+    output.feed("10", STDERR, b"\xff\n")
+    output.close()
+    assert (tmp_path / "outs/rank.00/stdout").read_bytes() == b"a\rb"
+    assert (tmp_path / "outs/rank.10/stderr").read_bytes() == b"\xff\n"
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--output-filename: .*cannot be written"):
+        collected(folder=str(tmp_path / "file"), ranks=1)
+
+
+def test_a_descriptor_that_takes_nothing_holds_nobody_up() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    sink = Descriptor(writer, most=1000)
+    data = b"z" * 200_000
+    sink.add(data)
+    assert sink.is_full
+    taken = b""
+    while sink.waits:
+        sink.write_some()
+        taken += os.read(reader, 1 << 20)
+    assert taken == data
+    os.close(reader)
+    sink.add(b"more")
+    sink.write_some()
+    assert sink.is_broken
+    assert not sink.waits
+    os.close(writer)

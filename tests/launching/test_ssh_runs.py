@@ -1,0 +1,158 @@
+"""Ranks on other hosts, by a real ssh to a real sshd on loopback: 127.0.0.2 and 127.0.0.3 are the other hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from launches import FAMILY, SUM, Launched, are_gone, launched, lines, python, run
+from local_cluster import READY_S, eventually
+
+SSHD = shutil.which("sshd", path=f"/usr/sbin{os.pathsep}{os.environ.get('PATH', '')}")
+pytestmark = pytest.mark.skipif(
+    not (SSHD and shutil.which("ssh") and shutil.which("ssh-keygen")),
+    reason="no sshd here; openssh-server brings one",
+)
+HOSTS = ("127.0.0.2", "127.0.0.3")
+
+
+class Sshd(NamedTuple):
+    """How to reach the other hosts."""
+
+    port: int
+    key: Path
+    known: Path
+    pid: int
+
+    def options(self) -> list[str]:
+        command = f"ssh -o UserKnownHostsFile={self.known} -o GlobalKnownHostsFile=/dev/null -F /dev/null"
+        return ["--ssh", command, "-p", str(self.port), "-i", str(self.key)]
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection((HOSTS[0], port), timeout=1) as connection:
+            return connection.recv(4) == b"SSH-"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    folder = tmp_path_factory.mktemp("sshd")
+    assert SSHD is not None
+    for name in ("host", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    with socket.create_server((HOSTS[0], 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "config").write_text(
+        f"Port {port}\n" + "".join(f"ListenAddress {host}\n" for host in HOSTS) + f"HostKey {folder}/host\n"
+        f"AuthorizedKeysFile {folder}/key.pub\nPidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+    )
+    public = " ".join((folder / "host.pub").read_text().split()[:2])
+    (folder / "known").write_text("".join(f"[{host}]:{port} {public}\n" for host in HOSTS))
+    if os.getuid() == 0:
+        os.makedirs("/run/sshd", exist_ok=True)  # where its unit would make it
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log, stdin=subprocess.DEVNULL)
+    try:
+        if not eventually(lambda: answers(port) or process.poll() is not None) or process.poll() is not None:
+            pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-200:]}")
+        found = Sshd(port, folder / "key", folder / "known", process.pid)
+        probe = subprocess.run(
+            [*found.options()[1].split(), "-o", "BatchMode=yes", "-p", str(port), "-i", found.key, HOSTS[0], "true"],
+            capture_output=True, text=True, check=False, timeout=READY_S,
+        )  # fmt: skip
+        if probe.returncode:
+            pytest.skip(f"sshd lets nobody in here: {probe.stderr.strip()[-200:]}")
+        yield found
+    finally:
+        process.terminate()
+        process.wait(READY_S)
+
+
+def test_ranks_of_two_hosts_sum(sshd: Sshd) -> None:
+    """This host has the aggregator, because it is the first one. The other one gets its address and secret."""
+    done = run("-H", "localhost:1,127.0.0.2:2", *sshd.options(), *python(SUM))
+    assert done.returncode == 0, done.stderr
+    assert lines(done.stdout) == [
+        "[0]<stdout>:0/3 6 0/1", "[1]<stdout>:1/3 6 0/2", "[2]<stdout>:2/3 6 1/2",
+    ]  # fmt: skip
+
+
+def test_the_first_host_has_the_aggregator(sshd: Sshd, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
+    code = SUM + "    os.write(1, (' '.join(comm.config.cluster.aggregators) + '\\n').encode())"
+    done = run("-np", "2", "--hostfile", str(path), *sshd.options(), *python(code))
+    assert done.returncode == 0, done.stderr
+    addresses = {line.partition(">:")[2].partition(":")[0] for line in done.stdout.splitlines() if "/" not in line[12:]}
+    assert addresses == {"127.0.0.2"}
+
+
+def test_ssh_may_be_wanted_for_this_host_too(sshd: Sshd) -> None:
+    done = run("-H", "127.0.0.2:2", "--launcher", "ssh", *sshd.options(), *python(SUM))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_a_rank_elsewhere_that_fails_ends_all(sshd: Sshd) -> None:
+    code = "import os, signal\nif os.environ['RANK'] == '1': os._exit(9)\nsignal.pause()"
+    done = run("-H", "localhost:1,127.0.0.2:1", *sshd.options(), *python(code))
+    assert done.returncode == 9
+    assert "rank 1 on 127.0.0.2 ended with status 9" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
+def test_nothing_is_left_elsewhere(sshd: Sshd, number: signal.Signals) -> None:
+    words = ["-H", "127.0.0.2:1,127.0.0.3:1", "--grace-period", "1", *sshd.options(), *python(FAMILY)]
+    with launched(*words) as launcher:
+        pids = [pid for found in launcher.numbers(2).values() for pid in found]
+        os.kill(launcher.pid, number)
+        if number == signal.SIGTERM:
+            assert launcher.wait() == 128 + number
+        assert are_gone(pids)
+
+
+def ssh_clients(launcher: Launched) -> list[int]:
+    found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(each) for each in found if Path(f"/proc/{each}/comm").read_text().strip() == "ssh"]
+
+
+def test_a_connection_that_breaks_ends_the_job(sshd: Sshd) -> None:
+    with launched("-H", "localhost:1,127.0.0.2:1", "--grace-period", "1", *sshd.options(), *python(FAMILY)) as launcher:
+        pids = [pid for found in launcher.numbers(2).values() for pid in found]
+        [client] = ssh_clients(launcher)
+        os.kill(client, signal.SIGKILL)
+        assert launcher.wait() == 1
+        assert "lost host 127.0.0.2" in launcher.log
+        assert are_gone(pids)
+
+
+def test_a_host_that_cannot_be_reached_is_named(sshd: Sshd) -> None:
+    done = run("-H", "localhost:1,127.0.0.2:1", *sshd.options(), "-p", "1", "true")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("Error: host 127.0.0.2: ssh: ")
+    assert "Connection refused" in done.stderr
+
+
+def test_a_host_without_the_command_is_named(sshd: Sshd) -> None:
+    done = run("-H", "127.0.0.2:1", *sshd.options(), "no-such-command")
+    assert (done.returncode, done.stderr) == (2, "Error: 127.0.0.2: no-such-command: No such file or directory\n")
+
+
+def test_a_secret_is_not_on_the_command_line_of_ssh(sshd: Sshd) -> None:
+    code = "import os; os.write(1, os.environ['OMNIREDUCE_SECURITY_SECRET'].encode() + b'\\n')" + FAMILY
+    with launched("-H", "localhost:1,127.0.0.2:1", "--grace-period", "1", *sshd.options(), *python(code)) as launcher:
+        secrets = {launcher.line(READY_S).partition(">:")[2] for _ in range(4)} - {""}
+        secrets = {each for each in secrets if len(each) == 64}
+        assert len(secrets) == 1
+        for client in ssh_clients(launcher):
+            assert secrets.pop().encode() not in Path(f"/proc/{client}/cmdline").read_bytes()
