@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
+from local_cluster import ROOT
 
 from omnireduce import ConfigError
 from omnireduce.__main__ import main
+from omnireduce.config.horovod import ROWS
 from omnireduce.launching import command as commands
 from omnireduce.launching.available import report_available
 from omnireduce.launching.command import read_asked
@@ -196,3 +199,12 @@ def test_what_is_available_has_the_form_that_users_know() -> None:
     assert re.match(r"omnireduce v\S+:\n\nAvailable Frameworks:\n    \[X\] NumPy\n", text)
     assert "\nAvailable Controllers:\n    [X] this program\n" in text
     assert "\nAvailable Tensor Operations:\n    [X] shared memory\n    [X] TCP\n    [" in text
+
+
+def test_the_document_has_every_flag() -> None:
+    text = (ROOT / "docs" / "launching.md").read_text()
+    named = [each.flag for each in MAPPED] + [each.flags for each in REFUSED] + [each.variable for each in MAPPED]
+    assert not [flag for flag in named if f"`{flag}`" not in text]
+    options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+    assert not [each.opts for each in options if not any(re.search(rf"`{name}\b", text) for name in each.opts)]
+    assert all(row.key in text for row in ROWS)

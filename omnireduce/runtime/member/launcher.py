@@ -137,7 +137,7 @@ def detect_launch(
         if said is None or not _says(said, environ, rank, size):
             return Launch(rank, size, None, None, "arguments")
         local_rank, local_size = _local(said.local_rank, environ), _local(said.local_size, environ)
-        return Launch(rank, size, local_rank, None, "arguments", local_size, *_cross(said, environ))
+        return Launch(rank, size, local_rank, None, "arguments", local_size, **_cross(said, environ))
     found = _innermost(environ)
     return Launch(0, 1, 0, None, "none", 1) if found is None else _launch(found, environ)
 
@@ -276,11 +276,13 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
     job = _job(variables, environ)
     if job is None and variables.launcher == "MPICH":
         job = _process_manager()
-    return Launch(rank, size, local_rank, job, variables.launcher, local_size, *_cross(variables, environ))
+    return Launch(rank, size, local_rank, job, variables.launcher, local_size, **_cross(variables, environ))
 
 
-def _cross(variables: _Variables, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
-    return _local(variables.cross_rank, environ), _local(variables.cross_size, environ)
+def _cross(variables: _Variables, environ: Mapping[str, str]) -> dict[str, int | None]:
+    """The numbers of a `Launch` across hosts."""
+    names = {"cross_rank": variables.cross_rank, "cross_size": variables.cross_size}
+    return {name: _local(each, environ) for name, each in names.items()}
 
 
 def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
