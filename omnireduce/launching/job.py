@@ -274,7 +274,7 @@ class Job:
                 why = each.said[-1] if each.said else f"no answer within --start-timeout {limit_s:g} s"
                 if each.is_lost and not each.said:
                     why = "it ended at once; are Python and omnireduce at the same place there as here?"
-                raise TransportError(f"host {each.host}: {how}: {why}")
+                raise TransportError(f"host {each.host}: {how}: {why.removeprefix('ssh: ')}")
 
     def start(self, number: int, connection: Connection, order: Start) -> None:
         """Start a process on a host."""

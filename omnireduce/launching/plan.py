@@ -69,13 +69,11 @@ class Asked:
 
 
 def shards_to_start(asked: Asked, hosts: int) -> int:
-    """How many shards this job starts for itself; 0: rank 0 starts one, or the configuration names others. Raises
-    ConfigError for what does not fit together."""
+    """How many shards this job starts for itself; 0: rank 0 starts one, or the configuration names others, which the
+    flag overrides. Raises ConfigError for what does not fit together."""
     configured, wanted = bool(asked.config.cluster.aggregators), asked.aggregators
     if wanted is None:
         return 0 if configured or (hosts == 1 and not asked.smallest) else 1
-    if configured:
-        raise ConfigError(f"--aggregators {wanted}, and cluster.aggregators names some: leave one of them out")
     if wanted == EMBEDDED:
         if hosts > 1 or asked.smallest:
             why = f"the ranks are on {hosts} hosts" if hosts > 1 else "an elastic job wants one that outlives rank 0"
@@ -136,7 +134,8 @@ class Plan:
         self.shards = shards_to_start(asked, len(names))
         self.address = address_of_first([*names, ANYWHERE] if is_wide else names, asked.interface)
         self.environ = environ_of_ranks(asked.environ or os.environ)
-        self.service: dict[str, str] = {}  # where the job's own aggregators are, for ranks
+        # where the job's own aggregators are, for ranks
+        self.service = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if asked.aggregators == EMBEDDED else {}
 
     def serve(self, job: Job, connection: Connection) -> None:
         """Start this job's own aggregators, if it has any, and wait until they are ready. Raises what

@@ -20,7 +20,6 @@ with omni.init() as comm:
     total = omni.allreduce(np.full(100, comm.rank + 1.0))[0]
     os.write(1, f"{comm.rank}/{comm.size} {total:g} {comm.local_rank}/{comm.local_size}\\n".encode())
 """
-WAITS = "import sys, os, time\nos.write(1, f'{os.getpid()}\\n'.encode())\nwhile True: sys.stdin.read(1) or os.wait()"
 # A rank with a child, which both live until a signal ends them. They write their numbers.
 FAMILY = """
 import os, signal

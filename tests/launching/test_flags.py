@@ -166,6 +166,7 @@ def test_a_value_of_a_yaml_file_is_checked(tmp_path: Path) -> None:
         (1, {"aggregators": "3"}, 3),
         (1, {"aggregators": "embedded"}, 0),
         (2, {"configured": True}, 0),
+        (2, {"configured": True, "aggregators": "2"}, 2),
     ],
 )
 def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> None:
@@ -178,13 +179,6 @@ def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> No
     found = asked(*words)
     wanted = Asked(words=found.words, ranks=1, config=found.config, **change)
     assert shards_to_start(wanted, hosts) == shards
-
-
-@pytest.mark.parametrize("wanted", ["2", "embedded"])
-def test_aggregators_are_given_once(wanted: str) -> None:
-    assert "cluster.aggregators names some" in complaint(
-        "-np", "1", "--set", "cluster.aggregators=node:7400", "--aggregators", wanted, "true"
-    )
 
 
 def test_an_aggregator_of_rank_0_serves_one_host() -> None:

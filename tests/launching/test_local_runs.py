@@ -56,6 +56,13 @@ def test_a_job_may_have_its_own_aggregators() -> None:
     assert lines(done.stdout) == [f"[{rank}]<stdout>:{rank}/2 3 {rank}/2" for rank in range(2)]
 
 
+@pytest.mark.parametrize("wanted", ["1", "embedded"])
+def test_the_command_line_overrides_configured_aggregators(wanted: str) -> None:
+    nobody = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "127.0.0.1:1", "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": "20"}
+    done = run("-np", "2", "--aggregators", wanted, *python(SUM), **nobody)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_secret_of_the_user_counts(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef0123456789abcdef\n")

@@ -156,3 +156,20 @@ def test_a_secret_is_not_on_the_command_line_of_ssh(sshd: Sshd) -> None:
         assert len(secrets) == 1
         for client in ssh_clients(launcher):
             assert secrets.pop().encode() not in Path(f"/proc/{client}/cmdline").read_bytes()
+
+
+def test_an_elastic_job_goes_on_without_a_host(sshd: Sshd) -> None:
+    """Its rank starts again on a host that has a slot."""
+    code = "import os, signal\nos.write(1, f'{os.getpid()}\\n'.encode())\nwhile True: signal.pause()"
+    hosts = ["-H", "localhost:1,127.0.0.2:1,127.0.0.3:1", "--grace-period", "1"]
+    with launched("-np", "2", "--min-np", "1", *hosts, *sshd.options(), *python(code)) as launcher:
+        before = launcher.numbers(2)
+        [client] = ssh_clients(launcher)
+        os.kill(client, signal.SIGKILL)
+        assert are_gone(before[1])
+        [(rank, pids)] = launcher.numbers(1).items()
+        assert rank == 1
+        assert "host 127.0.0.2 gets no ranks for 60 s" in launcher.log
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait() == 128 + signal.SIGTERM
+        assert are_gone([*pids, *before[0]])
