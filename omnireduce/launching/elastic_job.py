@@ -250,10 +250,7 @@ class ElasticJob(Job):
         for each in self.connections:
             begun = self._asked_at.get(each.host, now)
             if not each.has_greeted and not each.is_lost and now - begun > self._asked.start_timeout_s:
-                each.kill()
-                self.forget(each.news)
-                self.forget(each.errors or -1)
-                each.is_lost = True
+                self.give_up(each)
                 self._set_aside(each.host)
 
     def _place_again(self, number: int, now: float) -> None:

@@ -347,6 +347,13 @@ class Job:
             log.error("lost host %s", connection.host, extra=tagged("host_lost", host=connection.host))
             self.end_ranks()
 
+    def give_up(self, connection: Connection) -> None:
+        """Forget a supervisor that has not greeted: it has started nothing."""
+        for descriptor in (connection.news, connection.errors):
+            self._readable.pop(-1 if descriptor is None else descriptor, None)
+        connection.kill()
+        connection.is_lost = True
+
     def complain(self) -> None:
         """Raise ConfigError when a rank could not be started."""
         if self.failed is not None and self.failed.number in self.reasons:
@@ -357,7 +364,10 @@ class Job:
         self.is_over = True
         self._kill_at = None
         for each in self.connections:
-            each.close()
+            if each.has_greeted or each.is_lost:
+                each.close()
+            else:
+                self.give_up(each)
         with suppress(OmniReduceError):
             while not self.wait_for(self._all_lost, self._grace_s + SLOWNESS_S):
                 if self.signal or not any(each.is_full for each in self._descriptors):

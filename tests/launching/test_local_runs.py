@@ -260,6 +260,21 @@ def test_a_variable_of_horovod_reaches_ranks() -> None:
     assert done.stdout == "[0]<stdout>:error\n"
 
 
+def test_ranks_of_torch_meet() -> None:
+    pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
+    code = """
+import os, torch, torch.distributed as dist, omnireduce.torch
+dist.init_process_group("omnireduce")
+total = torch.ones(5) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+os.write(1, f"{total[0].item():g} {dist.get_world_size()}\\n".encode())
+dist.destroy_process_group()
+"""
+    done = run("-np", "2", *python(code))
+    assert done.returncode == 0, done.stderr
+    assert lines(done.stdout) == ["[0]<stdout>:3 2", "[1]<stdout>:3 2"]
+
+
 def test_a_secret_is_on_no_command_line() -> None:
     code = "import os; os.write(1, os.environ['OMNIREDUCE_SECURITY_SECRET'].encode() + b'\\n'); os.read(0, 1)" + FAMILY
     with launched("-np", "1", "--aggregators", "1", *python(code)) as launcher:
