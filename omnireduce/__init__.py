@@ -22,6 +22,7 @@ from omnireduce.version import __version__
 
 if TYPE_CHECKING:
     from omnireduce.config import Config, load_config
+    from omnireduce.data_parallel.queue import Queue
     from omnireduce.descriptor import Op, RowOp
     from omnireduce.elastic import ElasticState, run_elastic
     from omnireduce.errors import (
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
 else:
     _PLACES = {
         "omnireduce.config": ("Config", "load_config"),
+        "omnireduce.data_parallel.queue": ("Queue",),
         "omnireduce.descriptor": ("Op", "RowOp"),
         "omnireduce.errors": (
             "AbortedError",
@@ -140,6 +142,7 @@ __all__ = [
     "NewcomersError",
     "OmniReduceError",
     "Op",
+    "Queue",
     "RankFailedError",
     "RefusedError",
     "RowOp",

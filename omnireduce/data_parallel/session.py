@@ -171,6 +171,16 @@ def communicator() -> Communicator:
     return session_of().comm
 
 
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """From now on record what happens to each tensor, in this file: see `Communicator.start_timeline`."""
+    session_of().comm.start_timeline(file_path, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End what `start_timeline` began."""
+    session_of().comm.stop_timeline()
+
+
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Let these ranks have collectives of their own; return the set. All ranks of the job call this, in one order.
 

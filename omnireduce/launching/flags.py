@@ -68,8 +68,12 @@ MAPPED = (
         "Write a timeline to this file, for chrome://tracing and Perfetto.",
     ),
     Mapped(
+        "--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", None, _switch, "timeline.mark_cycles",
+        "Mark in the timeline when ranks look for tensors to combine.",
+    ),
+    Mapped(
         "--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", None, _switch, "",
-        "Never end a job because a rank does not take part.",
+        "Neither warn nor end a job because a rank does not take part.",
     ),
     Mapped(
         "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _NUMBER, _same,
@@ -125,8 +129,9 @@ REFUSED = (
     Refused("--autotune-steps-per-sample", True, _TUNE, "autotune.steps_per_sample"),
     Refused("--autotune-bayes-opt-max-samples", True, _TUNE, "autotune.bayes_opt_max_samples"),
     Refused("--autotune-gaussian-process-noise", True, _TUNE, "autotune.gaussian_process_noise"),
-    Refused("--timeline-mark-cycles", False, "a timeline has no cycles; leave it out", "timeline.mark_cycles"),
-    Refused("--no-timeline-mark-cycles", False, "a timeline has no cycles; leave it out"),
+    Refused(
+        "--no-timeline-mark-cycles", False, "cycles are not marked unless --timeline-mark-cycles is given; leave it out"
+    ),
     Refused("--mpi-threads-disable", False, _MPI, "library_options.mpi_threads_disable"),
     Refused("--no-mpi-threads-disable", False, _MPI),
     Refused("--num-nccl-streams", True, "NCCL is not used; leave it out", "library_options.num_nccl_streams"),

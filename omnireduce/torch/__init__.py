@@ -11,6 +11,18 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from omnireduce.data_parallel.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from omnireduce.data_parallel.session import (
     ProcessSet,
     add_process_set,
@@ -26,6 +38,8 @@ from omnireduce.data_parallel.session import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm
@@ -112,10 +126,15 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grace_hook",
     "grouped_allgather",
     "grouped_allreduce",
@@ -130,13 +149,20 @@ __all__ = [
     "local_first",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

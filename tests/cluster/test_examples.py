@@ -105,6 +105,11 @@ def test_the_commands_in_an_example_exist(script: str) -> None:
 @pytest.mark.parametrize(
     ("script", "small", "said"),
     [
+        (
+            "torch_synthetic_benchmark.py",
+            ["--batch-size", "2", "--num-classes", "10", "--num-iters", "2", "--num-batches-per-iter", "2"],
+            "Total img/sec on 2 CPU(s): ",
+        ),
         ("torch_ddp.py", ["--steps", "60", "--width", "64"], "of digits read right"),
         ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20"], "loss "),
         ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20", "--dense"], "loss "),

@@ -18,6 +18,7 @@ GIVEN = {  # variable: its text, and the value of its key
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("900", 900),
     "HOROVOD_STALL_CHECK_DISABLE": ("1", 0),
     "HOROVOD_TIMELINE": ("gpu.json", "gpu.json"),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("1", True),
     "HOROVOD_LOG_LEVEL": ("TRACE", "debug"),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": ("45", 45),
 }
@@ -29,7 +30,8 @@ def value_of(key: str, environ: dict[str, str]) -> object:
 
 
 def test_every_row_has_an_example() -> None:
-    assert [row.variable for row in ROWS] == list(GIVEN)
+    assert {row.variable for row in ROWS} == GIVEN.keys()
+    assert all(row.key in KEYS for row in ROWS)
     assert not {row.variable for row in ROWS} & MEANINGLESS.keys()
 
 
@@ -37,8 +39,6 @@ def test_every_row_has_an_example() -> None:
 def test_a_variable_sets_its_key(row: Row) -> None:
     text, value = GIVEN[row.variable]
     assert list(settings_of({row.variable: text}, {row.key})) == [(row.variable, row.key, value)]
-    if row.key not in KEYS:
-        pytest.skip(f"the schema has no {row.key} yet")
     assert value_of(row.key, {row.variable: text}) == value
 
 
