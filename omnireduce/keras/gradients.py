@@ -1,0 +1,117 @@
+"""The gradients of an optimizer or a tape: their names, groups, and which of them are combined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from omnireduce.data_parallel.session import ProcessSet, global_process_set
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.keras.collectives import Adasum, Average, Combining, Sum
+from omnireduce.keras.compression import Compression, NoneCompressor
+from omnireduce.keras.values import through_arrays
+
+Groups = int | Sequence[Sequence[Any]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `DistributedOptimizer` is given. Raises UsageError for what cannot be.
+
+    `local`: the ids of variables whose gradients stay as they are but for a division by the number of ranks, unless
+    `scale_local_gradients` is False.
+    """
+
+    name: str | None = None
+    compression: type[NoneCompressor] = Compression.none
+    backward_passes_per_step: int = 1
+    op: Any = Average
+    gradient_predivide_factor: float = 1.0
+    average_aggregated_gradients: bool = False
+    num_groups: int = 0
+    groups: Groups = None
+    process_set: ProcessSet = global_process_set
+    sparse_as_dense: bool = False
+    local: frozenset[int] = frozenset()
+    scale_local_gradients: bool = True
+    how: Combining = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.op not in (Average, Sum, Adasum):
+            raise UsageError(f"op is {self.op!r}: expected Average, Sum or Adasum for gradients")
+        if self.gradient_predivide_factor != 1 and self.op != Average:
+            raise UsageError("gradient_predivide_factor without op=Average: expected 1.0, which divides nothing")
+        if self.gradient_predivide_factor <= 0:
+            raise UsageError(f"gradient_predivide_factor is {self.gradient_predivide_factor}: expected more than 0")
+        if not isinstance(self.backward_passes_per_step, int) or self.backward_passes_per_step < 1:
+            raise UsageError(f"backward_passes_per_step is {self.backward_passes_per_step}: expected 1 or more")
+        if isinstance(self.groups, int) and self.num_groups:
+            raise UsageError("both num_groups and groups are given: expected one of them")
+        if self.many_groups < 0:
+            raise UsageError(f"num_groups is {self.many_groups}: expected 0 (no groups) or more")
+        how = Combining(self.op, 1.0, 1.0, self.compression, self.process_set)
+        object.__setattr__(self, "how", how)
+
+    @property
+    def many_groups(self) -> int:
+        return self.groups if isinstance(self.groups, int) else self.num_groups
+
+    def scaled(self) -> Combining:
+        """How gradients are combined: an average may be divided in part before the sum, in part after it."""
+        before = self.gradient_predivide_factor
+        if before == 1:
+            return self.how
+        after = before / self.process_set.size()
+        return Combining(Sum, 1 / before, after, self.compression, self.process_set)
+
+    def combined(self, prefix: str, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """These gradients, combined with those of other ranks. `prefix`: before their names, on all ranks the same.
+
+        A gradient that is None counts as zeros: other ranks may have one.
+        """
+        size = self.process_set.size()
+        if size == 1:
+            return list(gradients)
+        found = [
+            keras.ops.zeros(variable.shape, variable.dtype) if each is None else each
+            for each, variable in zip(gradients, variables, strict=True)
+        ]
+        shared = [at for at, each in enumerate(variables) if id(each) not in self.local]
+        if self.scale_local_gradients:
+            found = [each if at in shared else each / size for at, each in enumerate(found)]
+        groups = self._groups([variables[at] for at in shared])
+        how = self.scaled()
+
+        def host(arrays: list[Array]) -> list[Array]:
+            named = [
+                (f"{prefix}: gradient {group[0]} of {len(arrays)}", [arrays[at] for at in group]) for group in groups
+            ]
+            results = dict(zip((at for group in groups for at in group), _flat(how.combined(named)), strict=True))
+            return [results[at] for at in range(len(arrays))]
+
+        for at, each in zip(shared, through_arrays(host, [found[at] for at in shared]), strict=True):
+            found[at] = each
+        return found
+
+    def _groups(self, variables: Sequence[Any]) -> list[list[int]]:
+        """The places of these variables, by group; those of no group are alone."""
+        many = len(variables)
+        if self.many_groups:
+            each = -(-many // self.many_groups)
+            return [list(range(start, min(start + each, many))) for start in range(0, many, each)]
+        if not self.groups:
+            return [[at] for at in range(many)]
+        place = {id(each): at for at, each in enumerate(variables)}
+        found = [[place[id(each)] for each in group if id(each) in place] for group in self.groups]  # type: ignore[union-attr]
+        taken = [at for group in found for at in group]
+        if len(set(taken)) < len(taken):
+            raise UsageError("groups: expected each variable in one group; some are there twice")
+        return [group for group in found if group] + [[at] for at in range(many) if at not in taken]
+
+
+def _flat(found: Sequence[Sequence[Array]]) -> list[Array]:
+    return [each for group in found for each in group]

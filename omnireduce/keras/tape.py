@@ -1,0 +1,63 @@
+"""TensorFlow's gradient tape, whose gradients are combined with those of other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from omnireduce.errors import UsageError
+from omnireduce.keras.collectives import Average
+from omnireduce.keras.compression import Compression, NoneCompressor
+from omnireduce.keras.gradients import Settings
+from omnireduce.keras.optimizer import checked
+
+
+class Tape:
+    """A tape that was recorded. What it does not do itself, TensorFlow's does."""
+
+    def __init__(self, tape: Any, settings: Settings) -> None:
+        self._tape, self._settings = tape, settings
+
+    def __enter__(self) -> Tape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """The gradients of `target`, combined: one for each of the `sources`, a list of variables or one variable. One
+        that is None counts as zeros. Raises UsageError where ranks differ, and otherwise what has ended the job."""
+        many = isinstance(sources, list | tuple)
+        own = list(sources) if many else [sources]
+        values = [each.value if isinstance(each, keras.Variable) else each for each in own]
+        found = self._tape.gradient(target, values, output_gradients)
+        combined = self._settings.combined(self._settings.name or "DistributedGradientTape", found, own)
+        return combined if many else combined[0]
+
+
+def DistributedGradientTape(  # noqa: N802  Horovod's name
+    gradtape: Any,
+    compression: type[NoneCompressor] = Compression.none,
+    op: Any = Average,
+    **more: Any,
+) -> Any:
+    """Let the gradients of a `tf.GradientTape` be combined with those of other ranks: a tape.
+
+    `more`: what `DistributedOptimizer` takes by name, but for passes. Raises UsageError for other backends than
+    TensorFlow, which have no tape, and for what cannot be.
+    """
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise UsageError(
+            f"DistributedGradientTape with the backend {backend}, which has no tape: expected tensorflow. "
+            "DistributedOptimizer works with every backend"
+        )
+    settings = Settings(compression=compression, op=op, **checked(more))
+    if settings.backward_passes_per_step != 1:
+        raise UsageError("backward_passes_per_step of a tape: expected 1. DistributedOptimizer has more")
+    return Tape(gradtape, settings)

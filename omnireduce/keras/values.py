@@ -1,0 +1,93 @@
+"""Values of Keras and NumPy as arrays, and back, on each of the backends of Keras.
+
+In a step that is compiled there are no values yet. There the program calls the host when it runs: with JAX by an
+ordered callback, with TensorFlow by `tf.numpy_function`. So collectives come in the order of the program, on all
+ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+
+BACKENDS = ("torch", "jax", "tensorflow")
+OnArrays = Callable[[list[Array]], list[Array]]
+
+
+def check_backend() -> str:
+    """The backend of Keras. Raises UsageError for one that is not served."""
+    found = str(keras.backend.backend())
+    if found not in BACKENDS:
+        raise UsageError(f"the backend of Keras is {found}: expected {', '.join(BACKENDS)}; set KERAS_BACKEND")
+    return found
+
+
+def array_of(value: Any) -> Array:
+    """A contiguous copy of a tensor, a variable, an array or a number."""
+    if isinstance(value, keras.Variable):
+        value = value.value
+    found = keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
+    return np.array(found, order="C")
+
+
+def like(array: Array, value: Any) -> Any:
+    """The array as what `value` is: a tensor where that is one or a variable, otherwise an array."""
+    if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
+        return keras.ops.convert_to_tensor(array)
+    return array
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether it has no numbers yet: a step is being compiled."""
+    if isinstance(value, keras.KerasTensor):
+        return True
+    match keras.backend.backend():
+        case "jax":
+            import jax
+
+            return isinstance(value, jax.core.Tracer)
+        case "tensorflow":
+            import tensorflow as tf
+
+            return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")
+    return False
+
+
+def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
+    """What `function` makes of arrays with these values, which are its own: as many, of the same shapes and dtypes.
+
+    Returns tensors where the values are tensors. Also works in a step that is compiled. Raises what `function` raises;
+    from a compiled step an error of the backend, whose text has it.
+    """
+    if any(is_symbolic(each) for each in values):
+        return _when_it_runs(function, values)
+    found = function([array_of(each) for each in values])
+    return [like(array, value) for array, value in zip(found, values, strict=True)]
+
+
+def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:
+    if check_backend() == "jax":
+        import jax
+        from jax.experimental import io_callback
+
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in values]
+
+        def called(*given: Any) -> list[Array]:
+            return function([np.array(each) for each in given])
+
+        return list(io_callback(called, shapes, *values, ordered=True))
+    import tensorflow as tf
+
+    def said(*given: Any) -> list[Array]:
+        return function([np.array(each) for each in given])
+
+    found = tf.numpy_function(said, list(values), [each.dtype for each in values])
+    for each, value in zip(found, values, strict=True):
+        each.set_shape(value.shape)
+    return list(found)
