@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 import omnireduce.keras as hvd
+from omnireduce.errors import UsageError
 
 BATCH, STEPS = 4, 4  # of each rank
 
@@ -202,7 +203,7 @@ def values() -> dict[str, Any]:
     """Collectives of tensors, variables, arrays and numbers."""
     rank = hvd.rank()
     tensor = keras.ops.convert_to_tensor(np.full((2, 3), rank + 1, np.float32))
-    variable = keras.Variable(np.full(2, rank, np.int32))
+    variable = keras.Variable(np.full(2, rank, np.int32), trainable=False)
     found = {
         "mean": hvd.allreduce(tensor),
         "sum": hvd.allreduce(tensor, average=False),
@@ -222,6 +223,52 @@ def values() -> dict[str, Any]:
     return {"values": shown, "kinds": kinds, "variable": keras.ops.convert_to_numpy(variable).tolist()}
 
 
+def averaged_metrics() -> dict[str, Any]:
+    """Those of this rank are replaced by means. Ranks with others get an error."""
+    callback, rank = hvd.callbacks.MetricAverageCallback(), hvd.rank()
+    logs = {"loss": 1.0 + rank, "accuracy": 0.25 * rank}
+    if rank:  # in another order
+        logs = dict(reversed(logs.items()))
+    callback.on_epoch_end(0, logs)
+    try:
+        callback.on_epoch_end(1, {"loss": 0.0, f"mine {rank}": 0.0})
+    except UsageError as error:
+        return {"logs": logs, "error": str(error)}
+    return {"logs": logs, "error": ""}
+
+
+def best_saved() -> dict[str, Any]:
+    """Rank 0 saves, once: the first epoch is the best."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "best.keras"
+        model = model_of(1.0)
+        callback = hvd.callbacks.BestModelCheckpoint(filepath=path, monitor="loss")
+        callback.set_model(model)
+        epochs = []
+        for epoch, loss in enumerate((1.0, 2.0, 0.5)):
+            callback.on_epoch_begin(epoch)
+            callback.on_epoch_end(epoch, {"loss": loss})
+            epochs.append(path.exists())
+            path.unlink(missing_ok=True)
+    return {"epochs": epochs}
+
+
+def embedded() -> dict[str, Any]:
+    """Gradients of some rows of a table."""
+
+    def trained(optimizer: Any, whole: bool) -> keras.Model:
+        table = keras.layers.Embedding(64, 2, embeddings_initializer="ones")
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), table, keras.layers.Flatten()])
+        model.compile(optimizer, "mse", jit_compile=False)
+        words = np.arange(hvd.size() * BATCH * 4, dtype=np.int32).reshape(-1, 4) % 12
+        targets = np.zeros((len(words), 8), np.float32)
+        mine = slice(None) if whole else slice(hvd.rank() * BATCH, (hvd.rank() + 1) * BATCH)
+        model.train_on_batch(words[mine], targets[mine])
+        return model
+
+    return same(trained(hvd.DistributedOptimizer(sgd()), False), trained(sgd(), True))
+
+
 def different() -> dict[str, Any]:
     """Ranks whose models differ: each gets an error that has both sides."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + hvd.rank(), use_bias=False)])
@@ -237,7 +284,20 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         *(averaged, clipped, summed, predivided, grouped, in_lists, averaged_passes, summed_passes, halved, adasum),
-        *(eager, scaled, local, broadcast, dropped_out, warmed_up, loaded, values, different),
+        *(
+            eager,
+            scaled,
+            local,
+            broadcast,
+            dropped_out,
+            warmed_up,
+            loaded,
+            values,
+            averaged_metrics,
+            best_saved,
+            embedded,
+            different,
+        ),
     )
 }
 

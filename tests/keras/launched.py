@@ -1,0 +1,43 @@
+"""Ranks by mpirun, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon
+
+needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+
+
+def printed(daemon: Daemon, backend: str, *command: str, size: int = 2, timeout_s: float = 8 * WAIT_S) -> str:
+    """What `size` ranks of a Python program print with this backend of Keras."""
+    pytest.importorskip(backend, reason=f"no {backend} here; `make torch` and `make keras` install torch and jax")
+    environ = os.environ | {
+        "KERAS_BACKEND": backend,
+        "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [str(MPIRUN), "-n", str(size), sys.executable, *command],
+        env=environ, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def ways(text: str) -> dict[str, list[dict[str, Any]]]:
+    """By way, the lines of the ranks in their order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            told = json.loads(line)
+            assert told.pop("rank") == len(found.setdefault(told.pop("way"), []))
+            found[line.split('"way": "')[1].split('"')[0]].append(told)
+    return found
