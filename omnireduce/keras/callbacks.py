@@ -19,6 +19,7 @@ from omnireduce.data_parallel import session
 from omnireduce.data_parallel.session import ProcessSet, global_process_set
 from omnireduce.errors import UsageError
 from omnireduce.keras.collectives import broadcast_variables
+from omnireduce.keras.values import array_of
 
 Logs = dict[str, Any] | None
 
@@ -138,7 +139,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["learning_rate"] = self._rate()
 
     def _rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return float(array_of(self.model.optimizer.learning_rate))
 
     def _set(self, rate: float) -> None:
         self.model.optimizer.learning_rate = rate
