@@ -173,6 +173,9 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
     """With the aggregator that the document starts before it, and kernels that need not be compiled."""
     if "import torch" in block.text:
         pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
+    if "import keras" in block.text:
+        for name in ("torch", "keras"):
+            pytest.importorskip(name, reason=f"no {name} here; `make torch keras` installs it")
     warm_up_worker()
     (tmp_path / "example.py").write_text(block.text)
     done = subprocess.run(

@@ -77,7 +77,7 @@ class Settings:
         if size == 1:
             return list(gradients)
         found = [
-            keras.ops.zeros(variable.shape, variable.dtype) if each is None else each
+            keras.ops.zeros(variable.shape, variable.dtype) if each is None else dense(each)
             for each, variable in zip(gradients, variables, strict=True)
         ]
         shared = [at for at, each in enumerate(variables) if id(each) not in self.local]
@@ -111,6 +111,11 @@ class Settings:
         if len(set(taken)) < len(taken):
             raise UsageError("groups: expected each variable in one group; some are there twice")
         return [group for group in found if group] + [[at] for at in range(many) if at not in taken]
+
+
+def dense(gradient: Any) -> Any:
+    """A gradient of some rows of a table, which TensorFlow has, as one of the whole table. Others stay as they are."""
+    return keras.ops.convert_to_tensor(gradient) if hasattr(gradient, "dense_shape") else gradient
 
 
 def _flat(found: Sequence[Sequence[Array]]) -> list[Array]:
