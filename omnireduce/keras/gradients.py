@@ -115,7 +115,11 @@ class Settings:
 
 def dense(gradient: Any) -> Any:
     """A gradient of some rows of a table, which TensorFlow has, as one of the whole table. Others stay as they are."""
-    return keras.ops.convert_to_tensor(gradient) if hasattr(gradient, "dense_shape") else gradient
+    if not hasattr(gradient, "dense_shape"):
+        return gradient
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(gradient)
 
 
 def _flat(found: Sequence[Sequence[Array]]) -> list[Array]:

@@ -55,7 +55,7 @@ def is_symbolic(value: Any) -> bool:
         case "tensorflow":
             import tensorflow as tf
 
-            return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")
+            return bool(tf.is_symbolic_tensor(value))
     return False
 
 

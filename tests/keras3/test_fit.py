@@ -23,7 +23,7 @@ def trained(request: pytest.FixtureRequest, daemon: Daemon) -> dict[str, list[di
     """What two ranks say of each way, started once for each backend."""
     backend = request.param
     if backend not in BY_BACKEND:
-        BY_BACKEND[backend] = ways(printed(daemon, backend, str(ROOT / "tests/keras/fit_worker.py")))
+        BY_BACKEND[backend] = ways(printed(daemon, backend, str(ROOT / "tests/keras3/fit_worker.py")))
     return BY_BACKEND[backend]
 
 
