@@ -174,9 +174,8 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
     """With the aggregator that the document starts before it, and kernels that need not be compiled."""
     if "import torch" in block.text:
         pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
-    if "import keras" in block.text:
-        if not (find_spec("torch") and find_spec("keras")):  # to import keras is to choose its backend
-            pytest.skip("no torch or no keras here; `make torch keras` installs them")
+    if "import keras" in block.text and not (find_spec("torch") and find_spec("keras")):  # importing it needs a backend
+        pytest.skip("no torch or no keras here; `make torch keras` installs them")
     warm_up_worker()
     (tmp_path / "example.py").write_text(block.text)
     done = subprocess.run(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-BACKENDS = [name for name in ("torch", "jax") if find_spec(name) is not None]
+BACKENDS = [name for name in ("torch", "jax", "tensorflow") if find_spec(name) is not None]
 HAS_KERAS = find_spec("keras") is not None and BACKENDS != []
 collect_ignore_glob = [] if HAS_KERAS else ["test_[!v]*.py"]  # they import it; test_versions.py says what is missing
 if HAS_KERAS:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from launched import needs_mpirun, printed, ways
 from local_cluster import ROOT, Daemon
 
-BACKENDS = ("torch", "jax", "tensorflow")
+BACKENDS = ("torch", "jax", *(("tensorflow",) if find_spec("tensorflow") else ()))  # CI has no TensorFlow
 AS_ONE_PROCESS = (
     *("averaged", "clipped", "summed", "predivided", "grouped", "in_lists", "averaged_passes", "summed_passes"),
     *("eager", "loaded", "embedded"),
