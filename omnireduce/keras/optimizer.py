@@ -60,7 +60,7 @@ class CombinesItself(Combines):
         variables = list(variables)
         if keras.config.dtype_policy().name == "mixed_float16" and self._settings.process_set.size() > 1:
             raise UsageError(
-                "mixed_float16: ranks would skip different steps. Expected "
+                "mixed_float16: ranks would skip different steps; expected "
                 "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), or mixed_bfloat16"
             )
         found = [

@@ -280,6 +280,22 @@ def different() -> dict[str, Any]:
     return {"error": ""}
 
 
+def taped() -> dict[str, Any]:
+    """The tape of TensorFlow: in a graph and without."""
+    import tensorflow as tf
+
+    weight = keras.Variable(np.ones((2, 2), np.float32))
+    mine = tf.constant([[hvd.rank() + 1.0], [hvd.rank() * 2.0]])
+
+    def gradient() -> Any:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(tf.matmul(weight.value, mine))
+        return tape.gradient(loss, [weight])[0]
+
+    found = [each().numpy().tolist() for each in (gradient, tf.function(gradient))]
+    return {"bits": found, "alike": found == [[[1.5, 1.0], [1.5, 1.0]]] * 2}
+
+
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     each.__name__: each
     for each in (
@@ -300,6 +316,9 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
         ),
     )
 }
+
+if keras.backend.backend() == "tensorflow":
+    WAYS["taped"] = taped
 
 
 def main() -> None:

@@ -48,6 +48,12 @@ def test_what_a_way_promises(trained: dict[str, list[dict[str, Any]]], way: str)
     assert [each["alike"] for each in trained[way]] == [True, True], trained[way]
 
 
+def test_a_tape_gives_the_gradients_of_all_ranks(trained: dict[str, list[dict[str, Any]]]) -> None:
+    if "taped" not in trained:
+        pytest.skip("only TensorFlow has a tape")
+    assert [each["alike"] for each in trained["taped"]] == [True, True], trained["taped"]
+
+
 def test_what_is_saved_is_a_plain_optimizer(trained: dict[str, list[dict[str, Any]]]) -> None:
     assert trained["loaded"][0]["plain"]
 

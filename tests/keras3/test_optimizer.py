@@ -138,6 +138,15 @@ def test_what_cannot_be(make: Any, said: str) -> None:
         make()
 
 
+def test_steps_that_ranks_would_leave_out_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Keras scales the loss outside of the optimizer that combines."""
+    optimizer = hvd.DistributedOptimizer(sgd(), process_set=hvd.ProcessSet([0, 1]))
+    monkeypatch.setattr(keras.config, "dtype_policy", lambda: keras.DTypePolicy("mixed_float16"))
+    weight = keras.Variable(np.ones(3, np.float32))
+    with pytest.raises(UsageError, match=r"expected DistributedOptimizer\(keras.optimizers.LossScaleOptimizer"):
+        optimizer.apply([keras.ops.ones(3)], [weight])
+
+
 def test_half_precision_is_for_floats() -> None:
     for dtype, sent in (("float32", "float16"), ("float64", "float16"), ("float16", "float16"), ("int32", "int32")):
         array = np.arange(3).astype(dtype)
