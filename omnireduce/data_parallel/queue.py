@@ -37,8 +37,9 @@ class Queue:
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int] | None = None, *, name: str = "queue") -> None:
-        self.comm = comm.create_group(ranks, name=name)
-        self._dispatcher = Dispatcher(self.comm)
+        self._comm = comm.create_group(ranks, name=name)
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._dispatcher = Dispatcher(self._comm)
         self._last: dict[str, Form] = {}  # by name: the next one is alike, as a rule
 
     def allreduce_async(
@@ -84,7 +85,7 @@ class Queue:
         if op == "adasum":
             if prescale != 1 or postscale != 1:
                 raise UsageError(f"adasum of '{name}' is not scaled: expected prescale and postscale to be 1")
-            return self._submit(operations.combining(name, arrays, outs, self.comm.size))
+            return self._submit(operations.combining(name, arrays, outs, self.size))
         operation = Reduction(name, arrays, outs, op, prescale, postscale)
         if len(self._last) == MOST_NAMES:
             self._last.clear()
@@ -101,7 +102,7 @@ class Queue:
 
     def broadcast_async(self, x: Array, root: int = 0, *, name: str) -> Task:
         """Replace `x` on all ranks by that of `root`."""
-        return self._submit(operations.broadcasting(name, x, root, self.comm.size))
+        return self._submit(operations.broadcasting(name, x, root, self.size))
 
     def alltoall_async(self, x: Array, splits: Array | None = None, *, name: str) -> Task:
         """Send the first `splits[0]` rows of `x` to rank 0, the next `splits[1]` to rank 1, and so on.
@@ -109,7 +110,7 @@ class Queue:
         `splits`: integers (size,); None: parts of one length. The result: the rows that have come here, by the rank
         that sent them, and how many from each: int64 (size,). What ranks send to each other travels to all.
         """
-        size = self.comm.size
+        size = self.size
         if splits is None:
             if x.ndim == 0 or len(x) % size:
                 raise UsageError(f"'{name}' is {list(x.shape)}: expected a multiple of {size} rows, or splits")
@@ -119,7 +120,7 @@ class Queue:
             raise UsageError(
                 f"splits of '{name}' are {splits.tolist()}: expected {size} numbers that add up to {len(x)}"
             )
-        return self._submit(operations.exchanging(name, x, splits.astype(np.int64), self.comm.rank))
+        return self._submit(operations.exchanging(name, x, splits.astype(np.int64), self.rank))
 
     def reducescatter_async(
         self, x: Array, *, name: str, op: Op = "sum", prescale: float = 1.0, postscale: float = 1.0
@@ -131,11 +132,11 @@ class Queue:
 
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str, trust: bool = False) -> Task:
         """The object of `root`: see `Communicator.broadcast_object`, also for what it may be."""
-        return self._submit(operations.telling(name, x, root, size=self.comm.size, trust=trust))
+        return self._submit(operations.telling(name, x, root, size=self.size, trust=trust))
 
     def allgather_object_async(self, x: object, *, name: str, trust: bool = False) -> Task:
         """A list of the objects of all ranks."""
-        return self._submit(operations.telling(name, x, None, size=self.comm.size, trust=trust))
+        return self._submit(operations.telling(name, x, None, size=self.size, trust=trust))
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -157,7 +158,7 @@ class Queue:
     def close(self) -> None:
         """End the queues of all ranks. What is under way elsewhere fails."""
         self._dispatcher.close()
-        self.comm.shutdown()
+        self._comm.shutdown()
 
     def _submit(self, operation: Operation) -> Task:
         return self._dispatcher.submit(operation)

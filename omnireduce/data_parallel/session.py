@@ -31,20 +31,21 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this rank belongs to it."""
-        return world.running().rank in self._members()
+        return world.running().rank in self.members()
 
     def rank(self) -> int:
         """The number of this rank in the set. Raises UsageError where it does not belong to it."""
         own = world.running().rank
-        if own not in self._members():
-            raise UsageError(f"rank {own} does not belong to the process set {self._members()}")
-        return self._members().index(own)
+        if own not in self.members():
+            raise UsageError(f"rank {own} does not belong to the process set {self.members()}")
+        return self.members().index(own)
 
     def size(self) -> int:
         """How many ranks it has."""
-        return len(self._members())
+        return len(self.members())
 
-    def _members(self) -> list[int]:
+    def members(self) -> list[int]:
+        """Its ranks, by their numbers in the job."""
         return list(range(world.running().size)) if self.ranks is None else self.ranks
 
     def __repr__(self) -> str:
@@ -188,10 +189,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     session = session_of()
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = made._members()
+    ranks = made.members()
     if not ranks or not 0 <= ranks[0] <= ranks[-1] < session.comm.size:
         raise UsageError(f"process set {ranks}: expected ranks from 0 to {session.comm.size - 1}")
-    if any(each._members() == ranks for each in session.sets.values()):
+    if any(each.members() == ranks for each in session.sets.values()):
         raise UsageError(f"process set {ranks}: there is one of these ranks")
     session.made += 1
     made.process_set_id = session.made

@@ -25,14 +25,9 @@ from omnireduce.data_parallel.session import (
     shutdown,
     size,
 )
+from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, Sum
 from omnireduce.keras import callbacks
 from omnireduce.keras.collectives import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_object,
     allreduce,

@@ -9,9 +9,10 @@ from typing import Any
 import keras
 
 from omnireduce.data_parallel.session import ProcessSet, global_process_set
+from omnireduce.data_parallel.words import Adasum, Average, Sum, scaling
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.keras.collectives import Adasum, Average, Combining, Sum
+from omnireduce.keras.collectives import Combining
 from omnireduce.keras.compression import Compression, NoneCompressor
 from omnireduce.keras.values import through_arrays
 
@@ -43,17 +44,14 @@ class Settings:
     def __post_init__(self) -> None:
         if self.op not in (Average, Sum, Adasum):
             raise UsageError(f"op is {self.op!r}: expected Average, Sum or Adasum for gradients")
-        if self.gradient_predivide_factor != 1 and self.op != Average:
-            raise UsageError("gradient_predivide_factor without op=Average: expected 1.0, which divides nothing")
-        if self.gradient_predivide_factor <= 0:
-            raise UsageError(f"gradient_predivide_factor is {self.gradient_predivide_factor}: expected more than 0")
+        scaling(None, self.op).predivided(self.gradient_predivide_factor, 1)  # raises what is wrong with it
         if not isinstance(self.backward_passes_per_step, int) or self.backward_passes_per_step < 1:
             raise UsageError(f"backward_passes_per_step is {self.backward_passes_per_step}: expected 1 or more")
         if isinstance(self.groups, int) and self.num_groups:
             raise UsageError("both num_groups and groups are given: expected one of them")
         if self.many_groups < 0:
             raise UsageError(f"num_groups is {self.many_groups}: expected 0 (no groups) or more")
-        how = Combining(self.op, 1.0, 1.0, self.compression, self.process_set)
+        how = Combining(scaling(None, self.op), self.compression, self.process_set)
         object.__setattr__(self, "how", how)
 
     @property
@@ -62,11 +60,8 @@ class Settings:
 
     def scaled(self) -> Combining:
         """How gradients are combined: an average may be divided in part before the sum, in part after it."""
-        before = self.gradient_predivide_factor
-        if before == 1:
-            return self.how
-        after = before / self.process_set.size()
-        return Combining(Sum, 1 / before, after, self.compression, self.process_set)
+        how = self.how.how.predivided(self.gradient_predivide_factor, self.process_set.size())
+        return Combining(how, self.compression, self.process_set)
 
     def combined(self, prefix: str, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """These gradients, combined with those of other ranks. `prefix`: before their names, on all ranks the same.

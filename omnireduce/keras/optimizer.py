@@ -15,8 +15,8 @@ from typing import Any
 import keras
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
+from omnireduce.data_parallel.words import Average
 from omnireduce.errors import UsageError
-from omnireduce.keras.collectives import Average
 from omnireduce.keras.compression import Compression, NoneCompressor
 from omnireduce.keras.gradients import Settings
 from omnireduce.keras.values import check_backend

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
+from omnireduce.data_parallel.words import Average
 from omnireduce.errors import UsageError
-from omnireduce.keras.collectives import Average
 from omnireduce.keras.compression import Compression, NoneCompressor
 from omnireduce.keras.gradients import Settings
 from omnireduce.keras.optimizer import checked

@@ -41,6 +41,7 @@ from omnireduce.data_parallel.session import (
     start_timeline,
     stop_timeline,
 )
+from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, Sum
 from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.compression import Compression
@@ -63,12 +64,6 @@ from omnireduce.torch.moves import (
 from omnireduce.torch.optimizer import DistributedOptimizer
 from omnireduce.torch.process_group import BACKEND, ProcessGroup
 from omnireduce.torch.reductions import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allreduce,
     allreduce_,
     allreduce_async,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from omnireduce.data_parallel.session import ProcessSet
+from omnireduce.data_parallel.words import Average, Scaling, Sum
 from omnireduce.errors import UsageError
 from omnireduce.torch.handles import Handle, synchronize
-from omnireduce.torch.reductions import Average, Scaling, Sum, sparse_allreduce_async, start_reduction
+from omnireduce.torch.reductions import sparse_allreduce_async, start_reduction
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -58,16 +59,6 @@ class Way(NamedTuple):
     compression: type[Any]
     sparse_as_dense: bool
     process_set: ProcessSet
-
-    @classmethod
-    def of(cls, scaling: Scaling, predivide: float, *rest: Any) -> Way:
-        """With a mean that divides by `predivide` before, and by the rest of the number of ranks after the sum."""
-        way = cls(scaling, *rest)
-        if predivide == 1:
-            return way
-        if scaling.op != Average:
-            raise UsageError(f"gradient_predivide_factor with op {scaling.op!r}; expected op=Average")
-        return way._replace(how=Scaling(Sum, 1 / predivide, predivide / way.process_set.size()))
 
 
 class Gradients:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
-from omnireduce.errors import UsageError
+from omnireduce.data_parallel.words import root_of
 from omnireduce.torch.handles import Handle, on_device_of, synchronize
 from omnireduce.torch.reductions import sum_of
 from omnireduce.torch.tensors import array_of, put_back, staged
@@ -32,7 +32,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, name: str, process_set: ProcessSet) -> Tensor:
         lengths = queue(process_set).allgather_async(array_of(torch.tensor([len(tensor)])), name=f"length of {name}")
         task = queue(process_set).allgather_async(array_of(staged(tensor)), name=name)
-        before = lengths.wait()[: queue(process_set).comm.rank].sum()
+        before = lengths.wait()[: queue(process_set).rank].sum()
         ctx.process_set, ctx.name, ctx.own = process_set, name, slice(int(before), int(before) + len(tensor))
         return on_device_of(tensor, task.wait())
 
@@ -80,20 +80,11 @@ def broadcast(
     return cast(Tensor, _Broadcast.apply(tensor, root_rank, name_of("broadcast", name, process_set), process_set))
 
 
-def root_of(root_rank: int, process_set: ProcessSet) -> int:
-    """The number in its set of a rank of the job. Raises UsageError where the set has none."""
-    if process_set.ranks is None:
-        return root_rank
-    if root_rank not in process_set.ranks:
-        raise UsageError(f"root_rank {root_rank}: expected one of {process_set.ranks}, the ranks of the process set")
-    return process_set.ranks.index(root_rank)
-
-
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str, process_set: ProcessSet) -> Tensor:
         root, copy = root_of(root_rank, process_set), staged(tensor).clone()
-        ctx.process_set, ctx.name, ctx.is_root = process_set, name, queue(process_set).comm.rank == root
+        ctx.process_set, ctx.name, ctx.is_root = process_set, name, queue(process_set).rank == root
         queue(process_set).broadcast_async(array_of(copy), root, name=name).wait()
         return copy.to(tensor.device)
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from omnireduce.compression.grace import Communicator as Grace
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, session_of
+from omnireduce.data_parallel.words import Average, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.gradients import Gradients, Named, Names, Way, no_closure
-from omnireduce.torch.reductions import Average, scaling
 
 _numbers: WeakKeyDictionary[Grace, count[int]] = WeakKeyDictionary()  # of the optimizers that share a memory
 
@@ -108,7 +108,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if grace is not None:
         return _with_grace(optimizer, names, grace)
     session_of()
-    way = Way.of(scaling(None, op), gradient_predivide_factor, compression, sparse_as_dense, process_set)
+    how = scaling(None, op).predivided(gradient_predivide_factor, process_set.size())
+    way = Way(how, compression, sparse_as_dense, process_set)
     gradients = Gradients(optimizer, names, way, _at_least_once(backward_passes_per_step))
     number = groups if isinstance(groups, int) else num_groups
     if number:

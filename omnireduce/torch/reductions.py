@@ -9,47 +9,19 @@ its name returns a handle: see `poll` and `synchronize`. They raise UsageError f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
+from omnireduce.data_parallel.words import Adasum, Average, Scaling, Sum, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.handles import Handle, first, on_device_of, synchronize
 from omnireduce.torch.rows import rows_of, sparse_of
 from omnireduce.torch.tensors import array_of, put_back, staged
-
-Average: QueueOp = "mean"
-Sum: QueueOp = "sum"
-Adasum: QueueOp = "adasum"
-Min: QueueOp = "min"
-Max: QueueOp = "max"
-Product: QueueOp = "prod"
-OPS = (Average, Sum, Adasum, Min, Max, Product)
-
-
-class Scaling(NamedTuple):
-    """How tensors are combined."""
-
-    op: QueueOp = Average
-    prescale_factor: float = 1.0
-    postscale_factor: float = 1.0
-
-
-def scaling(
-    average: bool | None, op: QueueOp | None, prescale_factor: float = 1.0, postscale_factor: float = 1.0
-) -> Scaling:
-    """What the caller wants. Raises UsageError for both words, and for an op that there is not."""
-    if average is not None and op is not None:
-        raise UsageError("average and op are both given; expected one of them: op=Average or op=Sum")
-    if op is None:
-        op = Average if average in (None, True) else Sum
-    if op not in OPS:
-        raise UsageError(f"op {op!r}: expected Average, Sum, Min, Max, Product or Adasum of this module")
-    return Scaling(op, prescale_factor, postscale_factor)
 
 
 def start_reduction(

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
+from omnireduce.data_parallel.words import root_of
 from omnireduce.errors import UsageError
 from omnireduce.torch.gradients import Named
 from omnireduce.torch.handles import synchronize
-from omnireduce.torch.moves import broadcast_async_, root_of
+from omnireduce.torch.moves import broadcast_async_
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def broadcast_optimizer_state(
     state = optimizer.state_dict()
     own: list[Tensor] = []
     told = broadcast_object(_without_tensors(state, own), root_rank, "optimizer", process_set=process_set)
-    is_root = queue(process_set).comm.rank == root_of(root_rank, process_set)
+    is_root = queue(process_set).rank == root_of(root_rank, process_set)
     tensors = own if is_root else []
     if not is_root:
         state = _with_tensors(told, tensors)

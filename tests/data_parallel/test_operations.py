@@ -43,7 +43,7 @@ def in_steps(daemon: Daemon, do: Callable[[Queue], None]) -> None:
 
 def test_arrays_of_a_group_are_done_together(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        arrays = [own(queue.comm.rank, dtype=each) for each in ("float32", "float64", "int32")]
+        arrays = [own(queue.rank, dtype=each) for each in ("float32", "float64", "int32")]
         found = queue.grouped_allreduce_async(arrays, name="g", op="max").wait(60)
         expected = [np.max(everyone(dtype=each), axis=0) for each in ("float32", "float64", "int32")]
         assert all((a == b).all() for a, b in zip(found, expected, strict=True))
@@ -54,11 +54,11 @@ def test_arrays_of_a_group_are_done_together(daemon: Daemon) -> None:
 @pytest.mark.parametrize("elements", [20, 300_000])
 def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
     def do(queue: Queue) -> None:
-        x, out = own(queue.comm.rank, shape=(elements,)), np.empty(elements, np.float32)
+        x, out = own(queue.rank, shape=(elements,)), np.empty(elements, np.float32)
         found = queue.allreduce_async(x, name="w", out=out, prescale=0.5, postscale=4).wait(60)
         assert found is out
         assert (found == 2 * np.sum(everyone(shape=(elements,)), axis=0)).all()
-        assert (x == own(queue.comm.rank, shape=(elements,))).all()
+        assert (x == own(queue.rank, shape=(elements,))).all()
 
     in_steps(daemon, do)
 
@@ -66,7 +66,7 @@ def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
 @pytest.mark.parametrize("elements", [20, 300_000])
 def test_means_of_integers_are_rounded_down(daemon: Daemon, elements: int) -> None:
     def do(queue: Queue) -> None:
-        x = own(queue.comm.rank, shape=(elements,), dtype="int64") - 3
+        x = own(queue.rank, shape=(elements,), dtype="int64") - 3
         queue.allreduce_async(x, name="w", op="mean").wait(60)
         assert (x == (np.sum(everyone(shape=(elements,), dtype="int64"), axis=0) - 3 * RANKS) // RANKS).all()
 
@@ -75,7 +75,7 @@ def test_means_of_integers_are_rounded_down(daemon: Daemon, elements: int) -> No
 
 def test_rows_are_added_by_number(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        rank = queue.comm.rank
+        rank = queue.rank
         tasks = [
             queue.allreduce_rows_async(np.array([rank, 5 + i]), np.ones((2, 3), np.float32), 9, name=f"t{i}")
             for i in range(3)
@@ -90,7 +90,7 @@ def test_rows_are_added_by_number(daemon: Daemon) -> None:
 
 def test_arrays_of_other_lengths_are_gathered(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        mine = own(queue.comm.rank)[: 2 + queue.comm.rank]
+        mine = own(queue.rank)[: 2 + queue.rank]
         found = queue.allgather_async(mine, name="g").wait(60)
         assert (found == np.concatenate([each[: 2 + rank] for rank, each in enumerate(everyone())])).all()
 
@@ -99,14 +99,14 @@ def test_arrays_of_other_lengths_are_gathered(daemon: Daemon) -> None:
 
 def test_the_root_gives_all(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        assert (queue.broadcast_async(own(queue.comm.rank), 1, name="b").wait(60) == own(1)).all()
+        assert (queue.broadcast_async(own(queue.rank), 1, name="b").wait(60) == own(1)).all()
 
     in_steps(daemon, do)
 
 
 def test_parts_are_exchanged(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        rank = queue.comm.rank
+        rank = queue.rank
         rows, counts = queue.alltoall_async(own(rank), np.array([[1, 5], [4, 2]][rank]), name="x").wait(60)
         assert counts.tolist() == [[1, 4], [5, 2]][rank]
         sent = [own(0)[:1], own(1)[:4]] if rank == 0 else [own(0)[1:], own(1)[4:]]
@@ -119,8 +119,8 @@ def test_parts_are_exchanged(daemon: Daemon) -> None:
 
 def test_sums_are_scattered(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        found = queue.reducescatter_async(own(queue.comm.rank, shape=(5, 2)), name="r", op="sum").wait(60)
-        assert (found == np.array_split(np.sum(everyone(shape=(5, 2)), axis=0), RANKS)[queue.comm.rank]).all()
+        found = queue.reducescatter_async(own(queue.rank, shape=(5, 2)), name="r", op="sum").wait(60)
+        assert (found == np.array_split(np.sum(everyone(shape=(5, 2)), axis=0), RANKS)[queue.rank]).all()
 
     in_steps(daemon, do)
 
@@ -128,7 +128,7 @@ def test_sums_are_scattered(daemon: Daemon) -> None:
 def test_adasum_keeps_one_of_two_that_are_alike(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
         same, apart = np.ones(4, np.float32), np.zeros(4, np.float32)
-        apart[queue.comm.rank] = 3
+        apart[queue.rank] = 3
         queue.grouped_allreduce_async([same, apart], name="a", op="adasum").wait(60)
         assert same.tolist() == [1, 1, 1, 1]
         assert apart.tolist() == [3, 3, 0, 0]
