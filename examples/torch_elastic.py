@@ -25,7 +25,7 @@ def say(text: str) -> None:
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState, data: TensorDataset, given: argparse.Namespace) -> None:
     say(f"rank {hvd.rank()} of {hvd.size()} goes on in epoch {state.epoch}")
-    while state.epoch < given.epochs or hvd.size() < given.ranks:
+    while state.epoch < given.epochs or hvd.size() < given.ranks or state.sampler.processed_indices:
         loader = DataLoader(data, given.batch_size, sampler=state.sampler)
         for at, (numbers,) in enumerate(loader):
             state.optimizer.zero_grad()
@@ -34,7 +34,8 @@ def train(state: hvd.elastic.TorchState, data: TensorDataset, given: argparse.Na
             state.sampler.record_batch(at, given.batch_size)
             state.commit()
             say(f"rank {hvd.rank()} of {hvd.size()}: epoch {state.epoch}, batch {at}")
-        hvd.join()  # a rank with fewer batches waits for the others
+        last = hvd.join()  # a rank with fewer batches waits for the others, and gets what they have learned
+        hvd.broadcast_parameters(state.model.state_dict(), root_rank=last)
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
         state.commit()

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from omnireduce.data_parallel import session
-from omnireduce.errors import AbortedError, NewcomersError
+from omnireduce.errors import AbortedError, ClosedError, NewcomersError
 from omnireduce.logs import tagged
 
 P = ParamSpec("P")
@@ -25,7 +25,7 @@ log = logging.getLogger("omnireduce")
 class State:
     """What a training has achieved: its attributes, which are plain data, such as `epoch` and `batch`.
 
-    A front adds what it knows: subclasses override `save`, `restore` and `sync`, and call these first.
+    A front adds what it knows: subclasses override `exchange`, `save`, `restore` and `sync`.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -50,9 +50,13 @@ class State:
 
         Raises NewcomersError, after that, when workers wait to join; AbortedError when the job failed.
         """
+        self.exchange()
         self.save()
         self._commits += 1
         self.check_host_updates()
+
+    def exchange(self) -> None:
+        """Tell other ranks, before a commit, what they cannot know if this one dies. Here: nothing."""
 
     def check_host_updates(self) -> None:
         """Raises NewcomersError on all ranks when workers wait to join; AbortedError when the job failed."""
@@ -101,7 +105,7 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
             try:
                 state.sync()
                 return train(state, *args, **kwargs)
-            except AbortedError as error:
+            except (AbortedError, ClosedError) as error:  # closed: the others form it anew, and this rank had joined
                 log.warning("forming the job anew: %s", error, extra=tagged("reforming"))
                 state.restore()
             except NewcomersError:

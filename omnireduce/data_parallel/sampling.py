@@ -1,10 +1,17 @@
-"""Which samples of an epoch each rank takes, and which are done: also when ranks fail or come. Pure."""
+"""Which samples of an epoch each rank takes, and which are done: also when ranks fail or come. Pure.
+
+What a rank has done dies with it. So ranks tell each other at each commit what they have done since the last one.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
 
 
 class Sampling:
@@ -17,8 +24,9 @@ class Sampling:
     def __init__(self, total: int, *, shuffle: bool = True, seed: int = 0, pads: bool = True) -> None:
         self._total, self._shuffle, self._seed, self._pads = total, shuffle, seed, pads
         self.epoch = 0
-        self.processed: set[int] = set()
-        self.indices: list[int] = []
+        self.processed: set[int] = set()  # by any rank, as far as this one has been told
+        self.indices: list[int] = []  # that this rank takes
+        self._untold: set[int] = set()
 
     def deal(self, rank: int, size: int) -> None:
         """Deal out what is left of this epoch."""
@@ -33,11 +41,24 @@ class Sampling:
 
     def begin(self, epoch: int) -> None:
         """Nothing of this epoch is done."""
-        self.epoch, self.processed = epoch, set()
+        self.epoch, self.processed, self._untold = epoch, set(), set()
 
     def record(self, indices: Iterable[int]) -> None:
-        """These are done."""
-        self.processed.update(indices)
+        """This rank has done these."""
+        done = set(indices)
+        self.processed |= done
+        self._untold |= done
+
+    def untold(self) -> Array:
+        """What this rank has done and the others do not know: bool (total,)."""
+        found = np.zeros(self._total, np.bool_)
+        found[list(self._untold)] = True
+        return found
+
+    def told(self, done: Array) -> None:
+        """Take what any rank has done, made of the `untold` of all: bool (total,)."""
+        self.processed.update(np.flatnonzero(done).tolist())
+        self._untold = set()
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and what is done of it."""
@@ -45,11 +66,4 @@ class Sampling:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self.epoch, self.processed = int(state["epoch"]), set(state["processed_indices"])
-
-
-def merged(states: list[dict[str, Any]], root: int) -> dict[str, Any]:
-    """The epoch of `root`, and what all ranks that are in it have done."""
-    epoch = states[root]["epoch"]
-    done = {number for each in states if each["epoch"] == epoch for number in each["processed_indices"]}
-    return {"epoch": epoch, "processed_indices": sorted(done)}
+        self.epoch, self.processed, self._untold = int(state["epoch"]), set(state["processed_indices"]), set()

@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 
 from omnireduce.data_parallel import session
 from omnireduce.data_parallel.elastic import State, run
-from omnireduce.data_parallel.sampling import Sampling, merged
+from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.errors import NewcomersError as HostsUpdatedInterrupt
 from omnireduce.torch.states import broadcast_optimizer_state, broadcast_parameters
@@ -74,6 +74,12 @@ class ElasticSampler(Sampler[int]):
         """Deal out what is left to the ranks that there are now."""
         self._sampling.deal(session.rank(), session.size())
 
+    def exchange(self, name: str) -> None:
+        """Tell all ranks what was recorded since they were told last. All ranks call it: `TorchState.commit` does. One
+        that has joined tells nothing."""
+        done = self._sampling.untold()
+        self._sampling.told(session.queue().allreduce_async(done, name=f"sampler.{name}", op="any").wait())
+
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and what is done of it."""
         return self._sampling.state_dict()
@@ -104,6 +110,11 @@ class TorchState(State):
     def _stateful(self) -> list[Any]:
         return [each for each in (self.model, self.optimizer, *self._samplers.values()) if each is not None]
 
+    def exchange(self) -> None:
+        """Samplers tell each other what is done."""
+        for name, each in self._samplers.items():
+            each.exchange(name)
+
     def save(self) -> None:
         """Keep everything as it is now, on this rank."""
         super().save()
@@ -116,8 +127,7 @@ class TorchState(State):
             each.load_state_dict(copy.deepcopy(kept))
 
     def sync(self) -> None:
-        """Give all ranks the state of the one that has committed most often, and keep it. What ranks have done of an
-        epoch is put together."""
+        """Give all ranks the state of the one that has committed most often, and keep it."""
         root = self.root()
         with torch.no_grad():
             if self.model is not None:
@@ -125,8 +135,8 @@ class TorchState(State):
             if self.optimizer is not None:
                 broadcast_optimizer_state(self.optimizer, root)
         for name, sampler in self._samplers.items():
-            states = session.queue().allgather_object_async(sampler.state_dict(), name=f"sampler.{name}").wait()
-            sampler.load_state_dict(merged(states, root))
+            own = sampler.state_dict()
+            sampler.load_state_dict(session.queue().broadcast_object_async(own, root, name=f"sampler.{name}").wait())
         super().sync()
 
     def on_reset(self) -> None:

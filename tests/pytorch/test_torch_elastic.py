@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import ROOT, WAIT_S, Daemon, Process, unique_job
 
-from omnireduce.data_parallel.sampling import Sampling, merged
+from omnireduce.data_parallel.sampling import Sampling
 
 SCRIPT = str(ROOT / "examples" / "torch_elastic.py")
 
@@ -90,7 +91,7 @@ def test_too_few_survivors_wait_for_others(daemon: Daemon, stack: ExitStack) -> 
     data=st.data(),
 )
 def test_samples_are_dealt_out_once(total: int, sizes: list[int], pads: bool, data: st.DataObject) -> None:
-    """Ranks change several times within an epoch, each time after some of the samples."""
+    """Ranks change several times within an epoch, each time after a commit and some samples that are lost."""
     state = {"epoch": 3, "processed_indices": list[int]()}
     taken: list[int] = []
     for size in [*sizes, 1]:
@@ -104,7 +105,12 @@ def test_samples_are_dealt_out_once(total: int, sizes: list[int], pads: bool, da
         for each in ranks:
             each.record(each.indices[:done])
             taken += each.indices[:done]
-        state = merged([each.state_dict() for each in ranks], 0)
+        told = np.any([each.untold() for each in ranks], axis=0)
+        for each in ranks:
+            each.told(told)
+            assert not each.untold().any()
+        state = ranks[-1].state_dict()
+        ranks[-1].record(each.indices[done:])
     assert len(taken) == len(set(taken)) or pads
     assert set(taken) <= set(range(total))
     assert state["processed_indices"] == sorted(set(taken))
