@@ -114,7 +114,9 @@ def is_initialized() -> bool:
 
 def session_of() -> _Session:
     """That of this process. Where there is only a global communicator, all ranks begin one now."""
-    if not is_initialized() and world.is_initialized():
+    if _session is not None and not _session.comm.is_shut_down:
+        return _session
+    if world.is_initialized():
         init()
     if _session is None or _session.comm.is_shut_down:
         raise UsageError("omnireduce is not initialised; call omnireduce.init() first")
@@ -150,12 +152,11 @@ def _close_queues(session: _Session) -> None:
 def queue(process_set: ProcessSet = global_process_set) -> Queue:
     """The queue of a set of ranks. Raises UsageError where this rank, or nobody, belongs to it."""
     session, number = session_of(), process_set.process_set_id
-    found = session.queues.get(-1 if number is None else number)
-    if found is None or session.sets.get(number or 0) is not process_set:
-        if number is None:
-            raise UsageError(f"{process_set} was not added, or is removed; call add_process_set on all ranks first")
-        raise UsageError(f"rank {session.comm.rank} does not belong to {process_set}")
-    return found
+    if number is not None and session.sets.get(number) is process_set and number in session.queues:
+        return session.queues[number]
+    if number is None or session.sets.get(number) is not process_set:
+        raise UsageError(f"{process_set} was not added, or is removed; call add_process_set on all ranks first")
+    raise UsageError(f"rank {session.comm.rank} does not belong to {process_set}")
 
 
 def name_of(kind: str, name: str | None, process_set: ProcessSet = global_process_set) -> str:

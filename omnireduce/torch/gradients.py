@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from omnireduce.data_parallel.session import ProcessSet
+from omnireduce.data_parallel.session import ProcessSet, queue
 from omnireduce.data_parallel.words import Average, Scaling, Sum
 from omnireduce.errors import UsageError
+from omnireduce.torch.compression import NoneCompressor
 from omnireduce.torch.handles import Handle, synchronize
 from omnireduce.torch.reductions import sparse_allreduce_async, start_reduction
 
@@ -61,16 +63,30 @@ class Way(NamedTuple):
     process_set: ProcessSet
 
 
+class Entry:
+    """A parameter: its name, how often backward makes its gradient before that is combined, and with which others."""
+
+    __slots__ = ("gradient_name", "group", "handle", "name", "parameter", "passes_left")
+
+    def __init__(self, parameter: Tensor, name: str, passes: int) -> None:
+        self.parameter, self.name, self.passes_left = parameter, name, passes
+        self.gradient_name = f"gradient.{name}"
+        self.group: Sequence[Entry] = ()
+        self.handle: Handle | None = None  # while the gradient is combined
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.parameter.grad is not None and self.parameter.grad.is_sparse
+
+
 class Gradients:
     """Those of one optimizer. A hook starts to combine each gradient when backward has made it for the last time before
     a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names, way: Way, passes: int) -> None:
         self._names, self._way, self._passes = names, way, passes
-        self._parameters: dict[Tensor, str] = {}  # that have a hook
-        self._passes_left: dict[Tensor, int] = {}
-        self._handles: dict[Tensor, Handle] = {}  # of gradients that are combined now
-        self._group_of: dict[Tensor, Sequence[Tensor]] = {}
+        self._is_plain = way.compression is NoneCompressor
+        self._entries: dict[Tensor, Entry] = {}  # of parameters that have a hook
         self._is_combined = False
         self.skips = False  # steps take the gradients as they are
         self.watch(optimizer)
@@ -78,56 +94,65 @@ class Gradients:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Hook on to the parameters that the optimizer has now. Raises UsageError for one without a name."""
         for name, each in self._names.of(optimizer).items():
-            if each.requires_grad and each not in self._parameters:
-                self._parameters[each], self._passes_left[each] = name, self._passes
-                each.register_post_accumulate_grad_hook(self._made)
+            if each.requires_grad and each not in self._entries:
+                entry = self._entries[each] = Entry(each, name, self._passes)
+                each.register_post_accumulate_grad_hook(partial(self._made, entry))
 
     def put_in_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Combine those of each group together. Raises UsageError for what is no parameter of the optimizer."""
         for group in groups:
-            own = [each for each in group if each in self._parameters]
+            own = [self._entries[each] for each in group if each in self._entries]
             if len(own) < len(group):
                 raise UsageError(f"groups: {len(group) - len(own)} tensors are no parameters of the optimizer")
-            self._group_of.update(dict.fromkeys(own, own))
+            for each in own:
+                each.group = own
 
     def split_in_groups(self, number: int) -> None:
         """Combine the gradients in so many groups."""
-        own = list(self._parameters)
+        own = list(self._entries)
         self.put_in_groups([own[at::number] for at in range(min(number, len(own)))])
 
     def set_passes(self, passes: int) -> None:
         """From now on backward runs so often before a step."""
         self._passes = passes
-        self._passes_left = dict.fromkeys(self._passes_left, passes)
+        for each in self._entries.values():
+            each.passes_left = passes
 
-    def _made(self, parameter: Tensor) -> None:
-        left = self._passes_left[parameter]
-        if not left or parameter in self._handles:
+    def _made(self, entry: Entry, _: Tensor) -> None:
+        if entry.passes_left < 1 or entry.handle is not None:
             raise UsageError(
-                f"the gradient of '{self._parameters[parameter]}' was made more than {self._passes} times before a "
-                "step; expected backward_passes_per_step to say how often"
+                f"the gradient of '{entry.name}' was made more than {self._passes} times before a step; expected "
+                "backward_passes_per_step to say how often"
             )
-        self._passes_left[parameter] = left - 1
-        if left == 1:
-            self._begin(parameter)
+        entry.passes_left -= 1
+        if not entry.passes_left:
+            self._begin(entry)
 
-    def _begin(self, parameter: Tensor) -> None:
-        group = self._group_of.get(parameter)
-        if group is None:
-            self._handles[parameter] = self._start(parameter)
-        elif not any(self._passes_left[each] for each in group):
-            self._start_group(group)
+    def _begin(self, entry: Entry) -> None:
+        if not entry.group:
+            entry.handle = self._start(entry)
+        elif not any(each.passes_left for each in entry.group):
+            self._start_group(entry.group)
 
-    @torch.no_grad()
-    def _start(self, parameter: Tensor) -> Handle:
-        gradient, way, name = parameter.grad, self._way, self._parameters[parameter]
+    def _start(self, entry: Entry) -> Handle:
+        gradient = entry.parameter.grad
         assert gradient is not None
-        if gradient.is_sparse:
-            if not way.sparse_as_dense:
-                return self._start_sparse(parameter, gradient, name)
-            gradient = parameter.grad = gradient.to_dense()
-        small, ctx = way.compression.compress(gradient)
-        handle = start_reduction([small], [small], way.how, f"gradient.{name}", way.process_set)
+        if self._is_plain and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
+            (op, before, after), array = self._way.how, gradient.detach().numpy()
+            own = queue(self._way.process_set)
+            task = own.allreduce_async(array, name=entry.gradient_name, op=op, prescale=before, postscale=after)
+            return Handle(task, _nothing)
+        return self._start_other(entry, gradient)
+
+    def _start_other(self, entry: Entry, gradient: Tensor) -> Handle:
+        way, parameter = self._way, entry.parameter
+        with torch.no_grad():
+            if gradient.is_sparse:
+                if not way.sparse_as_dense:
+                    return self._start_sparse(entry, gradient)
+                gradient = parameter.grad = gradient.to_dense()
+            small, ctx = way.compression.compress(gradient)
+            handle = start_reduction([small], [small], way.how, entry.gradient_name, way.process_set)
         if small is gradient:
             return handle
 
@@ -136,53 +161,58 @@ class Gradients:
 
         return handle.then(put_back)
 
-    def _start_sparse(self, parameter: Tensor, gradient: Tensor, name: str) -> Handle:
+    def _start_sparse(self, entry: Entry, gradient: Tensor) -> Handle:
         op, before, after = self._way.how
         if (op not in (Average, Sum)) or before != 1 or after != 1:
-            raise UsageError(f"'{name}' has a sparse gradient: expected op Average or Sum, or sparse_as_dense=True")
-        handle = sparse_allreduce_async(gradient, name, op, self._way.process_set)
+            raise UsageError(
+                f"'{entry.name}' has a sparse gradient: expected op Average or Sum, or sparse_as_dense=True"
+            )
+        handle = sparse_allreduce_async(gradient, entry.name, op, self._way.process_set)
 
         def put_back(found: Tensor) -> None:
-            parameter.grad = found
+            entry.parameter.grad = found
 
         return handle.then(put_back)
 
     @torch.no_grad()
-    def _start_group(self, group: Sequence[Tensor]) -> None:
+    def _start_group(self, group: Sequence[Entry]) -> None:
         """Sparse ones go by themselves."""
-        sparse = {each for each in group if each.grad is not None and each.grad.is_sparse}
-        dense = [each for each in group if each not in sparse]
-        self._handles.update({each: self._start(each) for each in sparse})
+        dense = [each for each in group if not each.is_sparse]
+        for each in group:
+            if each.is_sparse:
+                each.handle = self._start(each)
         if not dense:
             return
-        way, name = self._way, self._parameters[group[0]]
-        small = [way.compression.compress(each.grad) for each in dense]
+        way = self._way
+        small = [way.compression.compress(each.parameter.grad) for each in dense]
         tensors = [each for each, _ in small]
-        handle = start_reduction(tensors, tensors, way.how, f"gradients.{name}", way.process_set)
+        handle = start_reduction(tensors, tensors, way.how, f"gradients.{group[0].name}", way.process_set)
 
         def put_back(_: Any) -> None:
-            for parameter, (tensor, ctx) in zip(dense, small, strict=True):
-                if tensor is not parameter.grad:
-                    parameter.grad = way.compression.decompress(tensor, ctx)
+            for each, (tensor, ctx) in zip(dense, small, strict=True):
+                if tensor is not each.parameter.grad:
+                    each.parameter.grad = way.compression.decompress(tensor, ctx)
 
         handle = handle.then(put_back)
-        self._handles.update(dict.fromkeys(dense, handle))
+        for each in dense:
+            each.handle = handle
 
     @torch.no_grad()
     def combine(self) -> None:
         """Wait until all gradients are combined. One that this rank has not made counts as zeros."""
-        for each in self._parameters:
-            if each not in self._handles:
-                if each.grad is None:
-                    each.grad = torch.zeros_like(each)
-                self._passes_left[each] = 0
-        for each in self._parameters:
-            if each not in self._handles:
+        entries = list(self._entries.values())
+        left = [each for each in entries if each.handle is None]
+        for each in left:
+            if each.parameter.grad is None:
+                each.parameter.grad = torch.zeros_like(each.parameter)
+            each.passes_left = 0
+        for each in left:
+            if each.handle is None:  # else it was started with its group
                 self._begin(each)
-        handles, self._handles = self._handles, {}
-        self._passes_left = dict.fromkeys(self._passes_left, self._passes)
-        for each in {id(handle): handle for handle in handles.values()}.values():
-            synchronize(each)
+        handles = {id(each.handle): each.handle for each in entries}
+        self.give_up()
+        for handle in handles.values():
+            synchronize(cast(Handle, handle))
         self._is_combined = True
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -195,13 +225,18 @@ class Gradients:
 
     def give_up(self) -> None:
         """Forget what is under way."""
-        self._handles, self._is_combined = {}, False
-        self._passes_left = dict.fromkeys(self._passes_left, self._passes)
+        self._is_combined = False
+        for each in self._entries.values():
+            each.handle, each.passes_left = None, self._passes
 
     def check_idle(self) -> None:
         """Raises UsageError while gradients are combined."""
-        if self._handles:
+        if any(each.handle is not None for each in self._entries.values()):
             raise UsageError("zero_grad between backward and step, while gradients are combined; call step first")
+
+
+def _nothing(_: object) -> None:
+    """The gradient has its result."""
 
 
 def no_closure(args: Any, kwargs: Any) -> None:
