@@ -1,0 +1,52 @@
+"""Communicators that a communicator creates for some of its ranks, on the same aggregators."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, run_job
+
+from omnireduce import ClosedError, Communicator, UsageError
+
+
+def test_some_ranks_have_a_communicator_of_their_own(daemon: Daemon) -> None:
+    """In the order in which they are given; beside the one of all, which goes on."""
+
+    def run(comm: Communicator) -> tuple[int, float] | None:
+        found = None
+        if comm.rank != 1:
+            with comm.create_group([2, 0], name="outer") as group:
+                found = group.rank, float(group.allreduce(np.full(5, 1.0 + comm.rank))[0])
+        assert comm.allreduce(np.ones(3))[0] == 3
+        return found
+
+    assert run_job(configured(daemon.addresses), 3, run) == [(1, 4.0), None, (0, 4.0)]
+
+
+def test_orders_of_collectives_are_apart(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        group = comm.create_group(name="all")
+        handles = [group.allreduce_async(np.ones(3), name="g"), comm.allreduce_async(np.ones(4), name="w")]
+        for each in handles if comm.rank else handles[::-1]:
+            assert each.wait(60)[0] == 2
+        comm.shutdown()
+        with pytest.raises(ClosedError):
+            group.allreduce(np.ones(3))
+
+    run_job(configured(daemon.addresses), 2, run)
+
+
+def test_what_cannot_be(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        for ranks, told in (
+            ([], "expected different ones from 0 to 0"),
+            ([0, 0], "expected different ones from 0 to 0"),
+            ([3], "expected different ones from 0 to 0"),
+            ([-1, 0], "expected different ones from 0 to 0"),
+        ):
+            with pytest.raises(UsageError, match=told):
+                comm.create_group(ranks, name="wrong")
+        with pytest.raises(UsageError, match="expected a string of 1 to 128 characters"):
+            comm.create_group(name=" /")
+
+    run_job(configured(daemon.addresses), 1, run)
