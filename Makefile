@@ -91,5 +91,5 @@ clean: ## remove .venv and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml tools/venv.sh Makefile
-	@tools/venv.sh $(VENV) mpi,plot,launch,dev
+	@tools/venv.sh $(VENV) mpi,plot,launch,tune,dev
 	@touch $@

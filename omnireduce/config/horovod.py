@@ -84,7 +84,7 @@ MEANINGLESS = {  # variable: what does its work here
     "HOROVOD_NUM_NCCL_STREAMS": "NCCL is not used",
     "HOROVOD_THREAD_AFFINITY": "use taskset, or mpirun --bind-to",
     "HOROVOD_MPI_THREADS_DISABLE": "MPI is not used for data",
-    "HOROVOD_AUTOTUNE": "omnireduce plan finds a configuration",
+    "HOROVOD_AUTOTUNE": "run omnireduce tune first, and give its file to --config",
     "HOROVOD_GLOO_IFACE": "give aggregators an address of that interface",
     "HOROVOD_LOG_HIDE_TIME": "lines of the log have their time",
     "HOROVOD_LOG_TIMESTAMP": "lines of the log have their time",

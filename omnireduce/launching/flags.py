@@ -108,7 +108,7 @@ class Refused:
 
 _IN_MEMORY = "ranks of a host always sum in memory first; leave it out, or turn that off by transport.host_exchange=off"
 _CACHE = "there is no cache of responses; leave it out"
-_TUNE = "there is no search at run time; `omnireduce plan` finds a configuration"
+_TUNE = "nothing is tuned during a training; run `omnireduce tune` first, and give its file to --config"
 _MPI = "MPI carries no data here; leave it out"
 _LOG = "each line of the log has its time; leave it out"
 REFUSED = (

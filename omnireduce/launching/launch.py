@@ -58,7 +58,7 @@ def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> i
     sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
     output = Prefixed(
         dict(sinks), timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks
-    ) if asked.launcher in OWN else Plain(dict(sinks))  # fmt: skip
+    ) if asked.launcher in OWN and asked.prefixed else Plain(dict(sinks))  # fmt: skip
     with ExitStack() as stack:
         connections = connect(names, asked, stack)
         job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))

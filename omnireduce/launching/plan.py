@@ -57,6 +57,7 @@ class Asked:
     grace_s: float = 10.0
     output_folder: str | None = None
     timestamps: bool = False
+    prefixed: bool = True  # each line of output has its rank before it
     verbose: bool = False
     mpi_args: Sequence[str] = ()
     given: bytes = b""  # to each rank's standard input, for a call of a function

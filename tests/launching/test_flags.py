@@ -140,7 +140,10 @@ def test_a_yaml_file_gives_what_the_command_line_does_not(tmp_path: Path) -> Non
         ("params: 3", "params: got 3, expected keys and values"),
         ("- a", "got a list, expected keys"),
         ("a: [", "line 1: "),
-        ("autotune: {enabled: true}", "autotune.enabled: there is no search at run time"),
+        (
+            "autotune: {enabled: true}",
+            "autotune.enabled: nothing is tuned during a training; run `omnireduce tune` first",
+        ),
         ("!!python/object:os.system {}", "could not determine a constructor"),
     ],
 )

@@ -76,7 +76,7 @@ def test_what_means_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
             load_config(environ=environ)
     [record] = caplog.records
     assert record.__dict__["fields"] == {"variables": ["HOROVOD_AUTOTUNE_LOG", "HOROVOD_SURPRISE"]}
-    assert "omnireduce plan" in record.getMessage()
+    assert "omnireduce tune" in record.getMessage()
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "OMNIRUN_RANK"])

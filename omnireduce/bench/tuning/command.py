@@ -1,0 +1,105 @@
+"""The command line of `omnireduce tune`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from omnireduce.cli import Command, config_options
+from omnireduce.config import load_config
+from omnireduce.errors import ConfigError, OmniReduceError
+from omnireduce.logs import start_logs
+
+# What it runs is imported when it runs: --help need not wait for it.
+
+_RANK = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); from omnireduce.bench.tuning.session import main; "
+    "del sys.path[0]; main()"
+)
+
+
+@click.command(cls=Command, name="tune", short_help="Search for the fastest configuration here.")
+@config_options
+@click.option("-np", "--num-proc", "np", type=click.IntRange(2, 4096), default=2, show_default=True, help="Ranks.")
+@click.option("--shards", type=click.IntRange(1, 64), default=1, show_default=True, help="Of the aggregator.")
+@click.option(
+    "--input",
+    "pattern",
+    metavar="PATTERN",
+    help="A step is the arrays in files: PATTERN, such as gradients/g-{rank}.npy, is the file of every rank.",
+)
+@click.option("--elements", type=click.IntRange(1, 1 << 34), default=4_000_000, show_default=True, help="Of a step.")
+@click.option("--arrays", type=click.IntRange(1, 1000), default=24, show_default=True, help="Of a step.")
+@click.option(
+    "--density", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Blocks that are not zero."
+)
+@click.option("--any-order", is_flag=True, help="Each rank submits in an order of its own, another one in each step.")
+@click.option("--log", "log_path", metavar="FILE", help="Write a line for each sample to FILE, as CSV.")
+@click.option("--samples", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Of the search.")
+@click.option("--rounds", type=click.IntRange(1, 10_000), default=15, show_default=True, help="Of each sample.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Of the search.")
+@click.option(
+    "--hold", "holds", multiple=True, metavar="SECTION.KEY[=VALUE]", help="Do not tune this key. May be repeated."
+)
+@click.option("--write", "write_path", metavar="FILE", help="Write the best configuration to FILE, for --config.")
+@click.option("--grid", is_flag=True, help="Also measure a small grid, and compare the search with its best point.")
+def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: int, **asked: Any) -> None:
+    """Start ranks and an aggregator here, and search for the block size, span, stripe, slots, threads, fusion and cycle
+    with which they sum the arrays of a step fastest. The default is the configuration as it is; every sample is
+    measured beside it, in turns.
+
+    Keys that have no effect here are held: ranks of one host sum in memory, unless transport.host_exchange=off.
+
+    With --grid the exit status is 1 if the search reaches less than 95 % of the best point of the grid.
+
+    Example: omnireduce tune -np 2 --log tune.csv --write tuned.toml
+    """
+    from omnireduce.bench.tuning.search import check_library
+    from omnireduce.bench.tuning.session import Wanted
+    from omnireduce.bench.tuning.space import read_holds
+
+    holds, values = read_holds(asked.pop("holds"))
+    overrides = (*overrides, *values)
+    config = load_config(config_file, overrides=overrides)
+    start_logs(config.log)
+    check_library()
+    in_order = not asked.pop("any_order")
+    wanted = Wanted(config_file=config_file, overrides=overrides, holds=tuple(holds), in_order=in_order, **asked)
+    _check_files(wanted, config, np)
+    sys.exit(_launch(wanted, config, np, shards))
+
+
+def _check_files(wanted: Any, config: Any, np: int) -> None:
+    """Raise ConfigError for input that cannot be read, and for files that cannot be written."""
+    from omnireduce.bench.tuning.workload import cases_of
+    from omnireduce.files.output import check_writable
+
+    try:
+        cases_of(
+            config, pattern=wanted.pattern, elements=wanted.elements, arrays=wanted.arrays, density=wanted.density,
+            size=np,
+        )  # fmt: skip
+        for path in (wanted.log_path, wanted.write_path):
+            if path is not None:
+                check_writable(path)
+    except ConfigError:
+        raise
+    except OmniReduceError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _launch(wanted: Any, config: Any, np: int, shards: int) -> int:
+    """Run the ranks, and return the exit status."""
+    import msgspec
+
+    from omnireduce.launching.connection import TREE
+    from omnireduce.launching.launch import launch
+    from omnireduce.launching.plan import Asked
+
+    words = [sys.executable, "-c", _RANK, msgspec.json.encode(wanted).decode(), TREE]
+    aggregators = None if config.cluster.aggregators else str(shards)
+    environ = dict(os.environ)
+    return launch(Asked(words=words, ranks=np, config=config, aggregators=aggregators, environ=environ, prefixed=False))

@@ -1,0 +1,98 @@
+"""What a search leaves: a line for each sample in a CSV file, a table, and a file of the configuration."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import toml
+from rich.console import Console
+from rich.table import Table
+
+from omnireduce.bench.tuning.space import PARAMETERS, Space, Value, value_of
+from omnireduce.config import Config, load_config
+from omnireduce.config.keys import KEYS
+from omnireduce.errors import ConfigError
+from omnireduce.files.output import write_file
+
+HEADER = ("sample", "state", *(each.key for each in PARAMETERS), "score", "default_score", "ratio")
+COMPLETE, PRUNED, IMPOSSIBLE = "complete", "pruned", "impossible"
+
+
+class Log:
+    """The CSV file; a line is there as soon as its sample is over. Without a file it is nothing.
+
+    `score` and `default_score` are bytes per microsecond in the same rounds, `ratio` says how many times as fast as the
+    default a sample is. A sample that is `impossible` has none of them.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+        self._write(HEADER)
+
+    def add(self, sample: int, state: str, config: Mapping[str, Value], scores: tuple[float, ...]) -> None:
+        """Add a sample. `config` has a value for every parameter; `scores`: score, default_score, ratio, or none."""
+        values = [config[each.key] for each in PARAMETERS]
+        self._write([sample, state, *values, *([f"{each:.6g}" for each in scores] or [""] * 3)])
+
+    def _write(self, row: Sequence[object]) -> None:
+        if self._file is not None:
+            csv.writer(self._file, lineterminator="\n").writerow(row)
+            self._file.flush()
+
+
+@contextmanager
+def opened_log(path: str | None) -> Iterator[Log]:
+    """A log in a new file. Raises ConfigError where it cannot be opened."""
+    if path is None:
+        yield Log(None)
+        return
+    try:
+        file = Path(path).open("w", newline="", encoding="utf-8")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise ConfigError(f"--log {path}: {error.strerror}") from None
+    with file:
+        yield Log(file)
+
+
+def values_of(config: Config) -> dict[str, Value]:
+    """The value of every parameter."""
+    return {each.key: value_of(config, each.key) for each in PARAMETERS}
+
+
+def print_table(console: Console, space: Space, best: Config) -> None:
+    """The best configuration beside the default one."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("parameter", "default", "best"):
+        table.add_column(title, justify="left" if title == "parameter" else "right", no_wrap=True)
+    table.add_column("")
+    for key, value in values_of(best).items():
+        default = value_of(space.base, key)
+        note = "changed" if value != default else space.held.get(key, "")
+        table.add_row(key, f"{default:g}" if isinstance(default, float) else str(default), _text(value), note)
+    console.print(table)
+
+
+def _text(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def write_tuned(path: str, given: Config, best: Config, free: Mapping[str, object], found: str) -> None:
+    """Write what differs from the defaults in `given`, and the values of `best` for all `free` keys, as TOML.
+
+    `found` says in one line how good it is. Raises UsageError where the file cannot be written, ConfigError if it could
+    not be loaded.
+    """
+    tables: dict[str, dict[str, object]] = {}
+    for key in KEYS.values():
+        value = getattr(getattr(given, key.section), key.name)
+        if key.path in free:
+            value = value_of(best, key.path)
+        elif value == key.default:
+            continue
+        tables.setdefault(key.section, {})[key.name] = list(value) if isinstance(value, tuple) else value
+    write_file(f"# {found}\n{toml.dumps(tables)}".encode(), path)
+    load_config(Path(path), environ={})

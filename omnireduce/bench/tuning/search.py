@@ -1,0 +1,82 @@
+"""Which point is measured next: Optuna's TPE sampler, and its median pruner.
+
+The sampler is that of Bergstra et al., "Algorithms for Hyper-Parameter Optimization", 2011: it draws where good samples
+were dense and bad ones were not. The pruner ends a sample that is worse than the median was after as many rounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from omnireduce.bench.tuning.space import Point, Space
+from omnireduce.errors import ConfigError
+
+_MOST_KNOWN = 50  # proposals that were measured before, one after another; then the search is over
+
+
+def check_library() -> None:
+    """Raise ConfigError where Optuna is not installed."""
+    try:
+        import optuna  # noqa: F401  whether it is there
+    except ImportError:
+        raise ConfigError("omnireduce tune needs optuna: pip install 'omnireduce[tune]'") from None
+
+
+class Search:
+    """A search for the point with the largest ratio, of about so many `samples`. The first one is the start itself."""
+
+    def __init__(self, space: Space, *, samples: int, seed: int) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        at_random = max(3, samples // 4)
+        with warnings.catch_warnings():  # of what may change in a later release
+            warnings.simplefilter("ignore")
+            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=at_random)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=at_random)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        self._pruned = optuna.trial.TrialState.PRUNED
+        self._space = space
+        self._trial: Any = None
+        self._known: dict[tuple[object, ...], float | None] = {}
+        self._complete: list[tuple[float, Point]] = []
+        # Its ratio says how far from 1 noise alone takes a sample.
+        self._study.enqueue_trial({key: values.index(space.start[key]) for key, values in space.free.items()})
+
+    def ask(self) -> Point | None:
+        """A point that was not measured yet; None where there seems to be none."""
+        for _ in range(_MOST_KNOWN):
+            if len(self._known) == self._space.size:
+                return None
+            trial = self._trial = self._study.ask()
+            at = {key: trial.suggest_int(key, 0, len(values) - 1) for key, values in self._space.free.items()}
+            point = {key: self._space.free[key][i] for key, i in at.items()}
+            if tuple(point.values()) not in self._known:
+                return point
+            known = self._known[tuple(point.values())]
+            self._tell(known)
+        return None
+
+    def goes_on(self, ratio: float, stage: int) -> bool:
+        """Whether the sample is worth more rounds, after `stage` of its parts."""
+        self._trial.report(ratio, stage)
+        return not self._trial.should_prune()
+
+    def tell(self, point: Point, ratio: float | None) -> None:
+        """What came of the sample; None where it was pruned, or cannot be."""
+        self._known[tuple(point.values())] = ratio
+        if ratio is not None:
+            self._complete.append((ratio, point))
+        self._tell(ratio)
+
+    def _tell(self, ratio: float | None) -> None:
+        if ratio is None:
+            self._study.tell(self._trial, state=self._pruned)
+        else:
+            self._study.tell(self._trial, ratio)
+
+    def best(self, most: int) -> list[Point]:
+        """Up to so many points, the best first; not the start."""
+        others = [each for each in self._complete if each[1] != self._space.start]
+        return [point for _, point in sorted(others, key=lambda each: -each[0])[:most]]

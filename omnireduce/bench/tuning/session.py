@@ -1,0 +1,200 @@
+"""A rank of `omnireduce tune`. All ranks measure; rank 0 chooses, prints and writes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+import omnireduce as omni
+from omnireduce.bench.tuning.race import Race
+from omnireduce.bench.tuning.report import (
+    COMPLETE,
+    IMPOSSIBLE,
+    PRUNED,
+    Log,
+    opened_log,
+    print_table,
+    values_of,
+    write_tuned,
+)
+from omnireduce.bench.tuning.search import Search
+from omnireduce.bench.tuning.space import Circumstances, Point, Space
+from omnireduce.bench.tuning.workload import cases_of, make_workload
+from omnireduce.cli import reporting_errors
+from omnireduce.config import Config, load_config
+from omnireduce.errors import ConfigError
+from omnireduce.logs import start_logs
+from omnireduce.printing import make_console, short_count
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.launcher import detect_launch, job_name
+
+STAGES = 3  # after each of which a sample may be pruned
+FINALISTS = 3
+FINAL_TIMES = 3  # as many rounds as a sample has
+ENOUGH = 0.95  # of the best of the grid
+FOUND, WORSE_THAN_GRID, NOTHING_FREE = 0, 1, 2  # exit statuses
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says; see `omnireduce tune --help`. `holds` are keys, `overrides` have their values."""
+
+    config_file: str | None
+    overrides: tuple[str, ...]
+    holds: tuple[str, ...]
+    pattern: str | None
+    elements: int
+    arrays: int
+    density: float
+    in_order: bool
+    samples: int
+    rounds: int
+    seed: int
+    grid: bool
+    log_path: str | None
+    write_path: str | None
+
+
+def main() -> None:
+    """The process of a rank: what is wanted is its argument, as JSON."""
+    wanted = msgspec.json.decode(sys.argv[1], type=Wanted)
+    with reporting_errors():
+        config = load_config(wanted.config_file, overrides=wanted.overrides)
+        start_logs(config.log)
+        with omni.connect(config) as comm, opened_log(wanted.log_path if comm.rank == 0 else None) as log:
+            status = Session(wanted, config, comm, log).run()
+        sys.exit(status)
+
+
+class Session:
+    """One search. `comm` is for what ranks tell each other between samples."""
+
+    def __init__(self, wanted: Wanted, config: Config, comm: Communicator, log: Log) -> None:
+        self._wanted, self._comm, self._log = wanted, comm, log
+        self._leads = comm.rank == 0
+        in_memory = comm.transport.startswith("memory") and comm.local_size == comm.size
+        self._space = Space(config, wanted.holds, Circumstances(comm.shards, in_memory, wanted.in_order))
+        cases = cases_of(
+            config, pattern=wanted.pattern, elements=wanted.elements, arrays=wanted.arrays, density=wanted.density,
+            size=comm.size,
+        )  # fmt: skip
+        self._workload = make_workload(cases, comm.rank, comm.size, in_order=wanted.in_order)
+        self._console: Console = make_console(quiet=not self._leads)
+        self._samples, self._job = 0, job_name(config, detect_launch().job)
+        step = f"a step of {len(cases)} array{'s' * (len(cases) > 1)}, {short_count(self._workload.nbytes)} bytes"
+        shards = f"{comm.shards} shard{'s' * (comm.shards > 1)}"
+        self._console.print(f"{comm.size} ranks, {shards}, {comm.transport}; {step}")
+
+    def run(self) -> int:
+        """Search, and return the exit status."""
+        space, wanted = self._space, self._wanted
+        if not space.free:
+            if self._leads:
+                raise ConfigError(f"nothing is free: {'; '.join(f'{key}: {why}' for key, why in space.held.items())}")
+            return NOTHING_FREE
+        search = Search(space, samples=wanted.samples, seed=wanted.seed) if self._leads else None
+        best = self._final(self._search(search))
+        return self._compare_with_grid(best) if wanted.grid else FOUND
+
+    def _search(self, search: Search | None) -> list[Point]:
+        """Take the samples, and return the best points."""
+        for _ in range(self._wanted.samples):
+            point: Point | None = self._told(search and search.ask())
+            if point is None:
+                self._console.print("every point was measured")
+                break
+            ratio = self._sample(point, search.goes_on if search else None)
+            if search:
+                search.tell(point, ratio)
+        best: list[Point] = self._told(search and search.best(FINALISTS))
+        return best
+
+    def _told(self, x: Any) -> Any:
+        """What rank 0 says."""
+        return self._comm.broadcast_object(x, 0, name="tune")
+
+    def _sample(
+        self, point: Point, goes_on: Callable[[float, int], bool] | None, *, prunes: bool = True
+    ) -> float | None:
+        """Measure a point beside the default, and return its ratio; None where it was pruned, or cannot be."""
+        space, config = self._space, self._space.config(point)
+        self._samples += 1
+        if config is None or not space.fits(config, self._comm.size):
+            values = values_of(space.base) | point
+            self._note(IMPOSSIBLE, values, ())
+            return None
+        state = COMPLETE
+        with self._race([space.base, config]) as race:
+            for stage in range(STAGES):
+                race.run(max(1, self._wanted.rounds // STAGES))
+                if prunes and not self._told(goes_on and goes_on(race.ratio(1), stage)):
+                    state = PRUNED if stage < STAGES - 1 else COMPLETE
+                    break
+            scores = race.score(1), race.score(0), race.ratio(1)
+        self._note(state, values_of(config), scores)
+        return scores[2] if state == COMPLETE else None
+
+    def _note(self, state: str, values: dict[str, Any], scores: tuple[float, ...]) -> None:
+        self._log.add(self._samples, state, values, scores)
+        changed = {key: values[key] for key in self._space.free if values[key] != self._space.start[key]}
+        text = " ".join(f"{key}={value}" for key, value in changed.items()) or "the default, against itself"
+        score = f"{scores[2]:.3f}x" if scores else "none"
+        self._console.print(f"sample {self._samples}: {score}{'' if state == COMPLETE else f' ({state})'}  {text}")
+
+    def _race(self, configs: Iterable[Config]) -> Race:
+        race = Race(list(configs), self._workload, f"{self._job}.{self._samples}")
+        race.warm_up()
+        return race
+
+    def _final(self, points: list[Point]) -> Point:
+        """Measure the best points once more, in turns with the default. Return the best one, which may be the default,
+        and say and write what it is."""
+        space = self._space
+        contenders = [space.start, *points]
+        self._samples += 1
+        with self._race(self._configs(contenders)) as race:
+            race.run(FINAL_TIMES * self._wanted.rounds)
+            ratios = [race.ratio(i) for i in range(len(contenders))]
+            scores = [race.score(i) for i in range(len(contenders))]
+        at = max(range(len(contenders)), key=lambda i: ratios[i])
+        best = self._configs([contenders[at]])[0]
+        print_table(self._console, space, best)
+        found = "no sample is faster than the default"
+        if at:
+            found = f"{scores[at]:.4g} bytes per us, the default {scores[0]:.4g}: {ratios[at]:.3f} times as fast"
+        self._console.print(found)
+        if self._leads and self._wanted.write_path is not None:
+            given = load_config(self._wanted.config_file, overrides=self._wanted.overrides, environ=_file_of_user())
+            write_tuned(self._wanted.write_path, given, best, space.free, f"Found by omnireduce tune: {found}.")
+            self._console.print(f"written: {self._wanted.write_path}")
+        return contenders[at]
+
+    def _configs(self, points: Iterable[Point]) -> list[Config]:
+        found = [self._space.config(each) for each in points]
+        return [each for each in found if each is not None]
+
+    def _compare_with_grid(self, best: Point) -> int:
+        """Measure a small grid, then its best point and that of the search in turns. Return the exit status."""
+        self._console.print("the grid:")
+        measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
+        _, top = max(((ratio, point) for ratio, point in measured if ratio is not None), key=lambda each: each[0])
+        self._samples += 1
+        with self._race(self._configs([self._space.start, best, top])) as race:
+            race.run(FINAL_TIMES * self._wanted.rounds)
+            share, ratios = race.ratio(1, against=2), (race.ratio(1), race.ratio(2))
+        same = ", which is the same point" if best == top else ""
+        self._console.print(
+            f"in turns: search {ratios[0]:.3f}x, best of {len(measured)} of the grid {ratios[1]:.3f}x{same}"
+        )
+        self._console.print(f"the search reaches {share:.1%} of the best of the grid; expected at least {ENOUGH:.0%}")
+        return FOUND if share >= ENOUGH else WORSE_THAN_GRID
+
+
+def _file_of_user() -> dict[str, str]:
+    """The environment, for a configuration without what the launcher says to ranks."""
+    name = "OMNIREDUCE_CONFIG"
+    return {name: os.environ[name]} if name in os.environ else {}

@@ -1,0 +1,89 @@
+"""What a sample sums: the arrays of one step of a training, each by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnireduce.bench.cases import Case, RecordedCase, SyntheticCase
+from omnireduce.bench.data import TensorSource
+from omnireduce.bench.recorded import find_arrays
+from omnireduce.config import Config
+from omnireduce.data_parallel.queue import Queue
+from omnireduce.dtypes import Array
+from omnireduce.errors import ConfigError
+
+GROWTH = 1.5  # of an array over the one before: models have few large arrays and many small ones
+_WAIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An array of the step."""
+
+    name: str
+    source: TensorSource
+    tensor: Array
+
+
+class Workload:
+    """The arrays of a step on rank `rank`. `in_order`: every rank submits them in one order, always the same."""
+
+    def __init__(self, parts: list[Part], rank: int, *, in_order: bool) -> None:
+        self._parts, self._rank, self._in_order = parts, rank, in_order
+        self.nbytes = sum(each.tensor.nbytes for each in parts)
+
+    def fill(self, number: int) -> None:
+        """Write the data of round `number` to the arrays."""
+        for each in self._parts:
+            each.source.fill(self._rank, number, each.tensor)
+
+    def submit(self, queue: Queue, number: int) -> None:
+        """Sum all arrays in place, in round `number`, and wait for them."""
+        order = range(len(self._parts))
+        if not self._in_order:
+            order = np.random.default_rng([self._rank, number]).permutation(len(self._parts)).tolist()
+        tasks = [queue.allreduce_async(self._parts[i].tensor, name=self._parts[i].name) for i in order]
+        for task in tasks:
+            task.wait(_WAIT_S)
+
+    def wrong(self, number: int) -> int:
+        """How many elements are not the sums of round `number`."""
+        return sum(each.source.wrong(number, each.tensor) for each in self._parts)
+
+
+def synthetic_sizes(elements: int, arrays: int) -> list[int]:
+    """The sizes of so many arrays, `elements` in all, each half as large again as the one before. Raises ConfigError
+    where there are fewer elements than arrays."""
+    if elements < arrays:
+        raise ConfigError(f"--elements: got {elements}, expected at least {arrays}, one for each of --arrays")
+    ends = np.cumsum(GROWTH ** np.arange(arrays))
+    places = np.round(ends / ends[-1] * (elements - arrays)).astype(int)
+    return [int(each) + 1 for each in np.diff(places, prepend=0)]
+
+
+def cases_of(
+    config: Config, *, pattern: str | None, elements: int, arrays: int, density: float, size: int
+) -> Sequence[Case]:
+    """A case for each array. Raises ConfigError, and what `find_arrays` raises for files."""
+    block_size = config.protocol.block_size
+    if pattern is not None:
+        found = [each for each in find_arrays(pattern, size) if each.elements]
+        if not found:
+            raise ConfigError(f"--input {pattern}: the arrays are empty")
+        return [RecordedCase(each, "sum", block_size) for each in found]
+    return [
+        SyntheticCase(each, "float32", "sum", block_size, "random", density, config.bench.seed + i)
+        for i, each in enumerate(synthetic_sizes(elements, arrays))
+    ]
+
+
+def make_workload(cases: Sequence[Case], rank: int, size: int, *, in_order: bool) -> Workload:
+    """The arrays of `cases` on this rank. Raises FileError for a file that has changed."""
+    parts = []
+    for i, case in enumerate(cases):
+        source = case.tensors(size)
+        parts.append(Part(f"array {i}", source, np.ones(case.elements, source.dtype)))
+    return Workload(parts, rank, in_order=in_order)
