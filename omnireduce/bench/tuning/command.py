@@ -38,7 +38,9 @@ _RANK = (
 )
 @click.option("--any-order", is_flag=True, help="Each rank submits in an order of its own, another one in each step.")
 @click.option("--log", "log_path", metavar="FILE", help="Write a line for each sample to FILE, as CSV.")
-@click.option("--samples", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Of the search.")
+@click.option(
+    "--samples", type=click.IntRange(1, 10_000), help="Of the search.  [default: 6 for each free key, but at least 20]"
+)
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=15, show_default=True, help="Of each sample.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Of the search.")
 @click.option(
@@ -95,11 +97,31 @@ def _launch(wanted: Any, config: Any, np: int, shards: int) -> int:
     """Run the ranks, and return the exit status."""
     import msgspec
 
+    from omnireduce.bench.tuning.session import Verdict
     from omnireduce.launching.connection import TREE
-    from omnireduce.launching.launch import launch
+    from omnireduce.launching.job import Job
+    from omnireduce.launching.launch import launch, start_ranks
     from omnireduce.launching.plan import Asked
 
-    words = [sys.executable, "-c", _RANK, msgspec.json.encode(wanted).decode(), TREE]
-    aggregators = None if config.cluster.aggregators else str(shards)
-    environ = dict(os.environ)
-    return launch(Asked(words=words, ranks=np, config=config, aggregators=aggregators, environ=environ, prefixed=False))
+    asked = Asked(
+        words=[sys.executable, "-c", _RANK, TREE],
+        ranks=np,
+        config=config,
+        aggregators=None if config.cluster.aggregators else str(shards),
+        environ=dict(os.environ),
+        given=msgspec.json.encode(wanted),
+        prefixed=False,
+    )
+    jobs = []
+
+    def begin(job: Job, asked: Asked) -> None:
+        jobs.append(job)
+        start_ranks(job, asked)
+
+    status = launch(asked, begin)
+    if status:
+        return status
+    verdict = msgspec.json.decode(bytes(jobs[0].ranks[0].result), type=Verdict)
+    if verdict.refusal:
+        raise ConfigError(verdict.refusal)
+    return verdict.status

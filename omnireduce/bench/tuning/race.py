@@ -92,5 +92,8 @@ class Race:
         return float(self._workload.nbytes / (np.median(self._seconds[contender]) * 1e6))
 
     def ratio(self, contender: int, against: int = 0) -> float:
-        """How many times as fast as another contender: the median over rounds, each with its own ratio."""
-        return float(np.median(self._seconds[against] / self._seconds[contender]))
+        """How many times as fast as another contender. A time counts by its ratio to the geometric mean of its round, a
+        contender by the median of these. So of any three the ratios fit together."""
+        logs = np.log(self._seconds)
+        medians = np.median(logs - logs.mean(axis=0), axis=1)
+        return float(np.exp(medians[against] - medians[contender]))

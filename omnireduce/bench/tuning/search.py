@@ -7,11 +7,13 @@ were dense and bad ones were not. The pruner ends a sample that is worse than th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from omnireduce.bench.tuning.space import Point, Space
 from omnireduce.errors import ConfigError
 
+_STEP = 2  # values
 _MOST_KNOWN = 50  # proposals that were measured before, one after another; then the search is over
 
 
@@ -24,25 +26,38 @@ def check_library() -> None:
 
 
 class Search:
-    """A search for the point with the largest ratio, of about so many `samples`. The first one is the start itself."""
+    """A search for the point with the largest ratio, of so many `samples`. The first one is the start itself."""
 
     def __init__(self, space: Space, *, samples: int, seed: int) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        at_random = max(3, samples // 4)
+        first = list(self._first(space))[: max(1, samples // 2)]
+        before = len(first) + 2  # so many samples are no guess of the sampler, and are not pruned
         with warnings.catch_warnings():  # of what may change in a later release
             warnings.simplefilter("ignore")
-            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=at_random)
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=at_random)
+            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=before)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=before)
         self._study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
         self._pruned = optuna.trial.TrialState.PRUNED
         self._space = space
         self._trial: Any = None
         self._known: dict[tuple[object, ...], float | None] = {}
         self._complete: list[tuple[float, Point]] = []
-        # Its ratio says how far from 1 noise alone takes a sample.
-        self._study.enqueue_trial({key: values.index(space.start[key]) for key, values in space.free.items()})
+        for each in first:
+            self._study.enqueue_trial(each)
+
+    @staticmethod
+    def _first(space: Space) -> Iterator[dict[str, int]]:
+        """The start, whose ratio says how far from 1 noise alone takes a sample; then what differs from it in one key,
+        which is some way up or down. Of many keys, random points would differ in all at once."""
+        start = {key: values.index(space.start[key]) for key, values in space.free.items()}
+        yield start
+        for step in (_STEP, -_STEP):
+            for key, at in start.items():
+                moved = min(max(at + step, 0), len(space.free[key]) - 1)
+                if moved != at:
+                    yield start | {key: moved}
 
     def ask(self) -> Point | None:
         """A point that was not measured yet; None where there seems to be none."""

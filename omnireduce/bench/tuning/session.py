@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -23,11 +23,11 @@ from omnireduce.bench.tuning.report import (
     write_tuned,
 )
 from omnireduce.bench.tuning.search import Search
-from omnireduce.bench.tuning.space import Circumstances, Point, Space
+from omnireduce.bench.tuning.space import Circumstances, Point, Space, Value
 from omnireduce.bench.tuning.workload import cases_of, make_workload
 from omnireduce.cli import reporting_errors
 from omnireduce.config import Config, load_config
-from omnireduce.errors import ConfigError
+from omnireduce.launching.called import RESULT_FD
 from omnireduce.logs import start_logs
 from omnireduce.printing import make_console, short_count
 from omnireduce.runtime.member.communicator import Communicator
@@ -37,7 +37,7 @@ STAGES = 3  # after each of which a sample may be pruned
 FINALISTS = 3
 FINAL_TIMES = 3  # as many rounds as a sample has
 ENOUGH = 0.95  # of the best of the grid
-FOUND, WORSE_THAN_GRID, NOTHING_FREE = 0, 1, 2  # exit statuses
+LEAST_SAMPLES, SAMPLES_OF_KEY = 20, 6
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     arrays: int
     density: float
     in_order: bool
-    samples: int
+    samples: int | None
     rounds: int
     seed: int
     grid: bool
@@ -59,15 +59,30 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     write_path: str | None
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """What rank 0 tells who has started it. `refusal`: why nothing was measured. `share`: of the best of the grid."""
+
+    refusal: str = ""
+    share: float | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return 1 if self.share is not None and self.share < ENOUGH else 0
+
+
 def main() -> None:
-    """The process of a rank: what is wanted is its argument, as JSON."""
-    wanted = msgspec.json.decode(sys.argv[1], type=Wanted)
+    """The process of a rank. What is wanted comes by standard input, as JSON; the verdict goes to a pipe."""
+    pipe = int(os.environ.pop(RESULT_FD))
+    os.set_inheritable(pipe, False)
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
     with reporting_errors():
         config = load_config(wanted.config_file, overrides=wanted.overrides)
         start_logs(config.log)
         with omni.connect(config) as comm, opened_log(wanted.log_path if comm.rank == 0 else None) as log:
-            status = Session(wanted, config, comm, log).run()
-        sys.exit(status)
+            verdict = Session(wanted, config, comm, log).run()
+        with open(pipe, "wb") as file:
+            file.write(msgspec.json.encode(verdict))
 
 
 class Session:
@@ -89,20 +104,19 @@ class Session:
         shards = f"{comm.shards} shard{'s' * (comm.shards > 1)}"
         self._console.print(f"{comm.size} ranks, {shards}, {comm.transport}; {step}")
 
-    def run(self) -> int:
-        """Search, and return the exit status."""
+    def run(self) -> Verdict:
+        """Search; the same on all ranks."""
         space, wanted = self._space, self._wanted
         if not space.free:
-            if self._leads:
-                raise ConfigError(f"nothing is free: {'; '.join(f'{key}: {why}' for key, why in space.held.items())}")
-            return NOTHING_FREE
-        search = Search(space, samples=wanted.samples, seed=wanted.seed) if self._leads else None
-        best = self._final(self._search(search))
-        return self._compare_with_grid(best) if wanted.grid else FOUND
+            return Verdict(f"nothing is free: {'; '.join(f'{key}: {why}' for key, why in space.held.items())}")
+        samples = wanted.samples or max(LEAST_SAMPLES, SAMPLES_OF_KEY * len(space.free))
+        search = Search(space, samples=samples, seed=wanted.seed) if self._leads else None
+        best = self._final(self._search(search, samples))
+        return Verdict(share=self._compare_with_grid(best) if wanted.grid else None)
 
-    def _search(self, search: Search | None) -> list[Point]:
+    def _search(self, search: Search | None, samples: int) -> list[Point]:
         """Take the samples, and return the best points."""
-        for _ in range(self._wanted.samples):
+        for _ in range(samples):
             point: Point | None = self._told(search and search.ask())
             if point is None:
                 self._console.print("every point was measured")
@@ -138,12 +152,12 @@ class Session:
         self._note(state, values_of(config), scores)
         return scores[2] if state == COMPLETE else None
 
-    def _note(self, state: str, values: dict[str, Any], scores: tuple[float, ...]) -> None:
+    def _note(self, state: str, values: Mapping[str, Value], scores: tuple[float, ...]) -> None:
         self._log.add(self._samples, state, values, scores)
-        changed = {key: values[key] for key in self._space.free if values[key] != self._space.start[key]}
-        text = " ".join(f"{key}={value}" for key, value in changed.items()) or "the default, against itself"
         score = f"{scores[2]:.3f}x" if scores else "none"
-        self._console.print(f"sample {self._samples}: {score}{'' if state == COMPLETE else f' ({state})'}  {text}")
+        self._console.print(
+            f"sample {self._samples}: {score}{'' if state == COMPLETE else f' ({state})'}  {self._text_of(values)}"
+        )
 
     def _race(self, configs: Iterable[Config]) -> Race:
         race = Race(list(configs), self._workload, f"{self._job}.{self._samples}")
@@ -159,13 +173,13 @@ class Session:
         with self._race(self._configs(contenders)) as race:
             race.run(FINAL_TIMES * self._wanted.rounds)
             ratios = [race.ratio(i) for i in range(len(contenders))]
-            scores = [race.score(i) for i in range(len(contenders))]
+            default_score = race.score(0)
         at = max(range(len(contenders)), key=lambda i: ratios[i])
         best = self._configs([contenders[at]])[0]
         print_table(self._console, space, best)
         found = "no sample is faster than the default"
         if at:
-            found = f"{scores[at]:.4g} bytes per us, the default {scores[0]:.4g}: {ratios[at]:.3f} times as fast"
+            found = f"{ratios[at]:.3f} times as fast as the default, which had {default_score:.4g} bytes per us"
         self._console.print(found)
         if self._leads and self._wanted.write_path is not None:
             given = load_config(self._wanted.config_file, overrides=self._wanted.overrides, environ=_file_of_user())
@@ -177,21 +191,30 @@ class Session:
         found = [self._space.config(each) for each in points]
         return [each for each in found if each is not None]
 
-    def _compare_with_grid(self, best: Point) -> int:
-        """Measure a small grid, then its best point and that of the search in turns. Return the exit status."""
+    def _compare_with_grid(self, best: Point) -> float:
+        """Measure a small grid, then its best points and that of the search in turns. Return the ratio of the search's
+        point to the best of these."""
         self._console.print("the grid:")
         measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
-        _, top = max(((ratio, point) for ratio, point in measured if ratio is not None), key=lambda each: each[0])
+        known = sorted((each for each in measured if each[0] is not None), key=lambda each: -(each[0] or 0.0))
+        finalists = [point for _, point in known[:FINALISTS]]
         self._samples += 1
-        with self._race(self._configs([self._space.start, best, top])) as race:
+        with self._race(self._configs([self._space.start, best, *finalists])) as race:
             race.run(FINAL_TIMES * self._wanted.rounds)
-            share, ratios = race.ratio(1, against=2), (race.ratio(1), race.ratio(2))
-        same = ", which is the same point" if best == top else ""
+            at = max(range(2, 2 + len(finalists)), key=race.ratio)
+            share, ratios = race.ratio(1, against=at), (race.ratio(1), race.ratio(at))
+        top = finalists[at - 2]
+        same = ", the same point" if best == top else f" ({self._text_of(top)})"
         self._console.print(
             f"in turns: search {ratios[0]:.3f}x, best of {len(measured)} of the grid {ratios[1]:.3f}x{same}"
         )
         self._console.print(f"the search reaches {share:.1%} of the best of the grid; expected at least {ENOUGH:.0%}")
-        return FOUND if share >= ENOUGH else WORSE_THAN_GRID
+        return share
+
+    def _text_of(self, values: Mapping[str, Value]) -> str:
+        """What differs from the default."""
+        changed = {key: values[key] for key, value in self._space.start.items() if values[key] != value}
+        return " ".join(f"{key}={value}" for key, value in changed.items()) or "the default, against itself"
 
 
 def _file_of_user() -> dict[str, str]:

@@ -67,8 +67,10 @@ def synthetic_sizes(elements: int, arrays: int) -> list[int]:
 def cases_of(
     config: Config, *, pattern: str | None, elements: int, arrays: int, density: float, size: int
 ) -> Sequence[Case]:
-    """A case for each array. Raises ConfigError, and what `find_arrays` raises for files."""
-    block_size = config.protocol.block_size
+    """A case for each array; those that are drawn have blocks of bench.block_size. Raises ConfigError, and what
+    `find_arrays` raises for files."""
+    given = config.bench.block_size
+    block_size = (0 if isinstance(given, tuple) else given) or config.protocol.block_size
     if pattern is not None:
         found = [each for each in find_arrays(pattern, size) if each.elements]
         if not found:
