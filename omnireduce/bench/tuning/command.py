@@ -31,7 +31,7 @@ _RANK = (
     metavar="PATTERN",
     help="A step is the arrays in files: PATTERN, such as gradients/g-{rank}.npy, is the file of every rank.",
 )
-@click.option("--elements", type=click.IntRange(1, 1 << 34), default=4_000_000, show_default=True, help="Of a step.")
+@click.option("--elements", type=click.IntRange(1, 1 << 34), default=2_000_000, show_default=True, help="Of a step.")
 @click.option("--arrays", type=click.IntRange(1, 1000), default=24, show_default=True, help="Of a step.")
 @click.option(
     "--density", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Blocks that are not zero."
@@ -41,7 +41,7 @@ _RANK = (
 @click.option(
     "--samples", type=click.IntRange(1, 10_000), help="Of the search.  [default: 6 for each free key, but at least 20]"
 )
-@click.option("--rounds", type=click.IntRange(1, 10_000), default=15, show_default=True, help="Of each sample.")
+@click.option("--rounds", type=click.IntRange(1, 10_000), default=16, show_default=True, help="Of each sample.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Of the search.")
 @click.option(
     "--hold", "holds", multiple=True, metavar="SECTION.KEY[=VALUE]", help="Do not tune this key. May be repeated."

@@ -1,16 +1,18 @@
 """Configurations that take turns on the same data.
 
-One round: every contender fills its arrays, meets its other ranks, and sums them through a queue; this is timed. The
-next round begins with the last one. A round takes as long as its slowest rank. Rounds come after some that are not
-timed; in those every element is checked, and the queue learns that steps are alike.
+One round: every contender fills its arrays, meets its other ranks, and sums them through a queue; this is timed. Who
+was first in a round is last in the next one. A round takes as long as its slowest rank.
+
+Rounds come in heats. For each heat the contenders form their jobs anew, in another order: of two jobs that are alike,
+the one that was there first may be slower. A heat begins with rounds that are not timed. Of the last of them every
+element is checked. From them the queue learns that steps are alike.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from omnireduce.config import Config
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.errors import OmniReduceError
 
-WARM_UP = 4  # a queue takes two steps that are alike before it leaves its rounds
+WARM_UP = 3  # a queue takes two steps that are alike before it leaves its rounds
 
 
 class Contender:
@@ -40,52 +42,43 @@ class Contender:
 
 
 class Race:
-    """Contenders, the first of which the others are compared with. All ranks make it, and use it alike.
+    """Contenders, the first of which the others are compared with. All ranks make it, and use it alike."""
 
-    Raises what `connect` raises; OmniReduceError where a sum is wrong.
-    """
-
-    def __init__(self, configs: list[Config], workload: Workload, job: str) -> None:
-        self._workload, self._number = workload, 0
-        self._stack = ExitStack()
+    def __init__(self, configs: Sequence[Config], workload: Workload, job: str) -> None:
+        self._configs, self._workload, self._job = configs, workload, job
+        self._heats = self._round = 0
         self._seconds = np.empty((len(configs), 0))
-        with ExitStack() as stack:
-            self._contenders = [Contender(each, f"{job}.{i}", stack) for i, each in enumerate(configs)]
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            for each in self._contenders:
-                each.comm.barrier()
-                each.queue.close()
-        self._stack.__exit__(kind, error, trace)
-
-    def warm_up(self) -> None:
-        """Rounds that count for nothing but their sums."""
-        wrong = 0
-        for _ in range(WARM_UP):
-            for each in self._contenders:
-                each.step(self._workload, self._number)
-                wrong += self._workload.wrong(self._number)
-            self._number += 1
-        if self._contenders[0].comm.allreduce(np.array([wrong]))[0]:
-            raise OmniReduceError("sums are wrong: nothing can be tuned")
 
     def run(self, rounds: int) -> None:
-        """Take so many rounds more."""
-        seconds = np.zeros((len(self._contenders), rounds))
-        for at in range(rounds):
-            numbered = list(enumerate(self._contenders))
-            for i, each in numbered if self._number % 2 else reversed(numbered):
-                seconds[i, at] = each.step(self._workload, self._number)
-            self._number += 1
-        slowest = self._contenders[0].comm.allreduce(seconds, op="max")
+        """A heat of so many rounds. Raises what `connect` raises, AbortedError, and OmniReduceError where a sum is
+        wrong."""
+        size = len(self._configs)
+        order = [(self._heats + i) % size for i in range(size)]
+        with ExitStack() as stack:
+            found = {i: Contender(self._configs[i], f"{self._job}.{self._heats}.{i}", stack) for i in order}
+            contenders = [found[i] for i in range(size)]
+            self._warm_up(contenders)
+            seconds = np.zeros((size, rounds))
+            for at in range(rounds):
+                for i in order if self._round % 2 else reversed(order):
+                    seconds[i, at] = contenders[i].step(self._workload, self._round)
+                self._round += 1
+            slowest = contenders[0].comm.allreduce(seconds, op="max")
+            for each in contenders:
+                each.comm.barrier()
+                each.queue.close()
+        self._heats += 1
         self._seconds = np.concatenate([self._seconds, slowest], axis=1)
+
+    def _warm_up(self, contenders: list[Contender]) -> None:
+        wrong = 0
+        for at in range(WARM_UP):
+            for each in contenders:
+                each.step(self._workload, self._round)
+                wrong += self._workload.wrong(self._round) if at == WARM_UP - 1 else 0
+            self._round += 1
+        if contenders[0].comm.allreduce(np.array([wrong]))[0]:
+            raise OmniReduceError("sums are wrong: nothing can be tuned")
 
     def score(self, contender: int) -> float:
         """Bytes per microsecond: of one rank's step, by its median time."""

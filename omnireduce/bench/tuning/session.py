@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +34,7 @@ from omnireduce.printing import make_console, short_count
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import detect_launch, job_name
 
-STAGES = 3  # after each of which a sample may be pruned
+HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
 FINALISTS = 3
 FINAL_TIMES = 3  # as many rounds as a sample has
 ENOUGH = 0.95  # of the best of the grid
@@ -142,13 +143,13 @@ class Session:
             self._note(IMPOSSIBLE, values, ())
             return None
         state = COMPLETE
-        with self._race([space.base, config]) as race:
-            for stage in range(STAGES):
-                race.run(max(1, self._wanted.rounds // STAGES))
-                if prunes and not self._told(goes_on and goes_on(race.ratio(1), stage)):
-                    state = PRUNED if stage < STAGES - 1 else COMPLETE
-                    break
-            scores = race.score(1), race.score(0), race.ratio(1)
+        race = self._race([space.base, config])
+        for heat in range(HEATS):
+            race.run(math.ceil(self._wanted.rounds / HEATS))
+            if prunes and heat < HEATS - 1 and not self._told(goes_on and goes_on(race.ratio(1), heat)):
+                state = PRUNED
+                break
+        scores = race.score(1), race.score(0), race.ratio(1)
         self._note(state, values_of(config), scores)
         return scores[2] if state == COMPLETE else None
 
@@ -159,9 +160,16 @@ class Session:
             f"sample {self._samples}: {score}{'' if state == COMPLETE else f' ({state})'}  {self._text_of(values)}"
         )
 
-    def _race(self, configs: Iterable[Config]) -> Race:
-        race = Race(list(configs), self._workload, f"{self._job}.{self._samples}")
-        race.warm_up()
+    def _race(self, configs: list[Config]) -> Race:
+        return Race(configs, self._workload, f"{self._job}.{self._samples}")
+
+    def _finals(self, points: list[Point]) -> Race:
+        """A race of some points and the default. Each of them is first in one heat."""
+        contenders = self._configs([self._space.start, *points])
+        self._samples += 1
+        race = self._race(contenders)
+        for _ in contenders:
+            race.run(math.ceil(FINAL_TIMES * self._wanted.rounds / len(contenders)))
         return race
 
     def _final(self, points: list[Point]) -> Point:
@@ -169,17 +177,14 @@ class Session:
         and say and write what it is."""
         space = self._space
         contenders = [space.start, *points]
-        self._samples += 1
-        with self._race(self._configs(contenders)) as race:
-            race.run(FINAL_TIMES * self._wanted.rounds)
-            ratios = [race.ratio(i) for i in range(len(contenders))]
-            default_score = race.score(0)
+        race = self._finals(points)
+        ratios = [race.ratio(i) for i in range(len(contenders))]
         at = max(range(len(contenders)), key=lambda i: ratios[i])
         best = self._configs([contenders[at]])[0]
         print_table(self._console, space, best)
         found = "no sample is faster than the default"
         if at:
-            found = f"{ratios[at]:.3f} times as fast as the default, which had {default_score:.4g} bytes per us"
+            found = f"{ratios[at]:.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
         self._console.print(found)
         if self._leads and self._wanted.write_path is not None:
             given = load_config(self._wanted.config_file, overrides=self._wanted.overrides, environ=_file_of_user())
@@ -198,11 +203,9 @@ class Session:
         measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
         known = sorted((each for each in measured if each[0] is not None), key=lambda each: -(each[0] or 0.0))
         finalists = [point for _, point in known[:FINALISTS]]
-        self._samples += 1
-        with self._race(self._configs([self._space.start, best, *finalists])) as race:
-            race.run(FINAL_TIMES * self._wanted.rounds)
-            at = max(range(2, 2 + len(finalists)), key=race.ratio)
-            share, ratios = race.ratio(1, against=at), (race.ratio(1), race.ratio(at))
+        race = self._finals([best, *finalists])
+        at = max(range(2, 2 + len(finalists)), key=race.ratio)
+        share, ratios = race.ratio(1, against=at), (race.ratio(1), race.ratio(at))
         top = finalists[at - 2]
         same = ", the same point" if best == top else f" ({self._text_of(top)})"
         self._console.print(
