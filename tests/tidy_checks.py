@@ -89,7 +89,7 @@ IMPURE_NUMPY = {  # it reads or writes files, or draws numbers that no seed give
     "savez_compressed",
 }
 JIT = "omnireduce.kernels.jit"
-HEAVY = ("mpi4py", "pyverbs", "torch", "keras", "jax", "tensorflow")
+HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6

@@ -37,6 +37,7 @@ from omnireduce.runtime.member.launcher import detect_launch, job_name
 HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
 FINALISTS = 3
 FINAL_TIMES = 3  # as many rounds as a sample has
+NOISE = 0.1  # of the logarithm of a ratio
 ENOUGH = 0.95  # of the best of the grid
 LEAST_SAMPLES, SAMPLES_OF_KEY = 20, 6
 
@@ -123,6 +124,10 @@ class Session:
                 self._console.print("every point was measured")
                 break
             ratio = self._sample(point, search.goes_on if search else None)
+            if point == self._space.start and ratio is not None and abs(math.log(ratio)) > NOISE:
+                self._console.print(
+                    "the default beside itself should have 1.0x: this machine is busy; take more --rounds"
+                )
             if search:
                 search.tell(point, ratio)
         best: list[Point] = self._told(search and search.best(FINALISTS))
@@ -177,14 +182,14 @@ class Session:
         and say and write what it is."""
         space = self._space
         contenders = [space.start, *points]
-        race = self._finals(points)
-        ratios = [race.ratio(i) for i in range(len(contenders))]
-        at = max(range(len(contenders)), key=lambda i: ratios[i])
+        at, found = 0, "no sample is faster than the default"
+        if points:
+            race = self._finals(points)
+            at = max(range(len(contenders)), key=race.ratio)
+            if at:
+                found = f"{race.ratio(at):.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
         best = self._configs([contenders[at]])[0]
         print_table(self._console, space, best)
-        found = "no sample is faster than the default"
-        if at:
-            found = f"{ratios[at]:.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
         self._console.print(found)
         if self._leads and self._wanted.write_path is not None:
             given = load_config(self._wanted.config_file, overrides=self._wanted.overrides, environ=_file_of_user())

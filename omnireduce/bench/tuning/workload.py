@@ -77,7 +77,15 @@ def cases_of(
             raise ConfigError(f"--input {pattern}: the arrays are empty")
         return [RecordedCase(each, "sum", block_size) for each in found]
     return [
-        SyntheticCase(each, "float32", "sum", block_size, "random", density, config.bench.seed + i)
+        SyntheticCase(
+            elements=each,
+            dtype="float32",
+            op="sum",
+            block_size=block_size,
+            overlap="random",
+            density=density,
+            seed=config.bench.seed + i,
+        )
         for i, each in enumerate(synthetic_sizes(elements, arrays))
     ]
 
