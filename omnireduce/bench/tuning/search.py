@@ -14,6 +14,7 @@ from omnireduce.bench.tuning.space import Point, Space
 from omnireduce.errors import ConfigError
 
 _STEP = 2  # values
+_GAIN = 1.05  # a ratio that is more than noise
 _MOST_KNOWN = 50  # proposals that were measured before, one after another; then the search is over
 
 
@@ -33,7 +34,8 @@ class Search:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         first = list(self._first(space))[: max(1, samples // 2)]
-        before = len(first) + 2  # so many samples are no guess of the sampler, and are not pruned
+        self._many_first = len(first)
+        before = len(first) + 3  # so many samples are no guess of the sampler, and are not pruned
         with warnings.catch_warnings():  # of what may change in a later release
             warnings.simplefilter("ignore")
             sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=before)
@@ -84,6 +86,15 @@ class Search:
         if ratio is not None:
             self._complete.append((ratio, point))
         self._tell(ratio)
+        if len(self._known) == self._many_first:
+            self._combine()
+
+    def _combine(self) -> None:
+        """Let the next sample be what was good in one key, of all keys together."""
+        start, best = self._space.start, dict(self._space.start)
+        for _, point in sorted((each for each in self._complete if each[0] > _GAIN), key=lambda each: each[0]):
+            best |= {key: value for key, value in point.items() if value != start[key]}
+        self._study.enqueue_trial({key: self._space.free[key].index(value) for key, value in best.items()})
 
     def _tell(self, ratio: float | None) -> None:
         if ratio is None:

@@ -35,7 +35,7 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import detect_launch, job_name
 
 HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
-FINALISTS = 3
+FINALISTS = 4
 FINAL_TIMES = 3  # as many rounds as a sample has
 NOISE = 0.1  # of the logarithm of a ratio
 ENOUGH = 0.95  # of the best of the grid
