@@ -157,11 +157,12 @@ class Agreement:
                 known = self._known.pop(each.name, None) or Known(NAMES_FROM + len(self._known))
                 known.changed[rank] = each
                 self._known[each.name] = known
-                if each.name == JOIN:
+                if each.name == JOIN and rank not in self.joined:
                     self.joined.append(rank)
         spare = len(self._known) - MOST_NAMES
         if spare > 0:  # programs may have a new name in each step
-            self._number_anew(list(self._known)[spare + MOST_NAMES // 2 :])
+            kept = list(self._known)[spare + MOST_NAMES // 2 :]
+            self._number_anew([JOIN, *kept] if JOIN in self._known and JOIN not in kept else kept)
             self._forget_steps()
         own = {name: self._known[name].of(self._rank) if name in self._known else None for name in self.pending}
         self._news = {name: each for name, each in self.pending.items() if own[name] != each}

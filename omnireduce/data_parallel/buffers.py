@@ -44,11 +44,12 @@ class Buffer:
         np.concatenate(arrays, out=self._filled)
         self._spare[:], self._mark[:] = 0, self._fair
 
-    def spoil(self) -> None:
-        """Bring nothing but the mark."""
-        self.whole[:], self._mark[:] = 0, 1 - self._fair
+    def spoil(self, rank: int) -> None:
+        """Bring nothing but the mark, which differs between ranks: marks of 256 ranks would add up to 0 in int8."""
+        self.whole[:], self._mark[:] = 0, self._fair
+        self._mark[rank % len(self._mark)] = 1 - self._fair
 
     @property
     def is_spoiled(self) -> bool:
         """Whether some rank has spoiled what was combined."""
-        return bool(self._mark[0] != self._fair)
+        return bool(np.any(self._mark != self._fair))

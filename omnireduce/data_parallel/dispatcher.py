@@ -13,7 +13,7 @@ import numpy as np
 
 from omnireduce.data_parallel.agreement import Agreement
 from omnireduce.data_parallel.buffers import Buffer
-from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_zeros, together
+from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_nothing, together
 from omnireduce.data_parallel.pictured import Pictured
 from omnireduce.data_parallel.requests import JOIN, Batch, Request
 from omnireduce.data_parallel.stalls import MOST_TOLD, Waiting, in_words, stalls
@@ -79,7 +79,7 @@ class Dispatcher:
         lock = threading.Lock()
         self._work, self._over = threading.Condition(lock), threading.Condition(lock)
         self._waited: list[Task] = []
-        self._fresh, self._closing = False, False
+        self._fresh, self._closing, self._is_due = False, False, False
         self._error: BaseException | None = None
         self._inspected = 0.0  # when ranks told last what they wait for
         self._batches = self._collectives = 0
@@ -88,17 +88,24 @@ class Dispatcher:
 
     def submit(self, operation: Operation) -> Task:
         """This rank is ready for it. Raises UsageError, and what has ended the job."""
-        task = Task(self, operation)
+        task, name = Task(self, operation), operation.request.name
         with self._work:
             if self._error is not None:
                 raise self._error
+            if name in self._tasks or (name == JOIN and self._tasks):
+                self._refuse(name)
             self._machine.submit(operation.request)
-            self._tasks[operation.request.name] = task
+            self._tasks[name] = task
             self._fresh = True
             self._pictured.submitted(operation.request)
             if self._machine.has_rounds or self._is_next:
                 self._work.notify()
         return task
+
+    def _refuse(self, name: str) -> None:
+        if name == JOIN and name not in self._tasks:
+            raise UsageError(f"join while '{next(iter(self._tasks))}' is under way: wait for it first")
+        raise UsageError(f"'{name}' is under way already: wait for it, or choose another name")
 
     def wait_for(self, task: Task, timeout_s: float | None) -> None:
         """Return when it is done. Raises TimeoutError."""
@@ -190,9 +197,12 @@ class Dispatcher:
         with self._work:
             self._work.wait_for(lambda: self._closing or self._is_next, self._patience_s)
             batch, ready = self._machine.due, self._machine.is_ready
+        self._is_due = True
         spoiled = self._do(batch, spoils=not ready, may_spoil=True)
-        with self._work:
-            self._machine.done(spoiled=spoiled)
+        self._is_due = False
+        if spoiled:
+            with self._work:
+                self._machine.done(spoiled=True)
 
     # batches
 
@@ -227,7 +237,7 @@ class Dispatcher:
         """All-reduces of one type and operation."""
         buffer, own = self._buffer_for(requests), [] if spoils else [self._operation(each) for each in requests]
         if spoils:
-            buffer.spoil()
+            buffer.spoil(self._comm.rank)
         else:
             self._pictured.filling(requests)
             buffer.fill([x for each in own for x in each.brought()])
@@ -262,12 +272,17 @@ class Dispatcher:
         return bool(self._comm.allreduce(np.full(1, spoils, np.int8), op="max", name=OF_QUEUE + "mark")[0])
 
     def _operation(self, request: Request) -> Any:
-        """What this rank brings: zeros if it has joined."""
+        """What this rank brings: nothing if it has joined."""
         task = self._tasks.get(request.name)
-        return of_zeros(request) if task is None else task.operation
+        if task is not None:
+            return task.operation
+        assert self._comm.rank in self._machine.joined, f"nothing was submitted for {request}"
+        return of_nothing(request)
 
     def _finish(self, batch: Batch, results: Sequence[Any], error: BaseException | None = None) -> None:
         with self._over:
+            if self._is_due:  # before any thread sees that it is done, and submits it again
+                self._machine.done(spoiled=False)
             for name, result in zip(batch.names, results, strict=True):
                 task = self._tasks.pop(name, None)
                 if task is not None:

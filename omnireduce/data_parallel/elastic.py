@@ -101,16 +101,21 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
 
     @functools.wraps(train)
     def wrapped(state: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        is_new = True
         while True:
             try:
+                if not is_new:
+                    session.reset()
+                    state.on_reset()
+                is_new = False
                 state.sync()
                 return train(state, *args, **kwargs)
             except (AbortedError, ClosedError) as error:  # closed: the others form it anew, and this rank had joined
+                if not session.is_initialized():
+                    raise
                 log.warning("forming the job anew: %s", error, extra=tagged("reforming"))
                 state.restore()
             except NewcomersError:
                 log.info("forming the job anew, with those who wait", extra=tagged("reforming"))
-            session.reset()
-            state.on_reset()
 
     return wrapped

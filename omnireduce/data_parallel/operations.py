@@ -15,6 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.member.arguments import check_array, check_root, check_rows, flat_view
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.objects import to_bytes
 
 ROW_OPS = ("sum", "mean")
 OF_QUEUE = "queue: "  # before the names of its collectives
@@ -25,6 +26,14 @@ def check_number(x: Array, what: str, op: str) -> None:
     ops = BOOL_OPS if element_type(x.dtype) is BOOL else NUMBER_OPS
     if op not in ops:
         raise UsageError(f"op {op!r} of {what}, which is {x.dtype}: expected one of {', '.join(ops)}")
+
+
+def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
+    """What changes nothing in a combination by `op`."""
+    if op in ("min", "max"):
+        ends = (np.inf, -np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).max, np.iinfo(dtype).min)
+        return ends[op == "max"]
+    return 1 if op in ("prod", "all") else 0
 
 
 class Reduction:
@@ -49,15 +58,15 @@ class Reduction:
         self._outs = outs
         self._flat, self._flat_outs = [each.reshape(-1) for each in arrays], [each.reshape(-1) for each in outs]
         self._prescale, self._postscale = prescale, postscale
-        scales = "" if prescale == postscale == 1 else f"scaled by {prescale:g} and {postscale:g}"
+        scales = "" if prescale == postscale == 1 else f"scaled by {prescale!r} and {postscale!r}"
         parts = tuple(Part(str(each.dtype), each.shape) for each in arrays)
         self.request = Request(name, "allreduce", op, parts, scales)
         self._divides = self.request.combined_by != op
 
     @classmethod
-    def of_zeros(cls, request: Request) -> Reduction:
-        """What a rank brings that has no more data."""
-        found = [np.zeros(each.shape, each.dtype) for each in request.parts]
+    def of_nothing(cls, request: Request) -> Reduction:
+        """What a rank brings that has no more data: it changes no result, but that a mean is divided by all ranks."""
+        found = [np.full(each.shape, _neutral(request.op, np.dtype(each.dtype)), each.dtype) for each in request.parts]
         return cls(request.name, found, found, request.op, 1, 1)  # type: ignore[arg-type]
 
     @property
@@ -79,15 +88,16 @@ class Reduction:
             elif part is not out:
                 out[:] = part
             if self._divides:
-                np.floor_divide(out, size, out=out)
+                (np.floor_divide if out.dtype.kind in "iu" else np.divide)(out, size, out=out)
         return self._outs[0] if len(self._outs) == 1 else list(self._outs)
 
     def run(self, comm: Communicator) -> Any:
         """Do it, in an exchange of its own."""
         outs, brought = self._flat_outs, self.brought()
         op, name = self.request.combined_by, OF_QUEUE + self.request.name
-        if len(outs) == 1 and not np.may_share_memory(brought[0], outs[0]):
-            comm.allreduce(brought[0], out=outs[0], op=op, name=name)
+        if len(outs) == 1:
+            is_same = np.may_share_memory(brought[0], outs[0])
+            comm.allreduce(brought[0], out=None if is_same else outs[0], op=op, name=name)
         else:
             for x, out in zip(brought, outs, strict=True):
                 if not np.may_share_memory(x, out):  # else they are the same
@@ -133,7 +143,7 @@ class RowReduction:
         self.request = Request(name, "rows", op, (Part(dtype, (rows, values.shape[1])),))
 
     @classmethod
-    def of_zeros(cls, request: Request) -> RowReduction:
+    def of_nothing(cls, request: Request) -> RowReduction:
         """What a rank brings that has no more data."""
         [(dtype, (rows, width))] = request.parts
         return cls(request.name, np.zeros(0, np.int64), np.zeros((0, width), dtype), rows, request.op)  # type: ignore[arg-type]
@@ -156,10 +166,10 @@ def together(comm: Communicator, operations: Sequence[RowReduction]) -> list[Row
     return comm.allreduce_tables(tables, op=first.op, name=OF_QUEUE + first.name)  # type: ignore[arg-type]
 
 
-def of_zeros(request: Request) -> Reduction | RowReduction:
+def of_nothing(request: Request) -> Reduction | RowReduction:
     """What a rank brings to `request` that has no more data."""
     kind = RowReduction if request.kind == "rows" else Reduction
-    return kind.of_zeros(request)
+    return kind.of_nothing(request)
 
 
 def gathering(name: str, x: Array) -> Alone:
@@ -226,6 +236,8 @@ def telling(name: str, x: object, root: int | None, *, size: int, trust: bool) -
     """The root's object for all; with no root, everybody's. See `Communicator.broadcast_object`."""
     terms = "of all ranks" if root is None else f"of rank {check_root(root, size)}"
     request = Request(name, "object", "", (), f"{terms}, {'pickled' if trust else 'plain data'}")
+
+    to_bytes(x, trust)  # raises what cannot be sent, before others wait for it
 
     def run(comm: Communicator) -> Any:
         if root is None:

@@ -11,11 +11,14 @@ from omnireduce.data_parallel import operations
 from omnireduce.data_parallel.agreement import MOST_NAMES
 from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics, Task
 from omnireduce.data_parallel.operations import Form, Operation, Reduction, RowReduction
-from omnireduce.descriptor import Op, RowOp
+from omnireduce.data_parallel.requests import JOIN
+from omnireduce.descriptor import NAME_CHARACTERS, Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator
 
+OWN_NAMES = (JOIN, "(barrier)")
+LONGEST_NAME = NAME_CHARACTERS - 20  # there is more before it in the names of the collectives of a queue
 QueueOp = Op | Literal["adasum"]
 
 
@@ -62,7 +65,7 @@ class Queue:
         if last is not None and out is None and type(x) is np.ndarray:
             operation = last.of(x, op, prescale, postscale)
             if operation is not None:
-                return self._submit(operation)
+                return self._dispatcher.submit(operation)
         outs = None if out is None else [out]
         return self.grouped_allreduce_async([x], name=name, op=op, outs=outs, prescale=prescale, postscale=postscale)
 
@@ -76,7 +79,7 @@ class Queue:
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> Task:
-        """`allreduce_async` of several arrays, which are done together. The result is a list of them."""
+        """`allreduce_async` of several arrays, which are done together. The result is a list, of one array itself."""
         outs = arrays if outs is None else outs
         if not arrays or len(arrays) != len(outs):
             raise UsageError(
@@ -145,8 +148,8 @@ class Queue:
     def join(self) -> int:
         """This rank has no more data. Return the rank that joined last, when all ranks have joined.
 
-        Until then this rank brings zeros to the all-reduces of others, also of rows. Means are still divided by the
-        number of all ranks.
+        Until then this rank changes nothing in the all-reduces of others, also of rows, but that means are divided by
+        the number of all ranks.
         Raises UsageError while something is under way here. Other collectives fail on ranks that have not joined.
         """
         return int(self._submit(operations.joining()).wait())
@@ -161,4 +164,10 @@ class Queue:
         self._comm.shutdown()
 
     def _submit(self, operation: Operation) -> Task:
+        """Raises UsageError for a name that no collective may have: later it would end the job."""
+        name, kind = operation.request.name, operation.request.kind
+        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+            raise UsageError(f"name {name!r:.60}: expected a text of 1 to {LONGEST_NAME} characters that can be shown")
+        if name in OWN_NAMES and kind not in ("join", "barrier"):
+            raise UsageError(f"name {name!r}: a queue uses it itself; expected another one")
         return self._dispatcher.submit(operation)

@@ -11,7 +11,7 @@ import numpy as np
 from omnireduce.descriptor import Op
 
 JOIN = "(join)"  # the name of the request of a rank that has no more data
-WITHOUT_DATA = ("allreduce", "rows")  # kinds to which a rank that has no more data brings zeros
+WITHOUT_DATA = ("allreduce", "rows")  # kinds that a rank which has no more data does not hold up
 
 
 class Part(NamedTuple):

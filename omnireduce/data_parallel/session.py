@@ -173,6 +173,14 @@ def communicator() -> Communicator:
     return session_of().comm
 
 
+def join() -> int:
+    """This rank has no more data: see `omnireduce.Queue.join`. Returns the rank that joined last. Collectives without a
+    name are numbered anew after that: ranks may have had more of them than others."""
+    found = queue().join()
+    session_of().unnamed.clear()
+    return found
+
+
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """From now on record what happens to each tensor, in this file: see `Communicator.start_timeline`."""
     session_of().comm.start_timeline(file_path, mark_cycles=mark_cycles)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import count
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from omnireduce.data_parallel.session import global_process_set, name_of, size
+from omnireduce.data_parallel.session import global_process_set, size
 from omnireduce.errors import UsageError
 from omnireduce.torch.reductions import sum_of
+
+_numbers = count()
 
 
 class SyncBatchNorm(_BatchNorm):
     """`torch.nn.BatchNorm1d`, 2d or 3d, whose mean and variance in training are those of the batches of all ranks.
 
     Input: (batch, channels, …). Batches of ranks may have other sizes. All ranks call it, and its backward, equally
-    often. See Ioffe and Szegedy, "Batch Normalization", 2015.
+    often, and makes its layers in one order. See Ioffe and Szegedy, "Batch Normalization", 2015.
     """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._name = f"batch_norm.{next(_numbers)}"
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  as torch has it
         if input.dim() < 2:
@@ -27,19 +36,22 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not (self.training or self.running_mean is None) or size() == 1:
             return super().forward(input)
-        axes = [0, *range(2, input.dim())]
-        shape = (1, -1, *[1] * (input.dim() - 2))
-        own = input.numel() // input.shape[1]
-        counted = torch.cat([input.sum(axes), input.new_tensor([float(own)])])
-        counted = sum_of(counted, name_of("mean", None), global_process_set)
-        many = counted[-1].detach()
-        mean = counted[:-1] / many
-        centred = input - mean.view(shape)
-        variance = sum_of(centred.square().sum(axes), name_of("variance", None), global_process_set) / many
+        axes, shape = [0, *range(2, input.dim())], (1, -1, *[1] * (input.dim() - 2))
+        exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        own = exact.new_tensor([float(input.numel() // input.shape[1])])
+        sums = sum_of(torch.cat([exact.sum(axes), own]), f"{self._name}.sum", global_process_set)
+        many = sums[-1].detach()
+        if many < 2:
+            raise UsageError("batch norm of one value in each channel, on all ranks together; expected more")
+        mean = sums[:-1] / many
+        centred = exact - mean.view(shape)
+        variance = sum_of(centred.square().sum(axes), f"{self._name}.variance", global_process_set) / many
         if self.training:
             self._remember(mean.detach(), variance.detach() * many / (many - 1))
         found = centred * (variance + self.eps).rsqrt().view(shape)
-        return found if self.weight is None else found * self.weight.view(shape) + self.bias.view(shape)
+        if self.weight is not None:
+            found = found * self.weight.view(shape) + self.bias.view(shape)
+        return found.to(input.dtype)
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:

@@ -125,6 +125,8 @@ class TorchState(State):
         super().restore()
         for each, kept in zip(self._stateful(), self._kept_states, strict=True):
             each.load_state_dict(copy.deepcopy(kept))
+        if self.model is not None:
+            self.model.zero_grad()  # gradients of the step that failed
 
     def sync(self) -> None:
         """Give all ranks the state of the one that has committed most often, and keep it."""

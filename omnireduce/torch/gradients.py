@@ -66,13 +66,25 @@ class Way(NamedTuple):
 class Entry:
     """A parameter: its name, how often backward makes its gradient before that is combined, and with which others."""
 
-    __slots__ = ("gradient_name", "group", "handle", "name", "parameter", "passes_left")
+    __slots__ = ("gradient_name", "group", "handle", "name", "parameter", "passes_left", "sparse_dim")
 
     def __init__(self, parameter: Tensor, name: str, passes: int) -> None:
         self.parameter, self.name, self.passes_left = parameter, name, passes
         self.gradient_name = f"gradient.{name}"
         self.group: Sequence[Entry] = ()
         self.handle: Handle | None = None  # while the gradient is combined
+        self.sparse_dim = 0  # of the last gradient
+
+    def fill(self) -> None:
+        """Without a gradient it is zeros: sparse ones if the last one was sparse."""
+        parameter, sparse_dim = self.parameter, self.sparse_dim
+        if parameter.grad is not None:
+            return
+        if not sparse_dim:
+            parameter.grad = torch.zeros_like(parameter)
+            return
+        indices, shape = torch.zeros(sparse_dim, 0, dtype=torch.int64, device=parameter.device), parameter.shape
+        parameter.grad = torch.sparse_coo_tensor(indices, parameter.new_zeros(0, *shape[sparse_dim:]), shape)
 
     @property
     def is_sparse(self) -> bool:
@@ -105,6 +117,9 @@ class Gradients:
             if len(own) < len(group):
                 raise UsageError(f"groups: {len(group) - len(own)} tensors are no parameters of the optimizer")
             for each in own:
+                if each.group or own.count(each) > 1:
+                    raise UsageError(f"groups: parameter '{each.name}' is there twice; expected each in one group")
+            for each in own:
                 each.group = own
 
     def split_in_groups(self, number: int) -> None:
@@ -121,8 +136,8 @@ class Gradients:
     def _made(self, entry: Entry, _: Tensor) -> None:
         if entry.passes_left < 1 or entry.handle is not None:
             raise UsageError(
-                f"the gradient of '{entry.name}' was made more than {self._passes} times before a step; expected "
-                "backward_passes_per_step to say how often"
+                f"the gradient of '{entry.name}' was made too often before a step: expected {self._passes} times, as "
+                "backward_passes_per_step says"
             )
         entry.passes_left -= 1
         if not entry.passes_left:
@@ -167,6 +182,7 @@ class Gradients:
             raise UsageError(
                 f"'{entry.name}' has a sparse gradient: expected op Average or Sum, or sparse_as_dense=True"
             )
+        entry.sparse_dim = gradient.sparse_dim()
         handle = sparse_allreduce_async(gradient, entry.name, op, self._way.process_set)
 
         def put_back(found: Tensor) -> None:
@@ -203,8 +219,7 @@ class Gradients:
         entries = list(self._entries.values())
         left = [each for each in entries if each.handle is None]
         for each in left:
-            if each.parameter.grad is None:
-                each.parameter.grad = torch.zeros_like(each.parameter)
+            each.fill()
             each.passes_left = 0
         for each in left:
             if each.handle is None:  # else it was started with its group

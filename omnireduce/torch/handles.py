@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from omnireduce.data_parallel import session
 from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, queue
 from omnireduce.torch.tensors import settle, tensor_of
@@ -47,7 +48,7 @@ def on_device_of(like: Tensor, array: Any) -> Tensor:
 
 def join(device: int = -1) -> int:
     """This rank has no more data: see `omnireduce.Queue.join`. Returns the rank that joined last."""
-    return queue().join()
+    return session.join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -29,6 +29,8 @@ def start_reduction(
 ) -> Handle:
     """Combine tensors into `outs`, which may be the tensors themselves. The result is a list of the outs. Complex ones
     are pairs of numbers."""
+    if how.op not in (Average, Sum) and any(each.is_complex() for each in tensors):
+        raise UsageError(f"op {how.op!r} of complex numbers: expected Average or Sum")
     copies = [staged(each) for each in tensors]
     in_place = all(out is each for out, each in zip(outs, tensors, strict=True))
     targets = copies if in_place else [torch.empty_like(each) for each in copies]

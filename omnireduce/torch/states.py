@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from omnireduce.torch.gradients import Named
 from omnireduce.torch.handles import synchronize
 from omnireduce.torch.moves import broadcast_async_
 
+AT_ONCE = 512
+
 
 @torch.no_grad()
 def broadcast_parameters(params: Named, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
@@ -22,8 +24,15 @@ def broadcast_parameters(params: Named, root_rank: int = 0, process_set: Process
     stays as it is. Raises what `omnireduce.Queue` raises."""
     pairs = params.items() if isinstance(params, Mapping) else params
     tensors = [(name, each) for name, each in pairs if isinstance(each, Tensor)]
-    for handle in [broadcast_async_(each, root_rank, f"parameter.{name}", process_set) for name, each in tensors]:
-        synchronize(handle)
+    _broadcast_all([(f"parameter.{name}", each) for name, each in tensors], root_rank, process_set)
+
+
+def _broadcast_all(named: Sequence[tuple[str, Tensor]], root_rank: int, process_set: ProcessSet) -> None:
+    """Some at a time: a queue takes a limited number."""
+    for at in range(0, len(named), AT_ONCE):
+        some = named[at : at + AT_ONCE]
+        for handle in [broadcast_async_(each, root_rank, name, process_set) for name, each in some]:
+            synchronize(handle)
 
 
 @torch.no_grad()
@@ -47,9 +56,7 @@ def broadcast_optimizer_state(
     tensors = own if is_root else []
     if not is_root:
         state = _with_tensors(told, tensors)
-    handles = [broadcast_async_(each, root_rank, f"optimizer.{at}", process_set) for at, each in enumerate(tensors)]
-    for handle in handles:
-        synchronize(handle)
+    _broadcast_all([(f"optimizer.{at}", each) for at, each in enumerate(tensors)], root_rank, process_set)
     if is_root:
         return
     try:

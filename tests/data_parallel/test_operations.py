@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
 
-from omnireduce import Communicator, UsageError
+from omnireduce import Communicator, Op, UsageError
 from omnireduce.data_parallel.adasum import adasum
 from omnireduce.data_parallel.agreement import ALIKE_STEPS
+from omnireduce.data_parallel.buffers import Buffer
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.dtypes import Array
 
@@ -192,3 +194,60 @@ def test_what_cannot_be_is_refused(daemon: Daemon) -> None:
         queue.close()
 
     run_job(configured(daemon.addresses), RANKS, run)
+
+
+@pytest.mark.parametrize("elements", [20, 300_000])
+def test_means_of_floats_in_a_group_with_integers_are_not_rounded(daemon: Daemon, elements: int) -> None:
+    def do(queue: Queue) -> None:
+        floats, ints = np.full(elements, 1.25, np.float32), np.full(elements, queue.rank)
+        queue.grouped_allreduce_async([floats, ints], name="g", op="mean").wait(60)
+        assert (floats == 1.25).all()
+        assert (ints == 0).all()
+
+    in_steps(daemon, do)
+
+
+@pytest.mark.parametrize("elements", [20, 300_000])
+@pytest.mark.parametrize("op", ["min", "max", "prod"])
+def test_one_that_has_joined_changes_nothing(daemon: Daemon, op: Op, elements: int) -> None:
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        for _ in range(4 * comm.rank):
+            x = np.full(elements, -5.0, np.float32)
+            queue.allreduce_async(x, name="w", op=op).wait(60)
+            assert (x == -5).all()
+        assert queue.join() == 1
+        queue.close()
+
+    run_job(configured(daemon.addresses), RANKS, run)
+
+
+def test_a_name_is_under_way_until_its_result_is_there(daemon: Daemon) -> None:
+    """A second one may not take the place of the first while that is exchanged. When it is done it may."""
+
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        for step in range(200):
+            task = queue.allreduce_async(np.ones(9, np.float32), name="w")
+            while not task.done():
+                with contextlib.suppress(UsageError):
+                    other = queue.allreduce_async(np.full(9, 100, np.float32), name="w")
+                    assert task.done(), step
+                    assert (other.wait(60) == 200).all()
+                    break
+            else:
+                assert (queue.allreduce_async(np.full(9, 100, np.float32), name="w").wait(60) == 200).all()
+            assert (task.wait(60) == 2).all()
+        queue.close()
+
+    run_job(configured(daemon.addresses), RANKS, run)
+
+
+def test_marks_of_many_ranks_do_not_add_up_to_nothing() -> None:
+    brought = []
+    for rank in range(512):
+        buffer = Buffer(np.empty(64, np.int8), [[3]], "sum", 32)
+        buffer.spoil(rank)
+        brought.append(buffer.whole.copy())
+    buffer.whole[:] = np.sum(brought, axis=0, dtype=np.int8)
+    assert buffer.is_spoiled

@@ -60,6 +60,7 @@ def reductions() -> None:
     half = torch.full((2,), float(rank), dtype=torch.bfloat16)
     assert hvd.allreduce(half, op=hvd.Sum).tolist() == [3, 3]
     assert torch.equal(hvd.reducescatter(own(rank, 4, 2), op=hvd.Sum), everyone(4, 2).sum(0).tensor_split(3)[rank])
+    refuses(lambda: hvd.allreduce(torch.tensor([1j]), op=hvd.Product), "of complex numbers: expected Average or Sum")
     refuses(lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average and op are both given")
     refuses(lambda: hvd.allreduce(mine, op="median"), "op 'median': expected Average, Sum")  # type: ignore[arg-type]
 
@@ -173,6 +174,27 @@ def parameters_without_a_gradient() -> None:
     assert (one.tolist(), other.tolist()) == ([-2, -2], [-1, -1])
 
 
+def parameters_in_groups() -> None:
+    layers = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for groups in ([layers[:2], layers[1:]], [[layers[0], layers[0]]]):
+        plain = torch.optim.SGD(layers, lr=1.0)
+        refuses(lambda plain=plain, groups=groups: hvd.DistributedOptimizer(plain, groups=groups), "is there twice")
+
+
+def sparse_gradients_of_some_ranks() -> None:
+    words = nn.Embedding(9, 2, sparse=True)
+    nn.init.zeros_(words.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(words.parameters(), lr=1.0), [("some", words.weight)], op=hvd.Sum
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 0 or hvd.rank() == 1:
+            words(torch.tensor([3])).sum().backward()
+        optimizer.step()
+    assert words.weight[:, 0].tolist() == [0, 0, 0, -6, 0, 0, 0, 0, 0]
+
+
 def sparse_gradients() -> None:
     for as_dense in (False, True):
         words = nn.Embedding(9, 2, sparse=True)
@@ -213,7 +235,9 @@ def uneven_batches() -> None:
         optimizer.zero_grad()
         net(torch.ones(1, 1)).sum().backward()
         optimizer.step()
+        hvd.allreduce(torch.ones(1))  # without a name
     assert hvd.join() == 2
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
     hvd.broadcast_parameters(net.state_dict(), root_rank=2)
     assert net.weight.item() == -(3 + 3 + 2 + 1)
 
@@ -235,6 +259,12 @@ def batch_norm() -> None:
     assert torch.allclose(split.running_var, whole.running_var, atol=1e-4)  # type: ignore[arg-type]
     split.eval()
     split(own_x)
+    half = hvd.SyncBatchNorm(2).half()
+    found = half(torch.full((400, 2, 200), float(hvd.rank()), dtype=torch.float16))
+    assert found.dtype == torch.float16
+    assert torch.allclose(found, torch.full_like(found, (hvd.rank() - 1) * 1.5**0.5), atol=1e-2)
+    lone = hvd.SyncBatchNorm(2)
+    assert lone(torch.full((1, 2), float(hvd.rank()))).isfinite().all()
 
 
 def any_order() -> None:
