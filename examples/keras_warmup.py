@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="images of each rank")
     parser.add_argument("--lr", type=float, default=0.02, help="of each rank")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", default="", help="file for the best model, such as best.keras")
     asked = parser.parse_args()
 
     hvd.init()  # 1. Who is there? (2. was to choose a GPU, by hvd.local_rank().)
@@ -66,7 +67,9 @@ def main() -> None:
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # 5. all begin with the same weights
         hvd.callbacks.MetricAverageCallback(),
         hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=asked.warmup_epochs, verbose=rank == 0),
-    ]  # 6. was to save on one rank: hvd.callbacks.BestModelCheckpoint
+    ]
+    if asked.checkpoint:  # 6. one rank saves: this callback does so on rank 0 alone
+        callbacks.append(hvd.callbacks.BestModelCheckpoint(filepath=asked.checkpoint, monitor="loss"))
     began = time.perf_counter()
     model.fit(
         images[own], labels[own], asked.batch, asked.epochs, verbose=2 if rank == 0 else 0, callbacks=callbacks

@@ -52,6 +52,7 @@ class Agreement:
         self._rank, self._size, self._fusion_bytes = rank, size, fusion_bytes
         self.pending: dict[str, Request] = {}  # this rank is ready for them
         self._known: dict[str, Known] = {}  # the longest unused first
+        self._names: list[str] = []  # of these, by place
         self._news: dict[str, Request] = {}  # of what is pending, that others do not know
         self.joined: list[int] = []  # ranks that have no more data, in the order in which all have heard of it
         self.last_joined = 0
@@ -102,12 +103,12 @@ class Agreement:
 
     def bytes_of_round(self) -> Array:
         """What this rank brings to the next round: uint8. All ranks have as many."""
-        found = np.zeros(NAMES_FROM + len(self._known), np.uint8)
+        found = np.full(NAMES_FROM + len(self._known), self._rank in self.joined, np.uint8)
         found[NO_NEWS] = not self._news
-        has_joined = self._rank in self.joined
-        for name, known in self._known.items():
-            is_ready = name in self.pending and name not in self._news
-            found[known.place] = is_ready or (has_joined and name != JOIN)
+        if JOIN in self._known:
+            found[self._known[JOIN].place] = 0
+        for name in self.pending.keys() - self._news.keys():
+            found[self._known[name].place] = 1
         return found
 
     def news(self) -> list[Request]:
@@ -118,8 +119,8 @@ class Agreement:
         """Take the least bytes of all ranks; return what is done now, and whether all tell their news after that."""
         self.rounds += 1
         everyone = len(self.joined) == self._size
-        ready = [name for name, each in self._known.items() if least[each.place] and (name == JOIN or not everyone)]
-        ready.sort(key=lambda name: self._known[name].place)
+        names = [self._names[at] for at in np.flatnonzero(least[NAMES_FROM:])]
+        ready = [name for name in names if name == JOIN or not everyone]
         good, failed = list[Request](), list[Batch]()
         for name in ready:
             known = self._known.pop(name)
@@ -154,7 +155,10 @@ class Agreement:
         """Take the news of all ranks, by rank."""
         for rank, requests in enumerate(news):
             for each in requests:
-                known = self._known.pop(each.name, None) or Known(NAMES_FROM + len(self._known))
+                known = self._known.pop(each.name, None)
+                if known is None:
+                    known = Known(NAMES_FROM + len(self._names))
+                    self._names.append(each.name)
                 known.changed[rank] = each
                 self._known[each.name] = known
                 if each.name == JOIN and rank not in self.joined:
@@ -169,8 +173,8 @@ class Agreement:
 
     def _number_anew(self, names: Sequence[str]) -> None:
         """Keep these of the known names, in this order."""
-        kept = sorted(names, key=lambda name: self._known[name].place)
-        for place, name in enumerate(kept, NAMES_FROM):
+        self._names = sorted(names, key=lambda name: self._known[name].place)
+        for place, name in enumerate(self._names, NAMES_FROM):
             self._known[name].place = place
         self._known = {name: self._known[name] for name in names}
 

@@ -30,6 +30,12 @@ MOST_BUFFERS = 256
 MARKED_BYTES = 1 << 20  # an array of up to so many is copied, so that a mark can travel with it
 
 
+class Failed(NamedTuple):
+    """In place of a result."""
+
+    error: Exception
+
+
 class Task:
     """A collective that was submitted."""
 
@@ -246,10 +252,17 @@ class Dispatcher:
         if buffer.is_spoiled:
             return True
         self._pictured.emptying(requests)
-        results = [each.take(parts, self._comm.size) for each, parts in zip(own, buffer.parts, strict=True)]
+        results = [self._taken(each, parts) for each, parts in zip(own, buffer.parts, strict=True)]
         self._pictured.done(requests)
         self._finish(batch, results)
         return False
+
+    def _taken(self, operation: Any, parts: Sequence[Array]) -> Any:
+        """The result, or why this rank alone has none: NumPy may raise an error where numbers overflow."""
+        try:
+            return operation.take(parts, self._comm.size)
+        except Exception as error:
+            return Failed(error)
 
     def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:
         """That of the same requests before, if there were some."""
@@ -285,8 +298,13 @@ class Dispatcher:
                 self._machine.done(spoiled=False)
             for name, result in zip(batch.names, results, strict=True):
                 task = self._tasks.pop(name, None)
-                if task is not None:
-                    task.result, task.error, task.is_done = result, error, True
+                if task is None:
+                    continue
+                if isinstance(result, Failed):
+                    task.error = result.error
+                else:
+                    task.result, task.error = result, error
+                task.is_done = True
             self._batches += 1
             self._collectives += len(batch.names)
             self._over.notify_all()

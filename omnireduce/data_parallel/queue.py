@@ -100,7 +100,9 @@ class Queue:
         return self._submit(RowReduction(name, indices, values, n_rows, op))
 
     def allgather_async(self, x: Array, *, name: str) -> Task:
-        """Everybody's `x`, one behind the other; the lengths of the first dimension may differ."""
+        """Everybody's `x`, one behind the other; the lengths of the first dimension may differ. It takes up to
+        `protocol.max_part_bytes`."""
+        self._check_part(name, x)
         return self._submit(operations.gathering(name, x))
 
     def broadcast_async(self, x: Array, root: int = 0, *, name: str) -> Task:
@@ -114,8 +116,11 @@ class Queue:
         that sent them, and how many from each: int64 (size,). What ranks send to each other travels to all.
         """
         size = self.size
+        self._check_part(name, x)
+        if x.ndim == 0:
+            raise UsageError(f"'{name}' has no rows to send; expected at least one dimension")
         if splits is None:
-            if x.ndim == 0 or len(x) % size:
+            if len(x) % size:
                 raise UsageError(f"'{name}' is {list(x.shape)}: expected a multiple of {size} rows, or splits")
             splits = np.full(size, len(x) // size)
         splits = np.asarray(splits)
@@ -162,6 +167,11 @@ class Queue:
         """End the queues of all ranks. What is under way elsewhere fails."""
         self._dispatcher.close()
         self._comm.shutdown()
+
+    def _check_part(self, name: str, x: Array) -> None:
+        most = self._comm.config.protocol.max_part_bytes
+        if isinstance(x, np.ndarray) and x.nbytes > most:
+            raise UsageError(f"'{name}' has {x.nbytes} bytes; expected at most protocol.max_part_bytes, {most}")
 
     def _submit(self, operation: Operation) -> Task:
         """Raises UsageError for a name that no collective may have: later it would end the job."""

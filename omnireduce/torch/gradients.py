@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from omnireduce.data_parallel.session import ProcessSet, queue
 from omnireduce.data_parallel.words import Average, Scaling, Sum
-from omnireduce.errors import UsageError
+from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.torch.compression import NoneCompressor
 from omnireduce.torch.handles import Handle, synchronize
 from omnireduce.torch.reductions import sparse_allreduce_async, start_reduction
@@ -237,6 +238,14 @@ class Gradients:
         if not self.skips and not self._is_combined:
             self.combine()
         self._is_combined = False
+
+    def settle(self) -> None:
+        """Wait for what is under way, whatever becomes of it, and forget it."""
+        for each in self._entries.values():
+            if each.handle is not None:
+                with suppress(OmniReduceError):
+                    each.handle.task.wait()
+        self.give_up()
 
     def give_up(self) -> None:
         """Forget what is under way."""

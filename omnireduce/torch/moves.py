@@ -30,8 +30,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str, process_set: ProcessSet) -> Tensor:
-        lengths = queue(process_set).allgather_async(array_of(torch.tensor([len(tensor)])), name=f"length of {name}")
         task = queue(process_set).allgather_async(array_of(staged(tensor)), name=name)
+        lengths = queue(process_set).allgather_async(array_of(torch.tensor([len(tensor)])), name=f"length of {name}")
         before = lengths.wait()[: queue(process_set).rank].sum()
         ctx.process_set, ctx.name, ctx.own = process_set, name, slice(int(before), int(before) + len(tensor))
         return on_device_of(tensor, task.wait())

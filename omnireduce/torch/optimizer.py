@@ -57,8 +57,8 @@ class Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As before. Gradients that are under way are given up: for after a fault."""
-        self._gradients.give_up()
+        """As before. Gradients that are under way are waited for, and given up: for after a fault."""
+        self._gradients.settle()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

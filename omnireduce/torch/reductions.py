@@ -16,12 +16,14 @@ from torch import Tensor
 
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
-from omnireduce.data_parallel.words import Adasum, Average, Scaling, Sum, scaling
+from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, Scaling, Sum, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.handles import Handle, first, on_device_of, synchronize
 from omnireduce.torch.rows import rows_of, sparse_of
 from omnireduce.torch.tensors import array_of, put_back, staged
+
+OF_FLAGS: dict[QueueOp, QueueOp] = {Max: "any", Min: "all", Product: "all"}
 
 
 def start_reduction(
@@ -29,8 +31,7 @@ def start_reduction(
 ) -> Handle:
     """Combine tensors into `outs`, which may be the tensors themselves. The result is a list of the outs. Complex ones
     are pairs of numbers."""
-    if how.op not in (Average, Sum) and any(each.is_complex() for each in tensors):
-        raise UsageError(f"op {how.op!r} of complex numbers: expected Average or Sum")
+    how = how._replace(op=_op_for(tensors, how.op))
     copies = [staged(each) for each in tensors]
     in_place = all(out is each for out, each in zip(outs, tensors, strict=True))
     targets = copies if in_place else [torch.empty_like(each) for each in copies]
@@ -45,6 +46,18 @@ def start_reduction(
         )  # fmt: skip
 
     return Handle(task, lambda _: put_back(outs, targets))
+
+
+def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
+    """What the service calls it. Raises UsageError where it does not go with these tensors."""
+    kinds = {each.dtype for each in tensors}
+    if op not in (Average, Sum) and any(each.is_complex for each in kinds):
+        raise UsageError(f"op {op!r} of complex numbers: expected Average or Sum")
+    if torch.bool not in kinds:
+        return op
+    if len(kinds) > 1 or op not in OF_FLAGS:
+        raise UsageError(f"op {op!r} of bool: expected Max, which is any, or Min or Product, which are all")
+    return OF_FLAGS[op]
 
 
 def _in_place(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:

@@ -102,14 +102,51 @@ def test_the_commands_in_an_example_exist(script: str) -> None:
     assert all((ROOT / path).exists() for path in re.findall(r"configs/[\w.-]+", text))
 
 
+def launched(ranks: int, script: str, *arguments: str) -> str:
+    """What ranks of an example print, without the words before each line."""
+    command = [sys.executable, "-m", "omnireduce", "run", "-np", str(ranks), sys.executable]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / script), *arguments],
+        capture_output=True, text=True, timeout=4 * WAIT_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return re.sub(r"^\[\d+\]<stdout>:", "", done.stdout, flags=re.MULTILINE)
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="no torch here; `make torch` installs it")
+@pytest.mark.parametrize("more", [[], ["--fp16-allreduce"], ["--use-adasum"]])
+def test_the_synthetic_benchmark_prints_the_lines_that_users_know(more: list[str]) -> None:
+    small = ["--batch-size", "2", "--num-classes", "10", "--num-iters", "2", "--num-batches-per-iter", "2", *more]
+    said = launched(2, "torch_synthetic_benchmark.py", *small).splitlines()
+    assert said[:4] == ["Batch size: 2", "Number of CPUs: 2", "Running warmup...", "Running benchmark..."]
+    number = r"[\d.]+"
+    assert [bool(re.fullmatch(f"Iter #{i}: {number} img/sec per CPU", said[4 + i])) for i in range(2)] == [True] * 2
+    assert re.fullmatch(rf"Img/sec per CPU: {number} \+-{number}", said[6])
+    assert re.fullmatch(rf"Total img/sec on 2 CPU\(s\): {number} \+-{number}", said[7])
+
+
+def test_scaling_makes_a_table(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import omnireduce as omni\nwith omni.init() as comm:\n"
+        "    if comm.rank == 0:\n        print(f'Hvd Procs {comm.size} Total time: {2 / comm.size} second')\n"
+    )
+    command = [sys.executable, str(ROOT / "examples/scaling.py"), "--np", "1,2", sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()[-2:]] == [
+        ["1", "2.00", "1.00", "100%"],
+        ["2", "1.00", "2.00", "100%"],
+    ]
+    for wrong, said in ((["--np", "one", "x"], "--np one: expected numbers"), (["--np", "1"], "expected a program")):
+        done = subprocess.run([*command[:2], *wrong], capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == 2
+        assert said in done.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "small", "said"),
     [
-        (
-            "torch_synthetic_benchmark.py",
-            ["--batch-size", "2", "--num-classes", "10", "--num-iters", "2", "--num-batches-per-iter", "2"],
-            "Total img/sec on 2 CPU(s): ",
-        ),
         ("torch_ddp.py", ["--steps", "60", "--width", "64"], "of digits read right"),
         ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20"], "loss "),
         ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20", "--dense"], "loss "),
