@@ -77,7 +77,8 @@ class Dispatcher:
         self._comm, self._fusion_bytes, self._cycle_s = comm, queue.fusion_bytes, queue.cycle_s
         self._machine = Agreement(comm.rank, comm.size, queue.fusion_bytes)
         self._warn_s, self._abort_s = stall.warn_s, stall.abort_s
-        self._patience_s = min(PATIENCE_S, comm.config.cluster.timeout_s / 2)
+        limits = [each for each in (comm.config.cluster.timeout_s, stall.warn_s, stall.abort_s) if each]
+        self._patience_s = min(PATIENCE_S, min(limits) / 2)
         self._pictured = Pictured(comm)
         self._tasks: dict[str, Task] = {}
         self._memory: dict[str, Array] = {}  # by dtype, that of all buffers
@@ -226,6 +227,7 @@ class Dispatcher:
         if requests in self._buffers or self._fits_a_buffer(requests):
             return self._do_in_buffer(batch, requests, spoils=spoils)
         if may_spoil and self._is_marked(spoils=spoils):
+            self._pictured.spoiled(requests)
             return True
         own = [self._operation(each) for each in requests]
         self._pictured.exchanging(requests)
@@ -250,6 +252,7 @@ class Dispatcher:
             self._pictured.exchanging(requests, MEMCPY_IN)
         self._comm.allreduce(buffer.whole, op=requests[0].combined_by, name=OF_QUEUE + batch.names[0])
         if buffer.is_spoiled:
+            self._pictured.spoiled(requests)
             return True
         self._pictured.emptying(requests)
         results = [self._taken(each, parts) for each, parts in zip(own, buffer.parts, strict=True)]

@@ -72,7 +72,8 @@ class Reduction:
     @property
     def form(self) -> Form:
         """What stays the same when the same is done with other arrays."""
-        return Form(self.request, self._outs[0].dtype, self._divides, self._prescale, self._postscale)
+        dtypes = tuple(each.dtype for each in self._outs)
+        return Form(self.request, dtypes, self._divides, self._prescale, self._postscale)
 
     def brought(self) -> list[Array]:
         """What this rank brings: flat arrays."""
@@ -110,24 +111,27 @@ class Form(NamedTuple):
     """A reduction without its arrays."""
 
     request: Request
-    dtype: np.dtype[Any]
+    dtypes: tuple[np.dtype[Any], ...]
     divides: bool
     prescale: float
     postscale: float
 
-    def of(self, x: Array, op: str, prescale: float, postscale: float) -> Reduction | None:
-        """The reduction of one array `x`, in place; None where that is not of this form. It costs a fourth of making
+    def of(self, arrays: Sequence[Array], op: str, prescale: float, postscale: float) -> Reduction | None:
+        """The reduction of these arrays, in place; None where they are not of this form. It costs a fourth of making
         and checking one anew."""
-        request, dtype, divides, before, after = self
-        if len(request.parts) > 1 or (op, prescale, postscale) != (request.op, before, after):
+        request, dtypes, divides, before, after = self
+        if len(arrays) != len(dtypes) or (op, prescale, postscale) != (request.op, before, after):
             return None
-        flags = x.flags
-        if x.shape != request.parts[0].shape or x.dtype != dtype or not (flags.c_contiguous and flags.writeable):
-            return None
+        for x, part, dtype in zip(arrays, request.parts, dtypes, strict=True):
+            if type(x) is not np.ndarray or x.shape != part.shape or x.dtype != dtype:
+                return None
+            flags = x.flags
+            if not (flags.c_contiguous and flags.writeable):
+                return None
         made = Reduction.__new__(Reduction)
         made.request, made._divides, made._prescale, made._postscale = request, divides, before, after
-        made._outs, made._flat = [x], [x.reshape(-1)]
-        made._flat_outs = made._flat
+        made._outs = list(arrays)
+        made._flat = made._flat_outs = [x.reshape(-1) for x in arrays]
         return made
 
 

@@ -50,6 +50,12 @@ class Pictured:
         """They are copied out of a buffer."""
         self._next(requests, EXCHANGE, MEMCPY_OUT)
 
+    def spoiled(self, requests: Sequence[Request]) -> None:
+        """Not all ranks were ready. Those for which this rank was are negotiated again."""
+        timeline = self._comm.timeline
+        for each in requests if timeline.is_on else ():
+            timeline.end(each.name, _activity(each))
+
     def done(self, requests: Sequence[Request]) -> None:
         """Their results are there."""
         timeline = self._comm.timeline

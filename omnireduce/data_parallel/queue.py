@@ -61,11 +61,6 @@ class Queue:
         two. The mean of integers is rounded down. `x` is multiplied by `prescale` before and the result by `postscale`
         after that.
         """
-        last = self._last.get(name)
-        if last is not None and out is None and type(x) is np.ndarray:
-            operation = last.of(x, op, prescale, postscale)
-            if operation is not None:
-                return self._dispatcher.submit(operation)
         outs = None if out is None else [out]
         return self.grouped_allreduce_async([x], name=name, op=op, outs=outs, prescale=prescale, postscale=postscale)
 
@@ -80,6 +75,11 @@ class Queue:
         postscale: float = 1.0,
     ) -> Task:
         """`allreduce_async` of several arrays, which are done together. The result is a list, of one array itself."""
+        last = self._last.get(name)
+        if last is not None and outs is None:
+            like_last = last.of(arrays, op, prescale, postscale)
+            if like_last is not None:
+                return self._dispatcher.submit(like_last)
         outs = arrays if outs is None else outs
         if not arrays or len(arrays) != len(outs):
             raise UsageError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -283,4 +284,11 @@ def _at_exit() -> None:
         shutdown()
 
 
+def _forget() -> None:
+    """In a forked child, which has no thread of a queue: the job is its parent's."""
+    global _session
+    _session = None
+
+
 atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_forget)

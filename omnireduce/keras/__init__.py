@@ -24,9 +24,11 @@ from omnireduce.data_parallel.session import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, Sum
-from omnireduce.keras import callbacks
+from omnireduce.keras import callbacks, elastic
 from omnireduce.keras.collectives import (
     allgather,
     allgather_object,
@@ -62,6 +64,7 @@ __all__ = [
     "callbacks",
     "cross_rank",
     "cross_size",
+    "elastic",
     "global_process_set",
     "init",
     "is_homogeneous",
@@ -73,4 +76,6 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
