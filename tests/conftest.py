@@ -12,7 +12,7 @@ from local_cluster import Daemon
 
 from omnireduce.config.security import SECRET_VARIABLE
 
-LONG = {"pytorch", "keras3", "siege", "faults", "deploy", "bench"}
+LONG = {"pytorch", "siege", "faults", "deploy", "bench"}
 settings.register_profile(
     "tests",
     deadline=None,  # machines that run tests are busy

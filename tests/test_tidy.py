@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tidy_checks import (
@@ -145,6 +147,13 @@ def test_every_dependency_has_its_reason() -> None:
 def test_the_dependency_check_sees_a_gap() -> None:
     pyproject = '[project]\ndependencies = ["a>=1", "b-c"]\n[project.optional-dependencies]\nx = ["d[e]>2"]\n'
     assert undocumented(pyproject, "`a` because. b-c is not marked.") == ["b-c", "d"]
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Else pytest takes one of them for the other, unless its folder is a package."""
+    found = [each for each in Path(__file__).parent.rglob("test_*.py") if not (each.parent / "__init__.py").exists()]
+    often = [name for name, count in Counter(each.name for each in found).items() if count > 1]
+    assert not often, f"several files of tests have these names: {often}"
 
 
 def test_no_folder_of_tests_has_the_name_of_a_dependency() -> None:

@@ -8,6 +8,6 @@ from importlib.util import find_spec
 
 BACKENDS = [name for name in ("torch", "jax", "tensorflow") if find_spec(name) is not None]
 HAS_KERAS = find_spec("keras") is not None and BACKENDS != []
-collect_ignore_glob = [] if HAS_KERAS else ["test_[!v]*.py"]  # they import it; test_versions.py says what is missing
+collect_ignore_glob = [] if HAS_KERAS else ["test_[!v]*.py"]  # test_versions_of_keras.py says so
 if HAS_KERAS:
     os.environ.setdefault("KERAS_BACKEND", BACKENDS[0])  # of this process; ranks are told theirs
