@@ -52,6 +52,7 @@ BASE = {
     "errors",
     "files",
     "layout",
+    "interpreters",
     "loading",
     "logs",
     "printing",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -86,7 +85,7 @@ class Dispatcher:
         lock = threading.Lock()
         self._work, self._over = threading.Condition(lock), threading.Condition(lock)
         self._waited: list[Task] = []
-        self._fresh, self._closing, self._is_due = False, False, False
+        self._fresh, self._closing = False, False
         self._error: BaseException | None = None
         self._inspected = 0.0  # when ranks told last what they wait for
         self._batches = self._collectives = 0
@@ -204,19 +203,17 @@ class Dispatcher:
         with self._work:
             self._work.wait_for(lambda: self._closing or self._is_next, self._patience_s)
             batch, ready = self._machine.due, self._machine.is_ready
-        self._is_due = True
-        spoiled = self._do(batch, spoils=not ready, may_spoil=True)
-        self._is_due = False
-        if spoiled:
+        if self._do(batch, is_due=True, spoils=not ready):
             with self._work:
                 self._machine.done(spoiled=True)
 
     # batches
 
-    def _do(self, batch: Batch, *, spoils: bool = False, may_spoil: bool = False) -> bool:
-        """Do a batch, or spoil it; return whether it is spoiled. Then its tasks are as before."""
+    def _do(self, batch: Batch, *, is_due: bool = False, spoils: bool = False) -> bool:
+        """Do a batch, or spoil it; return whether it is spoiled. Then its tasks are as before. Only one that is due,
+        without a round, can be."""
         if batch.error:
-            self._finish(batch, [None], UsageError(batch.error))
+            self._finish(batch, [None], error=UsageError(batch.error))
             return False
         if batch.names == (JOIN,):
             self._finish(batch, [self._machine.last_joined])
@@ -225,15 +222,15 @@ class Dispatcher:
         if not spoils:
             self._pictured.agreed(requests)
         if requests in self._buffers or self._fits_a_buffer(requests):
-            return self._do_in_buffer(batch, requests, spoils=spoils)
-        if may_spoil and self._is_marked(spoils=spoils):
+            return self._do_in_buffer(batch, requests, is_due=is_due, spoils=spoils)
+        if is_due and self._is_marked(spoils=spoils):
             self._pictured.spoiled(requests)
             return True
         own = [self._operation(each) for each in requests]
         self._pictured.exchanging(requests)
         results = together(self._comm, own) if isinstance(own[0], RowReduction) else [own[0].run(self._comm)]
         self._pictured.done(requests)
-        self._finish(batch, results)
+        self._finish(batch, results, is_due=is_due)
         return False
 
     def _fits_a_buffer(self, requests: Sequence[Request]) -> bool:
@@ -241,7 +238,7 @@ class Dispatcher:
             return False
         return sum(each.nbytes for each in requests) <= max(self._fusion_bytes, MARKED_BYTES)
 
-    def _do_in_buffer(self, batch: Batch, requests: tuple[Request, ...], *, spoils: bool) -> bool:
+    def _do_in_buffer(self, batch: Batch, requests: tuple[Request, ...], *, is_due: bool, spoils: bool) -> bool:
         """All-reduces of one type and operation."""
         buffer, own = self._buffer_for(requests), [] if spoils else [self._operation(each) for each in requests]
         if spoils:
@@ -257,7 +254,7 @@ class Dispatcher:
         self._pictured.emptying(requests)
         results = [self._taken(each, parts) for each, parts in zip(own, buffer.parts, strict=True)]
         self._pictured.done(requests)
-        self._finish(batch, results)
+        self._finish(batch, results, is_due=is_due)
         return False
 
     def _taken(self, operation: Any, parts: Sequence[Array]) -> Any:
@@ -271,7 +268,7 @@ class Dispatcher:
         """That of the same requests before, if there were some."""
         found = self._buffers.get(requests)
         if found is None:
-            sizes = [[math.prod(part.shape) for part in each.parts] for each in requests]
+            sizes = [[part.elements for part in each.parts] for each in requests]
             block_size, dtype = self._comm.config.protocol.block_size, requests[0].parts[0].dtype
             elements = Buffer.elements(sizes, block_size)
             if dtype not in self._memory or self._memory[dtype].size < elements:
@@ -295,9 +292,11 @@ class Dispatcher:
         assert self._comm.rank in self._machine.joined, f"nothing was submitted for {request}"
         return of_nothing(request)
 
-    def _finish(self, batch: Batch, results: Sequence[Any], error: BaseException | None = None) -> None:
+    def _finish(
+        self, batch: Batch, results: Sequence[Any], *, is_due: bool = False, error: UsageError | None = None
+    ) -> None:
         with self._over:
-            if self._is_due:  # before any thread sees that it is done, and submits it again
+            if is_due:  # before any thread sees that it is done, and submits it again
                 self._machine.done(spoiled=False)
             for name, result in zip(batch.names, results, strict=True):
                 task = self._tasks.pop(name, None)

@@ -25,7 +25,8 @@ log = logging.getLogger("omnireduce")
 class State:
     """What a training has achieved: its attributes, which are plain data, such as `epoch` and `batch`.
 
-    A front adds what it knows: subclasses override `exchange`, `save`, `restore` and `sync`.
+    A front adds what it knows: subclasses override `exchange`, `save`, `restore` and `sync`. They have all that these
+    need before they call this `__init__`, which saves.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -33,7 +34,7 @@ class State:
         self._commits, self._callbacks = 0, list[Callable[[], None]]()
         self._kept: dict[str, Any] = {}
         self.__dict__.update(values)
-        State.save(self)
+        self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Call these after the job was formed anew, with other ranks, before training goes on: to scale the learning
@@ -66,7 +67,7 @@ class State:
 
     def save(self) -> None:
         """Keep the state as it is now, on this rank."""
-        self._kept = copy.deepcopy({name: self.__dict__[name] for name in self._names})
+        self._kept = copy.deepcopy(self._values())
 
     def restore(self) -> None:
         """Go back to what was kept."""
@@ -75,8 +76,8 @@ class State:
     def sync(self) -> None:
         """Give all ranks the state of the one that has committed most often, and keep it."""
         root = self.root()
-        told = session.queue().broadcast_object_async(self._values(), root, name="state").wait()
-        self._commits, values = told
+        own = self._commits, self._values()
+        self._commits, values = session.queue().broadcast_object_async(own, root, name="state").wait()
         self.__dict__.update(values)
         self.save()
 
@@ -85,8 +86,8 @@ class State:
         commits = session.queue().allgather_async(np.array([self._commits]), name="commits").wait()
         return int(commits.argmax())
 
-    def _values(self) -> tuple[int, dict[str, Any]]:
-        return self._commits, {name: self.__dict__[name] for name in self._names}
+    def _values(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self._names}
 
 
 def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from omnireduce.runtime.member.arguments import check_array, check_root, check_r
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.objects import to_bytes
+from omnireduce.runtime.tracing.timeline import INNER
 
-ROW_OPS = ("sum", "mean")
-OF_QUEUE = "queue: "  # before the names of its collectives
+OF_QUEUE = INNER  # before the names of its collectives: a timeline shows tensors instead
 
 
 def check_number(x: Array, what: str, op: str) -> None:
@@ -140,7 +140,7 @@ class RowReduction:
 
     def __init__(self, name: str, indices: Array, values: Array, n_rows: int, op: RowOp) -> None:
         dtype = element_type(check_array(values, f"values of '{name}'").dtype).name
-        if op not in ROW_OPS or (op == "mean" and values.dtype.kind in "iu") or dtype == BOOL.name:
+        if op not in get_args(RowOp) or (op == "mean" and values.dtype.kind in "iu") or dtype == BOOL.name:
             raise UsageError(f"op {op!r} of rows of '{name}', which are {dtype}: expected sum, or mean of floats")
         rows = check_rows(indices, values, n_rows)
         self.table = indices, values, rows

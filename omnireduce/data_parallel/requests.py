@@ -23,6 +23,11 @@ class Part(NamedTuple):
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
 
 class Request(NamedTuple):
     """A collective that a rank is ready for. All ranks must have all of it alike.
@@ -51,16 +56,11 @@ class Request(NamedTuple):
         return " ".join(each for each in (self.kind, self.op, ", ".join(shown), self.terms) if each)
 
     @property
-    def elements(self) -> int:
-        """Of all parts."""
-        return sum(math.prod(each.shape) for each in self.parts)
-
-    @property
     def nbytes(self) -> int:
         """Of all parts. Of rows nobody knows how many there are, so they count nothing."""
         if self.kind == "rows":
             return 0
-        return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in self.parts)
+        return sum(each.elements * np.dtype(each.dtype).itemsize for each in self.parts)
 
     @property
     def combined_by(self) -> Op:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from omnireduce.data_parallel.queue import Queue
@@ -68,15 +68,23 @@ class Place(NamedTuple):
 
 
 class _Session:
-    """What belongs to the global communicator, beside it. `made` counts the sets of this process, `unnamed` the
+    """What belongs to the global communicator, beside it. `added` counts the sets that were added so far, `unnamed` the
     collectives without a name, by kind and set."""
 
-    comm: Communicator
-    place: Place
-    queues: dict[int, Queue]
-    sets: dict[int, ProcessSet]
-    made: int
-    unnamed: Counter[tuple[str, int]]
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.added = comm, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """The communicator is in a job, or in a new formation of it. All its ranks call this."""
+        self.sets, self.queues = {0: global_process_set}, {0: Queue(self.comm)}
+        self.unnamed = Counter[tuple[str, int]]()
+        self.place = _place(self.queues[0], self.comm)
+
+    def close_queues(self) -> None:
+        """End them on all ranks."""
+        for each in self.queues.values():
+            each.close()
 
 
 _session: _Session | None = None
@@ -99,11 +107,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] = 
     joined = world.running() if world.is_initialized() else world.init(**named)
     if joined.config.log.level == "debug" and not logging.getLogger().handlers:
         start_logs(joined.config.log, rank=joined.rank)
-    made = _Session()
-    made.comm, made.sets, made.made = joined, {0: global_process_set}, 0
-    made.queues, made.unnamed = {0: Queue(joined)}, Counter()
-    made.place = _place(made.queues[0], joined)
-    _session = made
+    _session = _Session(joined)
     for each in process_sets:
         add_process_set(each)
 
@@ -128,26 +132,19 @@ def shutdown() -> None:
     """Leave the job. What is under way on other ranks fails. Does nothing when there is none."""
     global _session
     if _session is not None:
-        _close_queues(_session)
+        _session.close_queues()
         _session.comm.shutdown()
         _session = None
 
 
-def reset(form: Callable[[Communicator], None] = Communicator.reform) -> None:
+def reset() -> None:
     """After a fault, or where workers wait to join: form the job anew, with new queues. Process sets are gone."""
     session = session_of()
-    _close_queues(session)
-    form(session.comm)
+    session.close_queues()
+    session.comm.reform()
     for each in session.sets.values():
         each.process_set_id = 0 if each is global_process_set else None
-    session.sets, session.queues = {0: global_process_set}, {0: Queue(session.comm)}
-    session.unnamed.clear()
-    session.place = _place(session.queues[0], session.comm)
-
-
-def _close_queues(session: _Session) -> None:
-    for each in session.queues.values():
-        each.close()
+    session.begin()
 
 
 def queue(process_set: ProcessSet = global_process_set) -> Queue:
@@ -204,11 +201,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise UsageError(f"process set {ranks}: expected ranks from 0 to {session.comm.size - 1}")
     if any(each.members() == ranks for each in session.sets.values()):
         raise UsageError(f"process set {ranks}: there is one of these ranks")
-    session.made += 1
-    made.process_set_id = session.made
-    session.sets[session.made] = made
+    session.added += 1
+    number = made.process_set_id = session.added
+    session.sets[number] = made
     if made.included():
-        session.queues[session.made] = Queue(session.comm, ranks, name=f"set-{session.made}")
+        session.queues[number] = Queue(session.comm, ranks, name=f"set-{number}")
     return made
 
 
@@ -222,11 +219,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     del session.sets[number]
     process_set.process_set_id = None
     return True
-
-
-def process_set_ids() -> list[int]:
-    """The numbers of all sets."""
-    return sorted(session_of().sets)
 
 
 def rank() -> int:

@@ -58,12 +58,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not logs or self.process_set.size() == 1:
             return
         queue, names = session.queue(self.process_set), sorted(logs)
-        said = json.dumps(names).encode() + b"\n"
-        everyones = queue.allgather_async(np.frombuffer(said, np.uint8), name="names of metrics").wait()
-        lists = everyones.tobytes().decode().splitlines()
+        lists = queue.allgather_object_async(names, name="names of metrics").wait()
         for rank, each in enumerate(lists):
             if each != lists[0]:
-                raise UsageError(f"metrics differ: rank 0 has {lists[0]}, rank {rank} has {each}; expected the same")
+                first, other = (json.dumps(those) for those in (lists[0], each))
+                raise UsageError(f"metrics differ: rank 0 has {first}, rank {rank} has {other}; expected the same")
         values = np.array([float(logs[name]) for name in names])
         means = queue.allreduce_async(values, name="metrics", op="mean").wait()
         logs.update(zip(names, means.tolist(), strict=True))

@@ -58,7 +58,6 @@ class KerasState(State):
             self.optimizer.build(model.trainable_variables)
         self._kept_arrays: list[Array] = []
         super().__init__(**values)
-        self.save()
 
     def _variables(self) -> list[Any]:
         if keras.backend.backend() == "jax":

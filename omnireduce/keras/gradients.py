@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -39,28 +39,26 @@ class Settings:
     sparse_as_dense: bool = False
     local: frozenset[int] = frozenset()
     scale_local_gradients: bool = True
-    how: Combining = field(init=False)
 
     def __post_init__(self) -> None:
         if self.op not in (Average, Sum, Adasum):
             raise UsageError(f"op is {self.op!r}: expected Average, Sum or Adasum for gradients")
-        scaling(None, self.op).predivided(self.gradient_predivide_factor, 1)  # raises what is wrong with it
+        self._scaled(1)  # raises what is wrong with it
         if not isinstance(self.backward_passes_per_step, int) or self.backward_passes_per_step < 1:
             raise UsageError(f"backward_passes_per_step is {self.backward_passes_per_step}: expected 1 or more")
         if isinstance(self.groups, int) and self.num_groups:
             raise UsageError("both num_groups and groups are given: expected one of them")
         if self.many_groups < 0:
             raise UsageError(f"num_groups is {self.many_groups}: expected 0 (no groups) or more")
-        how = Combining(scaling(None, self.op), self.compression, self.process_set)
-        object.__setattr__(self, "how", how)
 
     @property
     def many_groups(self) -> int:
         return self.groups if isinstance(self.groups, int) else self.num_groups
 
-    def scaled(self) -> Combining:
-        """How gradients are combined: an average may be divided in part before the sum, in part after it."""
-        how = self.how.how.predivided(self.gradient_predivide_factor, self.process_set.size())
+    def _scaled(self, size: int) -> Combining:
+        """How gradients of `size` ranks are combined: an average may be divided in part before the sum, in part after
+        it."""
+        how = scaling(None, self.op).predivided(self.gradient_predivide_factor, size)
         return Combining(how, self.compression, self.process_set)
 
     def combined(self, prefix: str, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -79,7 +77,7 @@ class Settings:
         if self.scale_local_gradients:
             found = [each if at in shared else each / size for at, each in enumerate(found)]
         groups = self._groups([variables[at] for at in shared])
-        how = self.scaled()
+        how = self._scaled(size)
 
         def host(arrays: list[Array]) -> list[Array]:
             named = [

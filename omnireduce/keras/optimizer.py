@@ -158,7 +158,7 @@ def PartialDistributedOptimizer(  # noqa: N802  Horovod's name
 
 def checked(more: Mapping[str, Any]) -> dict[str, Any]:
     """Raises UsageError for settings that there are not."""
-    known = {each for each in Settings.__dataclass_fields__ if each not in ("how", "local", "scale_local_gradients")}
+    known = {each for each in Settings.__dataclass_fields__ if each not in ("local", "scale_local_gradients")}
     strange = sorted(set(more) - known)
     if strange:
         raise UsageError(f"unknown settings {', '.join(strange)}: expected some of {', '.join(sorted(known))}")

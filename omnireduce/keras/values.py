@@ -72,22 +72,18 @@ def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
 
 
 def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:
+    def called(*given: Any) -> list[Array]:
+        return function([np.array(each) for each in given])
+
     if check_backend() == "jax":
         import jax
         from jax.experimental import io_callback
 
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in values]
-
-        def called(*given: Any) -> list[Array]:
-            return function([np.array(each) for each in given])
-
         return list(io_callback(called, shapes, *values, ordered=True))
     import tensorflow as tf
 
-    def said(*given: Any) -> list[Array]:
-        return function([np.array(each) for each in given])
-
-    found = tf.numpy_function(said, list(values), [each.dtype for each in values])
+    found = tf.numpy_function(called, list(values), [each.dtype for each in values])
     for each, value in zip(found, values, strict=True):
         each.set_shape(value.shape)
     return list(found)

@@ -11,7 +11,8 @@ import pickle
 import sys
 import traceback
 
-RESULT_FD = "OMNIRUN_RESULT_FD"
+from omnireduce.launching.messages import RESULT_FD
+
 FAILED = 1  # exit status
 
 

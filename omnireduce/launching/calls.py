@@ -16,7 +16,7 @@ from typing import Any, TextIO, TypeVar
 
 from omnireduce.config import Config, load_config
 from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageError
-from omnireduce.launching.connection import TREE
+from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.hosts import Host, parse_hosts
 from omnireduce.launching.job import Job, Rank
 from omnireduce.launching.launch import connect, names_of_hosts, start_ranks
@@ -25,10 +25,7 @@ from omnireduce.launching.output import Prefixed, Stream
 from omnireduce.launching.plan import Asked
 
 R = TypeVar("R")
-PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); from omnireduce.launching.called import main; "
-    "del sys.path[0]; main()"
-)
+PROGRAM = program_of("omnireduce.launching.called")
 
 
 def run(

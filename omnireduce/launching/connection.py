@@ -10,18 +10,13 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from omnireduce.errors import ConfigError, TransportError
+from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.hosts import is_here
 from omnireduce.launching.messages import CHUNK, Frames, News, Order, decode_news, frame
 
-TREE = str(Path(__file__).resolve().parents[2])
-# A user's own modules are not taken for ours, and nothing of the current folder for one.
-PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); from omnireduce.launching.supervisor import main; "
-    "del sys.path[0]; main()"
-)
+PROGRAM = program_of("omnireduce.launching.supervisor")
 SSH_OPTIONS = ("-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 _SAID = 20  # lines of standard error that an error repeats the last of
 

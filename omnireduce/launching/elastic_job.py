@@ -110,16 +110,7 @@ class ElasticJob(Job):
         self._too_few_since: float | None = None
         self._discovery = Discovery(asked) if asked.discovery_script else None
         self._next_look = 0.0
-        self._on_ended, self._on_lost = self._rank_ended, self._host_lost
         self._asked_at: dict[str, float] = {}  # when a host's supervisor was started
-
-    def watch(self, descriptor: int, act: object) -> None:
-        """Call `act` when the descriptor is readable."""
-        self._readable[descriptor] = act  # type: ignore[assignment]
-
-    def forget(self, descriptor: int) -> None:
-        """Watch this descriptor no more."""
-        self._readable.pop(descriptor, None)
 
     def begin(self) -> None:
         """Start the job with the hosts that there are. Raises OmniReduceError; InterruptedLaunchError."""
@@ -182,7 +173,7 @@ class ElasticJob(Job):
 
     def _rank_ended(self, rank: Rank) -> None:
         if rank.number < 0 or self.is_over or rank.number in self.reasons:
-            self._note_end(rank)
+            super()._rank_ended(rank)
         elif rank.status == 0:
             self._is_finishing = True
             self._missing.clear()
@@ -205,11 +196,11 @@ class ElasticJob(Job):
 
     def _host_lost(self, connection: Connection) -> None:
         if self.is_over or self._is_finishing:
-            self._note_lost(connection)
+            super()._host_lost(connection)
             return
-        lost = [each for each in self.ranks.values() if each.connection is connection and each.status is None]
+        lost = self._running_on(connection)
         if any(each.number < 0 for each in lost):
-            self._note_lost(connection)
+            super()._host_lost(connection)
             return
         log.warning("lost host %s", connection.host, extra=tagged("host_lost", host=connection.host))
         self._set_aside(connection.host)
@@ -324,11 +315,4 @@ def launch_elastic(asked: Asked) -> int:
     sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
     output = Prefixed(dict(sinks), timestamps=asked.timestamps)
     with ElasticJob(asked, output, list(sinks.values())) as job:
-        job.take_signals()
-        try:
-            job.begin()
-        except InterruptedLaunchError:
-            return job.status()
-        status = job.run()
-        job.complain()
-        return status
+        return job.carry_out(job.begin)

@@ -86,15 +86,13 @@ class Job:
         self.is_over = False  # ranks were told to end
         self._kill_at: float | None = None
         self._readable: dict[int, Callable[[], None]] = {}
-        self._on_ended: Callable[[Rank], None] = self._note_end
-        self._on_lost: Callable[[Connection], None] = self._note_lost
         self._aggregator = Lines()
         self.ready: tuple[str, ...] = ()  # the addresses of the job's own aggregators
         self._give_back: Callable[[], None] = lambda: None
         self._woken, self._wakes = socket.socketpair()
         self._woken.setblocking(False)
         self._wakes.setblocking(False)
-        self._watch(self._woken.fileno(), self._read_signals)
+        self.watch(self._woken.fileno(), self._read_signals)
         for each in self.connections:
             self.watch_connection(each)
 
@@ -152,12 +150,17 @@ class Job:
         """Listen to a supervisor."""
         if connection not in self.connections:
             self.connections.append(connection)
-        self._watch(connection.news, lambda: self._hear(connection))
+        self.watch(connection.news, lambda: self._hear(connection))
         if connection.errors is not None:
-            self._watch(connection.errors, lambda: self._hear_errors(connection))
+            self.watch(connection.errors, lambda: self._hear_errors(connection))
 
-    def _watch(self, descriptor: int, act: Callable[[], None]) -> None:
+    def watch(self, descriptor: int, act: Callable[[], None]) -> None:
+        """Call `act` when the descriptor is readable."""
         self._readable[descriptor] = act
+
+    def forget(self, descriptor: int) -> None:
+        """Watch this descriptor no more."""
+        self._readable.pop(descriptor, None)
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float | None = None) -> bool:
         """Take turns until the condition holds; whether it does before the limit."""
@@ -210,10 +213,10 @@ class Job:
             log.error("%s", error, extra=tagged("host_lost", host=connection.host))
             news = None
         if news is None:
-            self._readable.pop(connection.news, None)
+            self.forget(connection.news)
             connection.is_lost = True
             self._end_without(connection)
-            self._on_lost(connection)
+            self._host_lost(connection)
             return
         for each in news:
             self._take(connection, each)
@@ -243,7 +246,7 @@ class Job:
             if rank is not None and rank.connection is connection:
                 rank.status = news.status if isinstance(news, Ended) else 127
                 self.output.finish(_name(rank.number))
-                self._on_ended(rank)
+                self._rank_ended(rank)
 
     def _take_output(self, news: Output) -> None:
         if news.stream == RESULT:
@@ -293,6 +296,17 @@ class Job:
             raise TransportError(f"the aggregator of this job on {own.connection.host}: {why}")
         return self.ready
 
+    def carry_out(self, begin: Callable[[], None]) -> int:
+        """Take signals, `begin` the job, and wait for its end; the exit status. Raises OmniReduceError."""
+        self.take_signals()
+        try:
+            begin()
+        except InterruptedLaunchError:
+            return self.status()
+        status = self.run()
+        self.complain()
+        return status
+
     def run(self) -> int:
         """Wait for the ranks' end; the exit status: that of the first rank that failed, or of the signal."""
         self.wait_for(self._all_ended)
@@ -306,13 +320,13 @@ class Job:
             return 0
         return self.failed.status if self.failed.status > 0 else 128 - self.failed.status
 
-    def _all_lost(self) -> bool:
-        return all(each.is_lost for each in self.connections)
+    def _running_on(self, connection: Connection) -> list[Rank]:
+        return [each for each in self.ranks.values() if each.connection is connection and each.status is None]
 
     def _all_ended(self) -> bool:
         return all(each.status is not None for each in self.ranks.values() if each.number >= 0)
 
-    def _note_end(self, rank: Rank) -> None:
+    def _rank_ended(self, rank: Rank) -> None:
         if rank.number in self.reasons and not self.is_over:
             self.failed = rank
             self.end_ranks()
@@ -332,14 +346,13 @@ class Job:
 
     def _end_without(self, connection: Connection) -> None:
         """The system ends ranks whose supervisor is gone, but not their children; those here can be reached."""
-        left = [each for each in self.ranks.values() if each.connection is connection and each.status is None]
-        for each in left:
+        for each in self._running_on(connection):
             if each.pid and not connection.is_remote:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(each.pid, signal.SIGKILL)
 
-    def _note_lost(self, connection: Connection) -> None:
-        lost = [each for each in self.ranks.values() if each.connection is connection and each.status is None]
+    def _host_lost(self, connection: Connection) -> None:
+        lost = self._running_on(connection)
         for each in lost:
             each.status = 1
         if lost and not self.is_over:
@@ -369,7 +382,7 @@ class Job:
             else:
                 self.give_up(each)
         with suppress(OmniReduceError):
-            while not self.wait_for(self._all_lost, self._grace_s + SLOWNESS_S):
+            while not self.wait_for(lambda: all(each.is_lost for each in self.connections), self._grace_s + SLOWNESS_S):
                 if self.signal or not any(each.is_full for each in self._descriptors):
                     break
         self.output.close()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from omnireduce.errors import ConfigError
 from omnireduce.launching.connection import Connection, goes_by_ssh, words_of_supervisor
 from omnireduce.launching.hosts import Host, place
-from omnireduce.launching.job import InterruptedLaunchError, Job
+from omnireduce.launching.job import Job
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Descriptor, Plain, Prefixed
 from omnireduce.launching.plan import Asked, Plan, check_command
@@ -62,11 +62,4 @@ def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> i
     with ExitStack() as stack:
         connections = connect(names, asked, stack)
         job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))
-        job.take_signals()
-        try:
-            begin(job, asked)
-        except InterruptedLaunchError:
-            return job.status()
-        status = job.run()
-        job.complain()
-        return status
+        return job.carry_out(lambda: begin(job, asked))

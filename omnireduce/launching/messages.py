@@ -13,11 +13,12 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-MAGIC = b"\0omnireduce-supervisor-1\0"
+MAGIC = b"\0omnireduce-supervisor-1\n"  # its end is not its beginning: so it is found behind a part of itself
 MOST_NOISE = 1 << 20  # bytes before MAGIC
 MOST_BYTES = 1 << 31  # of a message: a function that `run` sends may have data
 CHUNK = 1 << 16  # bytes of output in a message
 STDOUT, STDERR, RESULT = 1, 2, 3  # streams of a process
+RESULT_FD = "OMNIRUN_RESULT_FD"  # the variable that tells a process which descriptor RESULT has
 EVERY = -1  # in place of the number of a process: all of them
 _LENGTH = struct.Struct(">I")
 
@@ -25,7 +26,7 @@ _LENGTH = struct.Struct(">I")
 class Start(Struct, frozen=True, tag="start"):
     """Start a process under `number`. `environ` is all of its environment, or comes on top of the supervisor's own if
     it `inherits` that. `given` is what it reads from standard input. `with_result`: RESULT is a stream, too; the
-    variable OMNIRUN_RESULT_FD has its descriptor."""
+    variable RESULT_FD has its descriptor."""
 
     number: int
     words: list[bytes]

@@ -12,15 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
-from omnireduce.launching.connection import TREE
+from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.hosts import Host
 from omnireduce.launching.job import Job
 from omnireduce.launching.plan import Asked, Plan
 
-INSIDE = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from omnireduce.launching.inside import main; "
-    "del sys.path[0]; main()"
-)
+INSIDE = program_of("omnireduce.launching.inside", "1")
 OTHERS = ("mpirun", "srun", "torchrun")
 _LOOK_S = 30.0  # for `mpirun --version`
 _PREFIXES = ("OMNIREDUCE_", "HOROVOD_", "OMNIRUN_", "PYTHON")

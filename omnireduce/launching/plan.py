@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
-from omnireduce.launching.connection import TREE, Connection
+from omnireduce.interpreters import TREE
+from omnireduce.launching.connection import Connection
 from omnireduce.launching.environment import (
     as_bytes,
     draw_job,

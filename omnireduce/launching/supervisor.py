@@ -23,6 +23,7 @@ from omnireduce.launching.messages import (
     EVERY,
     MAGIC,
     RESULT,
+    RESULT_FD,
     STDERR,
     STDOUT,
     Ended,
@@ -37,7 +38,6 @@ from omnireduce.launching.messages import (
     frame,
 )
 
-RESULT_FD = "OMNIRUN_RESULT_FD"
 MOST_WAITING = 1 << 20  # bytes that the launcher has not taken; then processes wait
 ORPHANS_S = 2.0  # for orphans to end by themselves, as the aggregator of rank 0 does
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36

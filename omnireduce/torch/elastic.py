@@ -105,7 +105,6 @@ class TorchState(State):
         self.model, self.optimizer = model, optimizer
         self._kept_states: list[Any] = []
         super().__init__(**{name: each for name, each in values.items() if name not in self._samplers})
-        self.save()
 
     def _stateful(self) -> list[Any]:
         return [each for each in (self.model, self.optimizer, *self._samplers.values()) if each is not None]

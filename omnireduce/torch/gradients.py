@@ -146,39 +146,27 @@ class Gradients:
 
     def _begin(self, entry: Entry) -> None:
         if not entry.group:
-            entry.handle = self._start(entry)
+            self._start([entry], entry.gradient_name)
         elif not any(each.passes_left for each in entry.group):
-            self._start_group(entry.group)
+            self._start(entry.group, f"gradients.{entry.group[0].name}")
 
-    def _start(self, entry: Entry) -> Handle:
-        gradient = entry.parameter.grad
-        assert gradient is not None
-        if self._is_plain and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
-            (op, before, after), array = self._way.how, gradient.detach().numpy()
-            own = queue(self._way.process_set)
-            task = own.allreduce_async(array, name=entry.gradient_name, op=op, prescale=before, postscale=after)
-            return Handle(task, _nothing)
-        return self._start_other(entry, gradient)
-
-    def _start_other(self, entry: Entry, gradient: Tensor) -> Handle:
-        way, parameter = self._way, entry.parameter
+    def _start(self, entries: Sequence[Entry], name: str) -> None:
+        """Combine gradients together; sparse ones go by themselves."""
+        gradient, (op, before, after) = entries[0].parameter.grad, self._way.how
+        is_alone = self._is_plain and len(entries) == 1 and gradient is not None
+        if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
+            array, own = gradient.detach().numpy(), queue(self._way.process_set)
+            task = own.allreduce_async(array, name=name, op=op, prescale=before, postscale=after)
+            entries[0].handle = Handle(task, _nothing)
+            return
         with torch.no_grad():
-            if gradient.is_sparse:
-                if not way.sparse_as_dense:
-                    return self._start_sparse(entry, gradient)
-                gradient = parameter.grad = gradient.to_dense()
-            small, ctx = way.compression.compress(gradient)
-            handle = start_reduction([small], [small], way.how, entry.gradient_name, way.process_set)
-        if small is gradient:
-            return handle
+            for each in entries:
+                if each.is_sparse and not self._way.sparse_as_dense:
+                    each.handle = self._start_sparse(each)
+            self._start_dense([each for each in entries if each.handle is None], name)
 
-        def put_back(_: Any) -> None:
-            parameter.grad = way.compression.decompress(small, ctx)
-
-        return handle.then(put_back)
-
-    def _start_sparse(self, entry: Entry, gradient: Tensor) -> Handle:
-        op, before, after = self._way.how
+    def _start_sparse(self, entry: Entry) -> Handle:
+        (op, before, after), gradient = self._way.how, cast(Tensor, entry.parameter.grad)
         if (op not in (Average, Sum)) or before != 1 or after != 1:
             raise UsageError(
                 f"'{entry.name}' has a sparse gradient: expected op Average or Sum, or sparse_as_dense=True"
@@ -191,27 +179,24 @@ class Gradients:
 
         return handle.then(put_back)
 
-    @torch.no_grad()
-    def _start_group(self, group: Sequence[Entry]) -> None:
-        """Sparse ones go by themselves."""
-        dense = [each for each in group if not each.is_sparse]
-        for each in group:
-            if each.is_sparse:
-                each.handle = self._start(each)
-        if not dense:
+    def _start_dense(self, entries: Sequence[Entry], name: str) -> None:
+        if not entries:
             return
         way = self._way
-        small = [way.compression.compress(each.parameter.grad) for each in dense]
-        tensors = [each for each, _ in small]
-        handle = start_reduction(tensors, tensors, way.how, f"gradients.{group[0].name}", way.process_set)
+        for each in entries:
+            if each.is_sparse:
+                each.parameter.grad = cast(Tensor, each.parameter.grad).to_dense()
+        small = [way.compression.compress(each.parameter.grad) for each in entries]
+        tensors = [tensor for tensor, _ in small]
+        handle = start_reduction(tensors, tensors, way.how, name, way.process_set)
 
         def put_back(_: Any) -> None:
-            for each, (tensor, ctx) in zip(dense, small, strict=True):
+            for each, (tensor, ctx) in zip(entries, small, strict=True):
                 if tensor is not each.parameter.grad:
                     each.parameter.grad = way.compression.decompress(tensor, ctx)
 
         handle = handle.then(put_back)
-        for each in dense:
+        for each in entries:
             each.handle = handle
 
     @torch.no_grad()

@@ -38,8 +38,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = sum_of(grads[0], f"gradient of {ctx.name}", ctx.process_set)
-        return cast(Tensor, found)[ctx.own], None, None
+        return sum_of(grads[0], f"gradient of {ctx.name}", ctx.process_set)[ctx.own], None, None
 
 
 def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None, **named: Any) -> list[Tensor]:

@@ -34,17 +34,12 @@ def start_reduction(
     how = how._replace(op=_op_for(tensors, how.op))
     copies = [staged(each) for each in tensors]
     in_place = all(out is each for out, each in zip(outs, tensors, strict=True))
-    targets = copies if in_place else [torch.empty_like(each) for each in copies]
-    arrays = [array_of(each) for each in copies]
+    targets = copies if in_place else [staged(each) for each in outs]
     op, before, after = how
-    if len(tensors) == 1 and in_place:
-        task = queue(process_set).allreduce_async(arrays[0], name=name, op=op, prescale=before, postscale=after)
-    else:
-        task = queue(process_set).grouped_allreduce_async(
-            arrays, outs=arrays if in_place else [array_of(each) for each in targets],
-            name=name, op=op, prescale=before, postscale=after,
-        )  # fmt: skip
-
+    task = queue(process_set).grouped_allreduce_async(
+        [array_of(each) for each in copies], outs=None if in_place else [array_of(each) for each in targets],
+        name=name, op=op, prescale=before, postscale=after,
+    )  # fmt: skip
     return Handle(task, lambda _: put_back(outs, targets))
 
 
@@ -127,19 +122,9 @@ def allreduce(
     return cast(Tensor, compression.decompress(found, ctx))
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: QueueOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """`allreduce`, in place."""
-    how = scaling(average, op, prescale_factor, postscale_factor)
-    handle = _in_place([tensor], how, name_of("allreduce", name, process_set), process_set).then(first)
-    return cast(Tensor, synchronize(handle))
+def allreduce_(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
+    """`allreduce`, in place. Takes what `allreduce_async_` takes."""
+    return cast(Tensor, synchronize(allreduce_async_(tensor, *args, **named)))
 
 
 class _AllReduce(torch.autograd.Function):

@@ -11,14 +11,12 @@ import click
 from omnireduce.cli import Command, config_options
 from omnireduce.config import load_config
 from omnireduce.errors import ConfigError, OmniReduceError
+from omnireduce.interpreters import TREE, program_of
 from omnireduce.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
 
-_RANK = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); from omnireduce.bench.tuning.session import main; "
-    "del sys.path[0]; main()"
-)
+_RANK = program_of("omnireduce.bench.tuning.session")
 
 
 @click.command(cls=Command, name="tune", short_help="Search for the fastest configuration here.")
@@ -98,7 +96,6 @@ def _launch(wanted: Any, config: Any, np: int, shards: int) -> int:
     import msgspec
 
     from omnireduce.bench.tuning.session import Verdict
-    from omnireduce.launching.connection import TREE
     from omnireduce.launching.job import Job
     from omnireduce.launching.launch import launch, start_ranks
     from omnireduce.launching.plan import Asked

@@ -28,7 +28,7 @@ from omnireduce.bench.tuning.space import Circumstances, Point, Space, Value
 from omnireduce.bench.tuning.workload import cases_of, make_workload
 from omnireduce.cli import reporting_errors
 from omnireduce.config import Config, load_config
-from omnireduce.launching.called import RESULT_FD
+from omnireduce.launching.messages import RESULT_FD
 from omnireduce.logs import start_logs
 from omnireduce.printing import make_console, short_count
 from omnireduce.runtime.member.communicator import Communicator

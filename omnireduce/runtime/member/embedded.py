@@ -18,12 +18,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from msgspec.structs import replace
 
 from omnireduce.config import Config, Security
 from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
+from omnireduce.interpreters import TREE, program_of
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.runtime.embedding import (
     LONGEST,
@@ -42,11 +42,7 @@ from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import Secret
 
 MOMENT_S = 0.5
-TREE = str(Path(__file__).resolve().parents[3])
-# A user's own `aggregator.py` is not taken for ours, and nothing of the current folder for a module.
-PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); from aggregator.embedded import main; del sys.path[0]; main()"
-)
+PROGRAM = program_of("aggregator.embedded")
 Progress = Callable[[int, int], None]
 
 

@@ -1,0 +1,16 @@
+"""How another interpreter runs a module of this tree, wherever it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TREE = str(Path(__file__).resolve().parents[1])
+
+
+def program_of(module: str, place: str = "") -> str:
+    """What `python -c` is given to call `main` of `module`. `place`: of TREE among the arguments; none: it is the last.
+
+    A user's own module of that name is not taken for ours, and nothing of the current folder for a module of ours.
+    """
+    found = f"import sys; sys.path.insert(0, sys.argv.pop({place}))"
+    return f"{found}; from {module} import main; del sys.path[0]; main()"
