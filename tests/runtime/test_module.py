@@ -17,7 +17,7 @@ import pytest
 from local_cluster import ROOT, Daemon, Ranks, unique_job
 
 import omnireduce as omni
-from omnireduce.runtime.member import world
+from omnireduce.runtime.member import ending, world
 from omnireduce.runtime.member.collectives import Collectives
 
 CALLS: list[Callable[[], object]] = [
@@ -150,6 +150,14 @@ def test_init_twice(daemon: Daemon) -> None:
     omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
 
 
+@pytest.fixture
+def untouched_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook of a new process. An earlier test may have left one that calls ours, as `init_process_group` does."""
+    monkeypatch.setattr(ending._process, "_show", None)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+@pytest.mark.usefixtures("untouched_hook")
 def test_the_hook_for_exceptions_is_that_of_before_when_the_last_communicator_is_closed(daemon: Daemon) -> None:
     before = sys.excepthook
     with omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1):
@@ -161,6 +169,7 @@ def test_the_hook_for_exceptions_is_that_of_before_when_the_last_communicator_is
     assert sys.excepthook is before
 
 
+@pytest.mark.usefixtures("untouched_hook")
 def test_a_hook_for_exceptions_that_came_later_stays(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may call ours, which then shows the exception as before. The next communicator does not go on top of it."""
     shown: list[object] = []
