@@ -22,8 +22,11 @@ import traceback
 LONGEST_TEXT = 200  # characters of an exception that other ranks read
 
 
-class OmniReduceError(Exception):
-    """Base of every exception that this library raises on purpose."""
+class OmniReduceError(RuntimeError):
+    """Base of every exception that this library raises on purpose.
+
+    It is a RuntimeError, since programs of torch and of Horovod catch that.
+    """
 
 
 class ConfigError(OmniReduceError):

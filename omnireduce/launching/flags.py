@@ -39,7 +39,8 @@ def _whole_path(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A flag that sets a variable of the ranks; `kind` None is a switch. `section` is its place in a YAML file."""
+    """A flag that sets a variable of the ranks; `kind` None is a switch. `section` is its place in a YAML file.
+    `alias`: our own word for it."""
 
     flag: str
     variable: str
@@ -47,6 +48,7 @@ class Mapped:
     write: Callable[[Any], str]
     section: str
     meaning: str
+    alias: str = ""
 
     @property
     def name(self) -> str:
@@ -65,7 +67,7 @@ MAPPED = (
     ),
     Mapped(
         "--timeline-filename", "HOROVOD_TIMELINE", click.STRING, _whole_path, "timeline.filename",
-        "Write a timeline to this file, for chrome://tracing and Perfetto.",
+        "Write a timeline to this file, for chrome://tracing and Perfetto.", "--timeline",
     ),
     Mapped(
         "--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", None, _switch, "timeline.mark_cycles",
@@ -149,7 +151,8 @@ def horovod_options(command: F) -> F:
     """Add the flags of both tables. The command gets those of `MAPPED` under their names, in `**asked`."""
     for each in reversed(MAPPED):
         kind = {"is_flag": True, "default": None} if each.kind is None else {"type": each.kind}
-        command = click.option(each.flag, each.name, help=each.meaning, **kind)(command)
+        flags = (each.flag, each.alias) if each.alias else (each.flag,)
+        command = click.option(*flags, each.name, help=each.meaning, **kind)(command)
     for refused in REFUSED:
         option = click.option(
             refused.flags, hidden=True, expose_value=False, callback=_refuse(refused), is_flag=not refused.has_value,

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
 
 _OPS: tuple[tuple[object, Op], ...] = (
     (ReduceOp.SUM, "sum"),
@@ -36,7 +37,12 @@ def op_of(op: object, dtype: torch.dtype) -> Op | None:
 
 
 def staged(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in the processor's memory with the values of `tensor`: itself, if it is one."""
+    """A contiguous tensor in the processor's memory with the values of `tensor`: itself, if it is one.
+
+    Raises UsageError for what is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"a {type(tensor).__name__} came; expected a torch.Tensor")
     plain = tensor.detach().resolve_conj().resolve_neg()
     return room_for(plain).copy_(plain) if plain.is_cuda else plain.contiguous()
 

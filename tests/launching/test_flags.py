@@ -96,6 +96,7 @@ def test_flags_of_horovod_set_its_variables() -> None:
     }
     assert found.config.log.level == "warning"
     assert found.config.cluster.join_timeout_s == 45
+    assert asked("-np", "2", "--timeline", "/t.json", "true").environ["HOROVOD_TIMELINE"] == "/t.json"
 
 
 def test_options_are_for_ranks_too(tmp_path: Path) -> None:
