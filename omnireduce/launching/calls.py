@@ -11,18 +11,18 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from omnireduce.config import Config, load_config
+from omnireduce.config import Config
 from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageError
 from omnireduce.interpreters import TREE, program_of
-from omnireduce.launching.hosts import Host, parse_hosts
 from omnireduce.launching.job import Job, Rank
-from omnireduce.launching.launch import connect, names_of_hosts, start_ranks
+from omnireduce.launching.keywords import read_keywords
+from omnireduce.launching.launch import connect, names_of_hosts, prefixed, start_ranks
 from omnireduce.launching.messages import STDERR, STDOUT
-from omnireduce.launching.output import Prefixed, Stream
-from omnireduce.launching.plan import Asked
+from omnireduce.launching.output import Stream
 
 R = TypeVar("R")
 PROGRAM = program_of("omnireduce.launching.called")
@@ -35,52 +35,45 @@ def run(
     np: int | None = None,
     hosts: str | None = None,
     *,
-    aggregators: int | None = None,
     config: str | Path | Config | None = None,
     env: Mapping[str, str] | None = None,
-    ssh: str = "ssh",
-    start_timeout_s: float = 30.0,
-    grace_s: float = 10.0,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
+    **options: Any,
 ) -> list[R]:
     """Call `func(*args, **kwargs)` on `np` ranks, and return what each returned, in the order of ranks.
 
     The ranks are processes of this host, or of `hosts` ("node1:4,node2:4", by ssh); without `np` as many as these have,
-    or 1. `func` calls `omnireduce.init` itself. It may be defined in a notebook. `aggregators`: how many to start for
-    this job; None: what `omnireduce run` does. `config`: as in `init`; a Config counts for where aggregators are, and
-    not for the ranks, which read their own. `env`: variables of ranks in place of, or beside, those of this process.
-    What ranks write goes to `stdout` and `stderr`, by default those of `sys`, with the rank before each line.
-    `start_timeout_s`: for hosts to answer, `grace_s`: from SIGTERM to SIGKILL, in seconds.
+    or 1. `func` calls `omnireduce.init` itself. It may be defined in a notebook. `config`: as in `init`; a Config
+    counts for where aggregators are, and not for the ranks, which read their own. `env`: variables of ranks in place
+    of, or beside, those of this process. What ranks write goes to `stdout` and `stderr`, by default those of `sys`,
+    with the rank before each line.
+
+    `options` are those of `omnireduce run`, such as `aggregators=2`, `start_timeout=60` or `output_filename="logs"`,
+    and the keywords of `horovod.run`.
 
     Raises RankFailedError with the traceback of the first rank that raised, ConfigError, UsageError for what cannot be
-    sent, and TransportError for a host that cannot be reached. No process is left in any case.
+    sent and for options that cannot be, and TransportError for a host that cannot be reached. No process is left in any
+    case.
     """
-    settings = config if isinstance(config, Config) else load_config(config)
-    listed = parse_hosts(hosts, "hosts") if hosts else []
-    ranks = np if np is not None else sum(host.slots for host in listed) or 1
-    if not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"np: got {np!r}, expected at least 1")
-    environ = {**os.environ, **(env or {})}
     if isinstance(config, str | Path):
-        environ["OMNIREDUCE_CONFIG"] = os.path.abspath(config)
-    asked = Asked(
-        words=[sys.executable, "-c", PROGRAM, TREE],
-        ranks=ranks,
-        config=settings,
-        hosts=listed or [Host("localhost", ranks)],
-        aggregators=None if aggregators is None else str(aggregators),
-        environ=environ,
-        ssh=ssh,
-        start_timeout_s=start_timeout_s,
-        grace_s=grace_s,
+        options["config"] = str(config)
+    if np is None and not (hosts or {"num_proc", "hostfile"} & options.keys()):
+        np = 1
+    executable = options.pop("executable", None) or sys.executable
+    asked = read_keywords({"np": np, "hosts": hosts, **options})
+    asked = replace(
+        asked,
+        words=[executable, "-c", PROGRAM, TREE],
+        config=config if isinstance(config, Config) else asked.config,
+        environ={**asked.environ, **(env or {})},
         given=pack_call(func, args, kwargs or {}),
     )
     out, err = stdout or sys.stdout, stderr or sys.stderr
-    output = Prefixed({STDOUT: Stream(out.write), STDERR: Stream(err.write)})
+    output = prefixed(asked, {STDOUT: Stream(out.write), STDERR: Stream(err.write)})
     with ExitStack() as stack:
         connections = connect(names_of_hosts(asked), asked, stack)
-        job = stack.enter_context(Job(connections, output, grace_s=grace_s))
+        job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s))
         start_ranks(job, asked)
         job.run()
         job.complain()

@@ -113,6 +113,14 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
     sys.exit(launch(wanted, start_other))
 
 
+def read_words(words: Sequence[str]) -> Asked:
+    """What a command line with these words asks for. Raises click.UsageError, and ConfigError."""
+    with run.make_context("run", list(words)) as context:
+        found = dict(context.params)
+        _read_file(found)
+        return read_asked(found.pop("command"), found)
+
+
 def _read_file(asked: dict[str, Any]) -> None:
     """Put what the YAML file says in place of defaults. Raises ConfigError."""
     path = asked.pop("yaml_path")

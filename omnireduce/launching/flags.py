@@ -67,7 +67,7 @@ MAPPED = (
     ),
     Mapped(
         "--timeline-filename", "HOROVOD_TIMELINE", click.STRING, _whole_path, "timeline.filename",
-        "Write a timeline to this file, for chrome://tracing and Perfetto.", "--timeline",
+        "Write a timeline to this file, for chrome://tracing and Perfetto.", alias="--timeline",
     ),
     Mapped(
         "--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", None, _switch, "timeline.mark_cycles",

@@ -10,7 +10,7 @@ from omnireduce.launching.connection import Connection, goes_by_ssh, words_of_su
 from omnireduce.launching.hosts import Host, place
 from omnireduce.launching.job import Job
 from omnireduce.launching.messages import STDERR, STDOUT
-from omnireduce.launching.output import Descriptor, Plain, Prefixed
+from omnireduce.launching.output import Descriptor, Plain, Prefixed, Sink
 from omnireduce.launching.plan import Asked, Plan, check_command
 
 HERE = "localhost"
@@ -50,15 +50,18 @@ def names_of_hosts(asked: Asked) -> list[str]:
     return list(dict.fromkeys(slot.host for slot in place(hosts, asked.ranks)))
 
 
+def prefixed(asked: Asked, sinks: dict[int, Sink]) -> Prefixed:
+    """Where lines of ranks go. Raises ConfigError."""
+    return Prefixed(sinks, timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks)
+
+
 def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> int:
     """Run a command as all ranks, and return the exit status: 0, that of the first rank that failed, or 128 + the
     signal that ended it or this process. Output goes to this process's own. Raises OmniReduceError."""
     names = names_of_hosts(asked) if asked.launcher in OWN else [HERE]
     check_command(asked.words, asked.environ, is_away=goes_by_ssh(names[0], asked.launcher))
     sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
-    output = Prefixed(
-        dict(sinks), timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks
-    ) if asked.launcher in OWN and asked.prefixed else Plain(dict(sinks))  # fmt: skip
+    output = prefixed(asked, dict(sinks)) if asked.launcher in OWN and asked.prefixed else Plain(dict(sinks))
     with ExitStack() as stack:
         connections = connect(names, asked, stack)
         job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,10 +103,40 @@ def test_much_can_be_sent_and_returned() -> None:
 def test_what_cannot_be_sent_is_said() -> None:
     with pytest.raises(UsageError, match="cannot be sent to ranks"):
         call(lambda x: x, (each for each in ()), np=1)
-    with pytest.raises(UsageError, match="np: got 0"):
+    with pytest.raises(UsageError, match=r"-np.*: 0 is not in the range"):
         call(lambda: None, np=0)
-    with pytest.raises(ConfigError, match="hosts: got 'a:b'"):
+    with pytest.raises(ConfigError, match="-H: got 'a:b'"):
         call(lambda: None, hosts="a:b")
+
+
+def test_options_are_those_of_the_command(tmp_path: Path) -> None:
+    """And those of Horovod, of which some ask for nothing."""
+    folder = tmp_path / "logs"
+    found, _, _ = call(
+        lambda: (os.environ["HOROVOD_CYCLE_TIME"], sys.stdout.write("here\n"))[0],
+        num_proc=2, cycle_time_ms=2.5, use_gloo=True,
+        use_mpi=False, verbose=None, network_interfaces=["lo"], output_filename=str(folder), start_timeout=60,
+    )  # fmt: skip
+    assert found == ["2.5", "2.5"]
+    assert [(folder / f"rank.{rank}" / "stdout").read_text() for rank in range(2)] == ["here\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"no_such": 1}, UsageError, "no_such: not an option of omnireduce.run"),
+        ({"command": "x"}, UsageError, "command: not an option of omnireduce.run"),
+        ({"check_build": True}, UsageError, "check_build: not an option of omnireduce.run"),
+        ({"use_mpi": True}, UsageError, "launcher mpirun: omnireduce.run starts ranks itself; expected local, ssh"),
+        ({"min_np": 1}, UsageError, "min_np: ranks of a function do not come and go"),
+        ({"start_timeout": "soon"}, UsageError, "--start-timeout.*'soon' is not a valid float"),
+        ({"hosts": "a", "hostfile": "b"}, ConfigError, "--hosts and --hostfile: expected one of them"),
+        ({"disable_cache": True}, ConfigError, "--disable-cache: nothing of other hosts is cached; leave it out"),
+    ],
+)
+def test_what_is_no_option_of_a_function_is_said(options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(lambda: None, **options)
 
 
 def test_ranks_get_variables() -> None:
@@ -117,7 +149,7 @@ def test_nothing_is_left_when_the_caller_is_interrupted() -> None:
         "def wait():\n"
         "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
         "    signal.pause()\n"
-        "omni.run(wait, np=1, grace_s=0.5)\n"
+        "omni.run(wait, np=1, grace_period=0.5)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-u", "-c", code], cwd=ROOT, env=environ_of(), stdout=subprocess.PIPE,

@@ -14,9 +14,8 @@ from local_cluster import ROOT
 from omnireduce import ConfigError
 from omnireduce.__main__ import main
 from omnireduce.config.horovod import ROWS
-from omnireduce.launching import command as commands
 from omnireduce.launching.available import report_available
-from omnireduce.launching.command import read_asked
+from omnireduce.launching.command import read_words
 from omnireduce.launching.command import run as command
 from omnireduce.launching.flags import MAPPED, REFUSED, Refused
 from omnireduce.launching.plan import Asked, shards_to_start
@@ -29,15 +28,6 @@ def complaint(*words: str) -> str:
     assert done.exit_code == 2, done.output
     [line] = done.output.splitlines()
     return line.removeprefix("Error: ")
-
-
-def asked(*words: str) -> Asked:
-    """What these words ask for."""
-    with command.make_context("run", list(words)) as context:
-        found = dict(context.params)
-        with context.scope():
-            commands._read_file(found)
-        return read_asked(found.pop("command"), found)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +68,11 @@ def test_a_flag_without_meaning_says_what_does_its_work(refused: Refused) -> Non
 
 
 def test_flags_of_horovod_set_its_variables() -> None:
-    found = asked(
+    found = read_words([
         "-np", "2", "--fusion-threshold-mb", "32", "--cycle-time-ms", "2.5", "--timeline-filename", "/t.json",
         "--no-stall-check", "--stall-check-warning-time-seconds", "9", "--stall-check-shutdown-time-seconds", "0",
         "--gloo-timeout-seconds", "45", "--log-level", "WARNING", "true",
-    )  # fmt: skip
+    ])  # fmt: skip
     given = {name: text for name, text in found.environ.items() if name in {each.variable for each in MAPPED}}
     assert given == {
         "HOROVOD_FUSION_THRESHOLD": "33554432",
@@ -96,13 +86,15 @@ def test_flags_of_horovod_set_its_variables() -> None:
     }
     assert found.config.log.level == "warning"
     assert found.config.cluster.join_timeout_s == 45
-    assert asked("-np", "2", "--timeline", "/t.json", "true").environ["HOROVOD_TIMELINE"] == "/t.json"
+    assert read_words(["-np", "2", "--timeline", "/t.json", "true"]).environ["HOROVOD_TIMELINE"] == "/t.json"
 
 
 def test_options_are_for_ranks_too(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text("[log]\nlevel = 'error'\n")
-    found = asked("-np", "2", "--config", str(path), "--set", "protocol.slots=9", "--tcp", "-x", "A=b=c", "true", "-np")
+    found = read_words(
+        ["-np", "2", "--config", str(path), "--set", "protocol.slots=9", "--tcp", "-x", "A=b=c", "true", "-np"]
+    )
     assert found.words == ("true", "-np")
     assert found.config.log.level == "error"
     assert found.environ["OMNIREDUCE_CONFIG"] == str(path)
@@ -125,7 +117,7 @@ logging: {level: ERROR}
 def test_a_yaml_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(YAML)
-    found = asked("--config-file", str(path), "--cycle-time-ms", "1", "true")
+    found = read_words(["--config-file", str(path), "--cycle-time-ms", "1", "true"])
     assert (found.ranks, [host.slots for host in found.hosts], found.verbose) == (4, [4], True)
     assert found.environ["HOROVOD_FUSION_THRESHOLD"] == str(8 << 20)
     assert found.environ["HOROVOD_CYCLE_TIME"] == "1"
@@ -180,13 +172,13 @@ def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> No
         *(["--set", "cluster.aggregators=node:7400"] if change.pop("configured", False) else []),
         "true",
     ]
-    found = asked(*words)
+    found = read_words(words)
     wanted = Asked(words=found.words, ranks=1, config=found.config, **change)
     assert shards_to_start(wanted, hosts) == shards
 
 
 def test_an_aggregator_of_rank_0_serves_one_host() -> None:
-    found = Asked(words=["true"], ranks=2, config=asked("-np", "2", "true").config, aggregators="embedded")
+    found = Asked(words=["true"], ranks=2, config=read_words(["-np", "2", "true"]).config, aggregators="embedded")
     with pytest.raises(ConfigError, match="--aggregators embedded: the ranks are on 2 hosts"):
         shards_to_start(found, 2)
 

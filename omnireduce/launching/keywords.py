@@ -1,0 +1,54 @@
+"""The options of `omnireduce run` as keywords of a function: those of `horovod.run` are among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from omnireduce.errors import UsageError
+from omnireduce.launching.command import read_words
+from omnireduce.launching.command import run as command
+from omnireduce.launching.launch import OWN
+from omnireduce.launching.plan import Asked
+
+_HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_cooldown_range"}
+
+
+def read_keywords(given: Mapping[str, Any]) -> Asked:
+    """What keywords ask for that are named like flags, for ranks that call a function. None and False ask for nothing.
+    Raises UsageError for a keyword that is no flag, or has another value than the flag, and for what only a command can
+    do; ConfigError for values that do not fit together."""
+    options = [each for each in command.params if isinstance(each, click.Option) and each.name != "check_build"]
+    flags = {flag.lstrip("-").replace("-", "_"): (flag, each) for each in options for flag in each.opts}
+    words: list[str] = []
+    for name, value in given.items():
+        if value is None or value is False:
+            continue
+        found = flags.get(_HOROVOD.get(name, name))
+        if found is None:
+            raise UsageError(f"{name}: not an option of omnireduce.run; `omnireduce run --help` lists them")
+        words += _words(*found, value)
+    try:
+        asked = read_words(words)
+    except click.UsageError as error:
+        raise UsageError(error.format_message()) from None
+    if asked.launcher not in OWN:
+        raise UsageError(f"launcher {asked.launcher}: omnireduce.run starts ranks itself; expected local, ssh or none")
+    if asked.smallest:
+        raise UsageError("min_np: ranks of a function do not come and go; start a program by omnireduce run --min-np")
+    return asked
+
+
+def _words(flag: str, option: click.Option, value: Any) -> Iterator[str]:
+    """The words of a command line that say so."""
+    if option.is_flag:
+        yield flag
+    elif option.multiple:
+        for each in value:
+            yield from (flag, str(each))
+    elif isinstance(value, list | tuple):
+        yield from (flag, *map(str, value)) if option.nargs > 1 else (flag, ",".join(map(str, value)))
+    else:
+        yield from (flag, str(value))
