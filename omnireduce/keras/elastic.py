@@ -14,17 +14,20 @@ train(hvd.elastic.KerasState(model, batch=0, epoch=0))
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 
-from omnireduce.data_parallel.elastic import State, run
+from omnireduce.data_parallel import elastic
+from omnireduce.data_parallel.elastic import State
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.errors import NewcomersError as HostsUpdatedInterrupt
 from omnireduce.errors import UsageError
 from omnireduce.keras.collectives import broadcast_variables
-from omnireduce.keras.values import array_of
+from omnireduce.keras.values import array_of, failure_of_host
 
 __all__ = [
     "CommitStateCallback",
@@ -38,6 +41,24 @@ __all__ = [
 ]
 
 ObjectState = State
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """`omnireduce.torch.elastic.run`, for what a compiled step raises, too."""
+
+    @functools.wraps(train)
+    def with_errors_of_host(state: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return train(state, *args, **kwargs)
+        except Exception as error:
+            found = failure_of_host()
+            if found is None or found is error:
+                raise
+            raise found from error
+
+    return elastic.run(with_errors_of_host)
 
 
 class KerasState(State):
@@ -75,6 +96,11 @@ class KerasState(State):
         for each, kept in zip(self._variables(), self._kept_arrays, strict=True):
             each.assign(kept)
 
+    def on_reset(self) -> None:
+        """The job was formed anew: steps were compiled for as many ranks as there were."""
+        self.model.train_function = None
+        super().on_reset()
+
     def sync(self) -> None:
         """Give all ranks the state of the one that has committed most often, and keep it."""
         broadcast_variables(self._variables(), self.root())
@@ -82,42 +108,61 @@ class KerasState(State):
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits after each so many batches, and after each epoch. Give it to `fit` after those that change the state."""
+    """Commits after each so many batches, and after each epoch: before the next one begins, or training ends. So all
+    callbacks have changed the state by then, in whatever order they are."""
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         super().__init__()
         if batches_per_commit < 1:
             raise UsageError(f"batches_per_commit {batches_per_commit}: expected 1 or more")
         self.state, self.batches_per_commit = state, batches_per_commit
+        self._is_due = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._is_due = False  # what came before has failed
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if (batch + 1) % self.batches_per_commit == 0:
-            self.state.commit()
+        self._is_due = (batch + 1) % self.batches_per_commit == 0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.commit()
+        self._is_due = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._commit()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._commit()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._commit()
+
+    def _commit(self) -> None:
+        if self._is_due:
+            self._is_due = False
+            self.state.commit()
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps the number of batches that are done of an epoch in `state.batch`."""
+    """Counts the batches that are done of an epoch in `state.batch`. After a fault `fit` is given the others."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.state.batch = batch + 1
+        self.state.batch += 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps the number of epochs that are done in `state.epoch`: `initial_epoch` of the next `fit`."""
+    """Counts the epochs that are done in `state.epoch`. After a fault `fit` is given `initial_epoch=state.epoch`, or
+    fewer epochs."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.epoch = epoch + 1
+        self.state.epoch += 1

@@ -71,9 +71,21 @@ def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
     return [like(array, value) for array, value in zip(found, values, strict=True)]
 
 
+_failures: list[Exception] = []  # of calls of the host, the last one
+
+
+def failure_of_host() -> Exception | None:
+    """What the last call of the host has raised within a compiled step, once: the backend shows only its text."""
+    return _failures.pop() if _failures else None
+
+
 def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:
     def called(*given: Any) -> list[Array]:
-        return function([np.array(each) for each in given])
+        try:
+            return function([np.array(each) for each in given])
+        except Exception as error:
+            _failures[:] = [error]
+            raise
 
     if check_backend() == "jax":
         import jax

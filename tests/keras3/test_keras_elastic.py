@@ -1,13 +1,16 @@
-"""The state of a training with Keras, on one rank; how ranks fail and come: tests/pytorch/test_torch_elastic.py."""
+"""Trainings with Keras that go on from their last commit: on one rank, and on ranks that die and come back."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import keras
 import numpy as np
 import pytest
-from local_cluster import Daemon, configured, unique_job
+from elastic_ranks import Ranks, until
+from local_cluster import ROOT, Daemon, configured, unique_job
 
 import omnireduce as omni
 import omnireduce.keras as hvd
@@ -29,40 +32,58 @@ def weight(model: keras.Model) -> float:
     return float(model.get_weights()[0][0, 0])
 
 
-def test_a_training_goes_on_from_the_last_commit(model: keras.Model) -> None:
-    """It fails once, in the second batch of the second epoch, before that is committed."""
-    ones, failures, begins = np.ones((3, 1), np.float32), [(1, 1)], list[tuple[int, int]]()
+@pytest.mark.parametrize("starts_at", [True, False], ids=["initial_epoch", "fewer epochs"])
+@pytest.mark.parametrize("commits_first", [True, False], ids=["commits first", "commits last"])
+def test_a_training_goes_on_from_the_last_commit(model: keras.Model, commits_first: bool, starts_at: bool) -> None:
+    """It fails twice in the second epoch: in its second batch, and in the one after that."""
+    ones, failures, begins = np.ones((4, 1), np.float32), [(1, 1), (1, 2)], list[tuple[int, int]]()
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
     class Failing(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-            if (state.epoch, batch) in failures:
-                failures.clear()
+            if (state.epoch, state.batch) in failures:
+                failures.remove((state.epoch, state.batch))
                 raise AbortedError("rank 1", "gone")
+
+    updates = hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)
+    commits = hvd.elastic.CommitStateCallback(state)
+    callbacks = [Failing(), commits, *updates] if commits_first else [Failing(), *updates, commits]
 
     @hvd.elastic.run
     def train(state: hvd.elastic.KerasState) -> int:
         begins.append((state.epoch, state.batch))
-        callbacks = [
-            Failing(), hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state),
-            hvd.elastic.CommitStateCallback(state),
-        ]  # fmt: skip
-        left = ones[state.batch :]
-        if len(left) < len(ones):  # what is left of an epoch
-            model.fit(left, left, batch_size=1, verbose=0, callbacks=callbacks[:1])
-            state.batch, state.epoch = 0, state.epoch + 1
-        model.fit(
-            ones, ones, batch_size=1, verbose=0, epochs=3, initial_epoch=state.epoch, shuffle=False, callbacks=callbacks
-        )  # fmt: skip
+        while state.epoch < 3:
+            left, last = ones[state.batch :], 3 if state.batch == 0 else state.epoch + 1
+            which = {"initial_epoch": state.epoch, "epochs": last} if starts_at else {"epochs": last - state.epoch}
+            model.fit(left, left, batch_size=1, verbose=0, shuffle=False, callbacks=callbacks, **which)
         return state.epoch
 
     assert train(state) == 3
-    assert begins == [(0, 0), (1, 1)]
+    assert begins == [(0, 0), (1, 1), (1, 2)]
     expected, gathered = 0.0, 0.0
-    for _ in range(9):
+    for _ in range(3 * len(ones)):
         gathered = 0.5 * gathered - 1
         expected += gathered
     assert weight(model) == expected
+
+
+@pytest.mark.parametrize(("backend", "victim"), [("torch", 0), ("jax", 1)])
+def test_no_step_is_lost_or_done_twice(daemon: Daemon, backend: str, victim: int) -> None:
+    """The victim dies when the other has begun a step, which is compiled with JAX."""
+    pytest.importorskip(backend, reason=f"no {backend} here; `make torch` and `make keras` install torch and jax")
+    worker = str(ROOT / "tests" / "keras3" / "elastic_worker.py")
+    with ExitStack() as stack:
+        ranks = Ranks(daemon, stack, 2, 1, worker, KERAS_BACKEND=backend)
+        processes = [ranks.start(rank, *(["dies"] if rank == victim else [])) for rank in range(2)]
+        survivor = processes[1 - victim]
+        assert "epoch 0, batch 3" in until(survivor, "of 1 goes on")
+        processes[victim] = ranks.start(victim)
+        for each in (survivor, processes[victim]):
+            line = until(each, "of 2 is done")
+            found = re.search(r"weight -([0-9]+) after ([0-9]+) epochs of 4 batches", line)
+            assert found is not None, line
+            assert int(found[1]) == 4 * int(found[2]), line
+            assert each.wait() == 0, each.log
 
 
 def test_what_cannot_be(model: keras.Model) -> None:

@@ -4,46 +4,19 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from elastic_ranks import Ranks, until
 from hypothesis import given
 from hypothesis import strategies as st
-from local_cluster import ROOT, WAIT_S, Daemon, Process, unique_job
+from local_cluster import ROOT, Daemon
 
 from omnireduce.data_parallel.sampling import Sampling
 
 SCRIPT = str(ROOT / "examples" / "torch_elastic.py")
-
-
-class Ranks:
-    """Processes of one elastic job."""
-
-    def __init__(self, daemon: Daemon, stack: ExitStack, size: int, smallest: int) -> None:
-        self._stack, self._size = stack, size
-        self._environ = {
-            "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses),
-            "OMNIREDUCE_CLUSTER_JOB": unique_job("elastic"),
-            "OMNIREDUCE_ELASTIC_ENABLED": "true",
-            "OMNIREDUCE_ELASTIC_SMALLEST": str(smallest),
-            "OMNIREDUCE_ELASTIC_SETTLE_S": "0.5",
-            "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": str(4 * WAIT_S),
-            "WORLD_SIZE": str(size),
-        }
-
-    def start(self, rank: int) -> Process:
-        environ = {**self._environ, "RANK": str(rank)}
-        return self._stack.enter_context(Process(sys.executable, SCRIPT, "--ranks", str(self._size), environ=environ))
-
-
-def until(process: Process, words: str) -> str:
-    """The next line that contains `words`."""
-    while words not in (line := process.line(4 * WAIT_S)):
-        pass
-    return line
 
 
 def all_were_taken_once(line: str) -> None:
@@ -61,7 +34,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_no_sample_is_lost_or_taken_twice(daemon: Daemon, stack: ExitStack, victim: int) -> None:
-    ranks = Ranks(daemon, stack, 3, 1)
+    ranks = Ranks(daemon, stack, 3, 1, SCRIPT, "--ranks", "3")
     processes = [ranks.start(rank) for rank in range(3)]
     until(processes[victim], "epoch 1, batch 2")
     processes[victim].signal(signal.SIGKILL)
@@ -75,7 +48,7 @@ def test_no_sample_is_lost_or_taken_twice(daemon: Daemon, stack: ExitStack, vict
 
 
 def test_too_few_survivors_wait_for_others(daemon: Daemon, stack: ExitStack) -> None:
-    ranks = Ranks(daemon, stack, 2, 2)
+    ranks = Ranks(daemon, stack, 2, 2, SCRIPT, "--ranks", "2")
     processes = [ranks.start(rank) for rank in range(2)]
     until(processes[1], "epoch 1, batch 2")
     processes[1].signal(signal.SIGKILL)
