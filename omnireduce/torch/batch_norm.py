@@ -50,7 +50,9 @@ class SyncBatchNorm(_BatchNorm):
             self._remember(mean.detach(), variance.detach() * many / (many - 1))
         found = centred * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
-            found = found * self.weight.view(shape) + self.bias.view(shape)
+            found = found * self.weight.view(shape)
+        if self.bias is not None:
+            found = found + self.bias.view(shape)
         return found.to(input.dtype)
 
     @torch.no_grad()

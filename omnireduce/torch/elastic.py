@@ -129,6 +129,7 @@ class TorchState(State):
 
     def sync(self) -> None:
         """Give all ranks the state of the one that has committed most often, and keep it."""
+        self.exchange()  # what was done since the last commit, where nothing was lost
         root = self.root()
         with torch.no_grad():
             if self.model is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,7 @@ from omnireduce.data_parallel.words import Average, Scaling, Sum
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.torch.compression import NoneCompressor
 from omnireduce.torch.handles import Handle, synchronize
-from omnireduce.torch.reductions import sparse_allreduce_async, start_reduction
+from omnireduce.torch.reductions import start_reduction, start_sum_of_rows
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -59,9 +60,15 @@ class Way(NamedTuple):
     """How gradients are combined: see `DistributedOptimizer`."""
 
     how: Scaling
+    predivides: float
     compression: type[Any]
     sparse_as_dense: bool
     process_set: ProcessSet
+
+    @property
+    def scaling(self) -> Scaling:
+        """For as many ranks as there are now."""
+        return self.how if self.predivides == 1 else self.how.predivided(self.predivides, self.process_set.size())
 
 
 class Entry:
@@ -109,7 +116,8 @@ class Gradients:
         for name, each in self._names.of(optimizer).items():
             if each.requires_grad and each not in self._entries:
                 entry = self._entries[each] = Entry(each, name, self._passes)
-                each.register_post_accumulate_grad_hook(partial(self._made, entry))
+                hook = each.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), entry))
+                weakref.finalize(self, hook.remove).atexit = False
 
     def put_in_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Combine those of each group together. Raises UsageError for what is no parameter of the optimizer."""
@@ -134,7 +142,8 @@ class Gradients:
         for each in self._entries.values():
             each.passes_left = passes
 
-    def _made(self, entry: Entry, _: Tensor) -> None:
+    def made(self, entry: Entry) -> None:
+        """Backward has made a gradient. Raises UsageError where it was made too often."""
         if entry.passes_left < 1 or entry.handle is not None:
             raise UsageError(
                 f"the gradient of '{entry.name}' was made too often before a step: expected {self._passes} times, as "
@@ -152,7 +161,7 @@ class Gradients:
 
     def _start(self, entries: Sequence[Entry], name: str) -> None:
         """Combine gradients together; sparse ones go by themselves."""
-        gradient, (op, before, after) = entries[0].parameter.grad, self._way.how
+        gradient, (op, before, after) = entries[0].parameter.grad, self._way.scaling
         is_alone = self._is_plain and len(entries) == 1 and gradient is not None
         if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
             array, own = gradient.detach().numpy(), queue(self._way.process_set)
@@ -166,13 +175,13 @@ class Gradients:
             self._start_dense([each for each in entries if each.handle is None], name)
 
     def _start_sparse(self, entry: Entry) -> Handle:
-        (op, before, after), gradient = self._way.how, cast(Tensor, entry.parameter.grad)
+        (op, before, after), gradient = self._way.scaling, cast(Tensor, entry.parameter.grad)
         if (op not in (Average, Sum)) or before != 1 or after != 1:
             raise UsageError(
                 f"'{entry.name}' has a sparse gradient: expected op Average or Sum, or sparse_as_dense=True"
             )
         entry.sparse_dim = gradient.sparse_dim()
-        handle = sparse_allreduce_async(gradient, entry.name, op, self._way.process_set)
+        handle = start_sum_of_rows(gradient, op, entry.gradient_name, self._way.process_set)
 
         def put_back(found: Tensor) -> None:
             entry.parameter.grad = found
@@ -188,7 +197,7 @@ class Gradients:
                 each.parameter.grad = cast(Tensor, each.parameter.grad).to_dense()
         small = [way.compression.compress(each.parameter.grad) for each in entries]
         tensors = [tensor for tensor, _ in small]
-        handle = start_reduction(tensors, tensors, way.how, name, way.process_set)
+        handle = start_reduction(tensors, tensors, way.scaling, name, way.process_set)
 
         def put_back(_: Any) -> None:
             for each, (tensor, ctx) in zip(entries, small, strict=True):
@@ -242,6 +251,13 @@ class Gradients:
         """Raises UsageError while gradients are combined."""
         if any(each.handle is not None for each in self._entries.values()):
             raise UsageError("zero_grad between backward and step, while gradients are combined; call step first")
+
+
+def _made(gradients: weakref.ref[Gradients], entry: Entry, _: Tensor) -> None:
+    """A hook, which does not keep an optimizer that the program has dropped."""
+    own = gradients()
+    if own is not None:
+        own.made(entry)
 
 
 def _nothing(_: object) -> None:

@@ -108,8 +108,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if grace is not None:
         return _with_grace(optimizer, names, grace)
     session_of()
-    how = scaling(None, op).predivided(gradient_predivide_factor, process_set.size())
-    way = Way(how, compression, sparse_as_dense, process_set)
+    how = scaling(None, op)
+    how.predivided(gradient_predivide_factor, process_set.size())  # raises what is wrong with it
+    way = Way(how, gradient_predivide_factor, compression, sparse_as_dense, process_set)
     gradients = Gradients(optimizer, names, way, _at_least_once(backward_passes_per_step))
     number = groups if isinstance(groups, int) else num_groups
     if number:

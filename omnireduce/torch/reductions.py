@@ -43,6 +43,13 @@ def start_reduction(
     return Handle(task, lambda _: put_back(outs, targets))
 
 
+def start_sum_of_rows(tensor: Tensor, op: QueueOp, name: str, process_set: ProcessSet) -> Handle:
+    """Add a sparse tensor to those of other ranks. The result is coalesced."""
+    numbers, rows, n_rows = rows_of(tensor)
+    task = queue(process_set).allreduce_rows_async(numbers, rows, n_rows, name=name, op=cast(Any, op))
+    return Handle(task, lambda found: sparse_of(found, tensor))
+
+
 def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
     """What the service calls it. Raises UsageError where it does not go with these tensors."""
     kinds = {each.dtype for each in tensors}
@@ -185,10 +192,7 @@ def sparse_allreduce_async(
 ) -> Handle:
     """Add a sparse tensor (COO) to those of other ranks by its indices: nothing becomes dense. Op is Sum or Average.
     The result is coalesced."""
-    numbers, rows, n_rows = rows_of(tensor)
-    name = name_of("sparse_allreduce", name, process_set)
-    task = queue(process_set).allreduce_rows_async(numbers, rows, n_rows, name=name, op=cast(Any, op))
-    return Handle(task, lambda found: sparse_of(found, tensor))
+    return start_sum_of_rows(tensor, op, name_of("sparse_allreduce", name, process_set), process_set)
 
 
 def reducescatter_async(

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 import torch
@@ -212,19 +213,56 @@ def sparse_gradients() -> None:
 
 
 def states_of_optimizers() -> None:
-    for number, kind in enumerate((torch.optim.Adam, torch.optim.SGD)):
+    for number, (kind, key) in enumerate(((torch.optim.Adam, "exp_avg"), (torch.optim.SGD, "momentum_buffer"))):
         net = model()
-        options = {"lr": 0.5} if hvd.rank() == 0 else {"lr": 0.1}
+        options = {"lr": 0.5 if hvd.rank() == 0 else 0.1} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
         optimizer = kind(net.parameters(), **options)
         if hvd.rank() == 0:
             net(torch.ones(1, 4)).sum().backward()
             optimizer.step()
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert optimizer.param_groups[0]["lr"] == 0.5
-        kept = [each.get("exp_avg", torch.zeros(1)).tolist() for each in optimizer.state.values()]
+        kept = [each[key].tolist() for each in optimizer.state.values()]
         found = hvd.allgather_object(kept, name=f"kept {number}")
         assert found[0] == found[1] == found[2]
-        assert len(found[0]) == (4 if kind is torch.optim.Adam else len(found[0]))
+        assert len(found[0]) == 4
+
+
+def a_sparse_gradient_of_one_rank() -> None:
+    """In the first step: the others cannot know that it is sparse."""
+    words = nn.Embedding(9, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(words.parameters(), lr=1.0), [("lone", words.weight)])
+    if hvd.rank() == 1:
+        words(torch.tensor([3])).sum().backward()
+    refuses(
+        optimizer.step, "'gradient.lone' differs between ranks: rank 0 has allreduce mean float32[9, 2], rank 1 has"
+    )
+
+
+def optimizers_one_after_another() -> None:
+    """Of one model, as in a cell of a notebook that runs again."""
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    for _ in range(3):
+        plain = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, [("again", net.weight)], op=hvd.Sum)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    assert net.weight.item() == -3 * 2 * 3
+
+
+def samples_between_commits() -> None:
+    """What was done since the last commit is not dealt out again where ranks come, and nothing was lost."""
+    sampler = hvd.elastic.ElasticSampler(range(12), shuffle=False, pad=False)
+    state = hvd.elastic.TorchState(sampler=sampler)
+    sampler.record_batch(0, 1)
+    done = chain(*hvd.allgather_object(sampler.indices[:1]))
+    state.on_reset()
+    state.sync()
+    left = chain(*hvd.allgather_object(sampler.indices))
+    assert sorted([*done, *left]) == list(range(12))
 
 
 def uneven_batches() -> None:
@@ -247,6 +285,7 @@ def batch_norm() -> None:
     whole, split = nn.BatchNorm1d(2), hvd.SyncBatchNorm(2)
     x, own_x = data.reshape(12, 2, 5).requires_grad_(), data[hvd.rank()].clone().requires_grad_()
     expected, found = whole(x), split(own_x)
+    found_of_whole = found.detach()
     assert torch.allclose(expected.view(3, 4, 2, 5)[hvd.rank()], found, atol=1e-5)
     (expected * x.detach().square()).sum().backward()
     (found * own_x.detach().square()).sum().backward()
@@ -263,6 +302,7 @@ def batch_norm() -> None:
     found = half(torch.full((400, 2, 200), float(hvd.rank()), dtype=torch.float16))
     assert found.dtype == torch.float16
     assert torch.allclose(found, torch.full_like(found, (hvd.rank() - 1) * 1.5**0.5), atol=1e-2)
+    assert torch.allclose(hvd.SyncBatchNorm(2, bias=False)(own_x), found_of_whole, atol=1e-5)
     lone = hvd.SyncBatchNorm(2)
     assert lone(torch.full((1, 2), float(hvd.rank()))).isfinite().all()
 

@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 from local_cluster import ROOT, Daemon
 
 from omnireduce.data_parallel.sampling import Sampling
+from omnireduce.data_parallel.session import ProcessSet
+from omnireduce.data_parallel.words import Scaling
+from omnireduce.torch.compression import Compression
+from omnireduce.torch.gradients import Way
 
 SCRIPT = str(ROOT / "examples" / "torch_elastic.py")
 
@@ -55,6 +59,14 @@ def test_too_few_survivors_wait_for_others(daemon: Daemon, stack: ExitStack) -> 
     processes[1] = ranks.start(1)
     for each in processes:
         all_were_taken_once(until(each, "is done"))
+
+
+def test_a_mean_that_is_divided_in_parts_is_one_of_the_ranks_that_there_are_now() -> None:
+    ranks = ProcessSet(range(3))
+    way = Way(Scaling(), 2.0, Compression.none, False, ranks)
+    assert way.scaling == ("sum", 1 / 2, 2 / 3)
+    ranks.ranks = [0, 1]
+    assert way.scaling == ("sum", 1 / 2, 2 / 2)
 
 
 @given(
