@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
 
-from omnireduce import ClosedError, Communicator, UsageError
+from omnireduce import AbortedError, ClosedError, Communicator, UsageError
 
 
 def test_some_ranks_have_a_communicator_of_their_own(daemon: Daemon) -> None:
@@ -34,6 +34,21 @@ def test_orders_of_collectives_are_apart(daemon: Daemon) -> None:
             group.allreduce(np.ones(3))
 
     run_job(configured(daemon.addresses), 2, run)
+
+
+def test_a_rank_that_ends_before_it_joins_a_group_is_named(daemon: Daemon) -> None:
+    """At once: not after `cluster.join_timeout_s`."""
+
+    def run(comm: Communicator) -> str:
+        if comm.rank == 1:
+            comm.__exit__(ValueError, ValueError("early"), None)
+            return ""
+        with pytest.raises(AbortedError) as caught:
+            comm.create_group(name="late")
+        return caught.value.culprit
+
+    found = run_job(configured(daemon.addresses), 2, run)
+    assert found[0].startswith("rank 1 (")
 
 
 def test_what_cannot_be(daemon: Daemon) -> None:

@@ -15,7 +15,7 @@ from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, Us
 from omnireduce.config import Config, schema
 from omnireduce.config.loading import load_config, override_config
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.runtime.member import channel, communicator
+from omnireduce.runtime.member import channel, rendezvous
 from omnireduce.runtime.member.channel import for_urgent
 from omnireduce.runtime.member.rendezvous import join
 
@@ -316,7 +316,7 @@ def test_who_dies_while_the_second_channel_forms_is_named(daemon: Daemon, monkey
             raise ZeroDivisionError("a bug")
         return join(config, hello, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(communicator, "join", joining)
+    monkeypatch.setattr(rendezvous, "join", joining)
     config = configured(daemon.addresses, *URGENT, "cluster.join_timeout_s=600")
     first, second = start_job(config, 2, lambda comm: comm.size).outcomes(WAIT_S)
     assert isinstance(first, AbortedError)
@@ -336,12 +336,12 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
 
     form = Communicator._form
 
-    def forming(self: Communicator, hello: object) -> None:
+    def forming(self: Communicator, hello: object, parent: object) -> None:
         known.append(self)
         self._channels = []
-        form(self, hello)  # type: ignore[arg-type]
+        form(self, hello, parent)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(communicator, "join", joining)
+    monkeypatch.setattr(rendezvous, "join", joining)
     monkeypatch.setattr(Communicator, "_form", forming)
     with pytest.raises(ClosedError, match="while it joined"):
         Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job())

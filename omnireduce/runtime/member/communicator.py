@@ -32,7 +32,7 @@ from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.parts_of_job import check_group, config_of_group
 from omnireduce.runtime.member.pictures import Pictures
 from omnireduce.runtime.member.pool import Pool
-from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
+from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join_beside
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret, load_secret
@@ -99,7 +99,7 @@ class Communicator(Collectives):
         local_rank: int | None = None,
         local_size: int | None = None,
         job: str | None = None,
-        _secret: Secret | None = None,
+        _parent: Communicator | None = None,
     ) -> None:
         check_config(config)
         rank, size = whole(rank, "rank"), whole(size, "size")
@@ -129,14 +129,14 @@ class Communicator(Collectives):
         if not config.cluster.aggregators:
             place = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
             self._embedded = embed(config, place, name, is_named=is_named)
+        self._own_secret: Secret | None = None if _parent is None else _parent._own_secret
         try:
             warm_up_worker(self._say_progress, in_memory=config.transport.host_exchange != "off")
             if self._embedded is not None:
                 self.config = self._embedded.meet(self._say_progress)
-                _secret = self._embedded.secret
-            self._own_secret = _secret
+                self._own_secret = self._embedded.secret
             self._hello = self._make_hello(is_named)
-            self._form(self._hello)
+            self._form(self._hello, None if _parent is None else _parent._engine)
         except BaseException:
             self._end_embedded()
             raise
@@ -202,7 +202,7 @@ class Communicator(Collectives):
         check_group(ranks, self.rank, self.size)
         config = config_of_group(self.config, self._hello.launch)
         job = f"{self._job}+{name}.{self.generation}"
-        found = Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _secret=self._own_secret)
+        found = Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _parent=self)
         self._groups.add(found)
         found._pictures.follow(self._pictures)
         return found
@@ -255,10 +255,11 @@ class Communicator(Collectives):
         self._engine.listen()  # it may have been idle for long
         return self._machine.newcomers
 
-    def _form(self, hello: Hello) -> None:
-        """Become a rank of a generation of the job. Raises ClosedError when `shutdown` is called meanwhile."""
+    def _form(self, hello: Hello, parent: Engine | None = None) -> None:
+        """Become a rank of a generation of the job, while `parent` lasts. Raises ClosedError when `shutdown` is called
+        meanwhile."""
         secret = load_secret(self.config.security) if self._own_secret is None else self._own_secret
-        self._enter(join(self.config, hello, secret, lambda: self._gave_up), hello, secret)
+        self._enter(join_beside(parent, self.config, hello, secret, lambda: self._gave_up), hello, secret)
         if self._gave_up:  # called after the join; perhaps only the old engine was asked to leave
             self._hang_up()
             self._end_embedded()
@@ -295,11 +296,7 @@ class Communicator(Collectives):
         config = for_urgent(self.config)
         hello = urgent_hello(hello, first, config.protocol.slot_bytes)
         try:
-            arrival = join(config, hello, secret, lambda: self._gave_up or first.engine.listen())
-        except ClosedError:
-            if self._gave_up:
-                raise
-            raise first.engine.end_error() from None
+            arrival = join_beside(first.engine, config, hello, secret, lambda: self._gave_up)
         except RefusedError as error:
             why = f"no channel for urgent tensors (protocol.urgent_bytes; it is a second job, '{hello.job}'): {error}"
             raise RefusedError(why, temporary=error.temporary) from None

@@ -9,12 +9,12 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from omnireduce.config import Config, whole_bytes
-from omnireduce.errors import ClosedError, ProtocolError, TransportError
+from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffect, Meet, Notice, perform
 from omnireduce.protocol.effects import Tell
@@ -88,6 +88,25 @@ def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[
     except OSError as error:
         raise TransportError(f"cannot join job '{hello.job}': {shortage(error)}") from error
     return visitor.run(gave_up)
+
+
+class First(Protocol):
+    """A membership beside which a worker has another one: its engine."""
+
+    def listen(self) -> bool: ...
+    def end_error(self) -> OmniReduceError: ...
+
+
+def join_beside(
+    first: First | None, config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]
+) -> Arrival:
+    """`join`, while `first` lasts (None: there is none). Raises also what has ended it."""
+    try:
+        return join(config, hello, secret, lambda: gave_up() or (first is not None and first.listen()))
+    except ClosedError:
+        if first is None or gave_up():
+            raise
+        raise first.end_error() from None
 
 
 def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoiningEffect]:
