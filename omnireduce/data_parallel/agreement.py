@@ -7,7 +7,8 @@ all ranks tell their news after the round, and number them alike.
 Programs do the same in each step. So after some steps with the same names there are no rounds: all ranks take these
 names in the order of the last step, each as soon as it is ready itself. A rank that cannot go on so, because its
 program does something else, spoils the batch that is due: it brings zeros and a mark. All ranks see the mark, drop what
-came, and meet in rounds again.
+came, and meet in rounds again. Perhaps the program waits for one name before it submits the next one of a batch. So
+from then on only names that became ready in one round are put together.
 
 A rank that has no more data joins: it is ready for whatever the others are ready for, until all have joined.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -34,10 +36,11 @@ FORGIVEN_AFTER = 64  # batches without a round: then a spoiled one is as if it w
 
 @dataclass
 class Known:
-    """A name that all ranks know. `changed`: by rank, what it has asked for since all had `request`."""
+    """A name that all ranks know. `changed`: by rank, what it has asked for since all had `request`, in round `at`."""
 
     place: int  # among a round's bytes
     request: Request | None = None
+    at: int = 0
     changed: dict[int, Request] = field(default_factory=dict)
 
     def of(self, rank: int) -> Request | None:
@@ -66,6 +69,7 @@ class Agreement:
         self._missing: set[str] = set()  # of the batch that is due, this rank is not ready for them
         self._has_others = False  # something is pending that does not belong to such a step
         self._done = 0  # batches without a round
+        self._is_careful = False  # a batch was spoiled
         self.rounds = 0
 
     @property
@@ -75,13 +79,17 @@ class Agreement:
     def submit(self, request: Request) -> None:
         """This rank is ready for it. Raises UsageError."""
         name = request.name
-        if name in self._missing and name not in self.pending and self._known[name].request == request:  # most often
-            self.pending[name] = request
+        pending = self.pending
+        if (
+            name in self._missing and name not in pending and JOIN not in pending and len(pending) < MOST_PENDING
+            and self._known[name].request == request
+        ):  # fmt: skip
+            pending[name] = request  # most often
             self._missing.remove(name)
             return
         if name in self.pending:
             raise UsageError(f"'{name}' is under way already: wait for it, or choose another name")
-        if len(self.pending) == MOST_PENDING:
+        if len(self.pending) >= MOST_PENDING:
             raise UsageError(f"{MOST_PENDING} collectives are under way already: wait for some of them")
         if JOIN in self.pending:
             raise UsageError(f"'{name}' after join: this rank has said that it has no more data")
@@ -128,7 +136,7 @@ class Agreement:
             if error:
                 failed.append(Batch((name,), error))
             else:
-                self._known[name] = Known(known.place, request)
+                self._known[name] = Known(known.place, request, self.rounds)
                 good.append(request)
             self.pending.pop(name, None)
         if failed:
@@ -163,13 +171,17 @@ class Agreement:
                 self._known[each.name] = known
                 if each.name == JOIN and rank not in self.joined:
                     self.joined.append(rank)
-        spare = len(self._known) - MOST_NAMES
-        if spare > 0:  # programs may have a new name in each step
-            kept = list(self._known)[spare + MOST_NAMES // 2 :]
-            self._number_anew([JOIN, *kept] if JOIN in self._known and JOIN not in kept else kept)
-            self._forget_steps()
+        self._forget_names()
         own = {name: self._known[name].of(self._rank) if name in self._known else None for name in self.pending}
         self._news = {name: each for name, each in self.pending.items() if own[name] != each}
+
+    def _forget_names(self) -> None:
+        """Programs may have a new name in each step. What was agreed in this round is yet to be done."""
+        spare = len(self._known) - MOST_NAMES
+        if spare > 0:
+            kept = set(list(self._known)[spare + MOST_NAMES // 2 :]) | {JOIN}
+            self._number_anew([name for name, each in self._known.items() if name in kept or each.at == self.rounds])
+            self._forget_steps()
 
     def _number_anew(self, names: Sequence[str]) -> None:
         """Keep these of the known names, in this order."""
@@ -199,7 +211,10 @@ class Agreement:
             self._look_for_missing()
 
     def _fused(self, names: Sequence[str]) -> list[Batch]:
-        return fused([self.request(name) for name in names], self._fusion_bytes)
+        groups = groupby(names, lambda name: self._known[name].at if self._is_careful else 0)
+        return [
+            batch for _, group in groups for batch in fused([self.request(name) for name in group], self._fusion_bytes)
+        ]
 
     def _look_for_missing(self) -> None:
         self._missing = {
@@ -225,6 +240,7 @@ class Agreement:
         if spoiled:
             is_first = self._done >= FORGIVEN_AFTER
             self._alike_needed = ALIKE_STEPS if is_first else min(2 * self._alike_needed, MOST_ALIKE_STEPS)
+            self._is_careful = True
             self._forget_steps()
             return
         for name in self._due.pop(0).names:

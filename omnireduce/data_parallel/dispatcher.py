@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.engine import FORKED
 from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 
 log = logging.getLogger("omnireduce")
 LONGEST_PAUSE_S = 0.05  # between rounds that have brought nothing
-PATIENCE_S = 5.0  # for a batch without a round; then ranks meet in rounds again
 MOST_BUFFERS = 256
 MARKED_BYTES = 1 << 20  # an array of up to so many is copied, so that a mark can travel with it
 
@@ -56,7 +57,7 @@ class Task:
         if not self.is_done:
             self._dispatcher.wait_for(self, timeout_s)
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # it may be that of many tasks
         return self.result
 
 
@@ -73,17 +74,19 @@ class Dispatcher:
 
     def __init__(self, comm: Communicator) -> None:
         queue, stall = comm.config.queue, comm.config.stall
-        self._comm, self._fusion_bytes, self._cycle_s = comm, queue.fusion_bytes, queue.cycle_s
-        self._machine = Agreement(comm.rank, comm.size, queue.fusion_bytes)
+        self._comm, self._cycle_s, self._process = comm, queue.cycle_s, os.getpid()
+        of_rank_0 = comm.broadcast(np.array([queue.fusion_bytes]), name=OF_QUEUE + "fusion_bytes")
+        self._fusion_bytes = int(of_rank_0[0])  # what travels together is the same on all ranks
+        self._machine = Agreement(comm.rank, comm.size, self._fusion_bytes)
         self._warn_s, self._abort_s = stall.warn_s, stall.abort_s
         limits = [each for each in (comm.config.cluster.timeout_s, stall.warn_s, stall.abort_s) if each]
-        self._patience_s = min(PATIENCE_S, min(limits) / 2)
+        self._patience_s = min(limits) / 2  # for a batch without a round; then ranks meet in rounds again
         self._pictured = Pictured(comm)
         self._tasks: dict[str, Task] = {}
         self._memory: dict[str, Array] = {}  # by dtype, that of all buffers
         self._buffers: dict[tuple[Request, ...], Buffer] = {}
-        lock = threading.Lock()
-        self._work, self._over = threading.Condition(lock), threading.Condition(lock)
+        self._lock: Any = threading.RLock()  # a signal handler may close on top of a thread that submits
+        self._work, self._over = threading.Condition(self._lock), threading.Condition(self._lock)
         self._waited: list[Task] = []
         self._fresh, self._closing = False, False
         self._error: BaseException | None = None
@@ -95,9 +98,10 @@ class Dispatcher:
     def submit(self, operation: Operation) -> Task:
         """This rank is ready for it. Raises UsageError, and what has ended the job."""
         task, name = Task(self, operation), operation.request.name
+        self._check_process()
         with self._work:
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)
             if name in self._tasks or (name == JOIN and self._tasks):
                 self._refuse(name)
             self._machine.submit(operation.request)
@@ -108,6 +112,11 @@ class Dispatcher:
                 self._work.notify()
         return task
 
+    def _check_process(self) -> None:
+        """Raises ClosedError in a forked child: the thread has stayed with the parent, and perhaps had the lock."""
+        if os.getpid() != self._process:
+            raise ClosedError(f"this process {FORKED}")
+
     def _refuse(self, name: str) -> None:
         if name == JOIN and name not in self._tasks:
             raise UsageError(f"join while '{next(iter(self._tasks))}' is under way: wait for it first")
@@ -115,6 +124,7 @@ class Dispatcher:
 
     def wait_for(self, task: Task, timeout_s: float | None) -> None:
         """Return when it is done. Raises TimeoutError."""
+        self._check_process()
         with self._over:
             self._waited.append(task)
             self._work.notify()
@@ -128,11 +138,16 @@ class Dispatcher:
         return Statistics(self._machine.rounds, self._batches, self._collectives)
 
     def close(self) -> None:
-        """End it on all ranks. What is under way elsewhere fails."""
+        """End it on all ranks. What is under way elsewhere fails. In a signal handler that interrupts `submit` it
+        returns before the thread has ended."""
+        if os.getpid() != self._process:
+            return
+        interrupts = self._lock._is_owned()
         with self._work:
             self._closing = True
             self._work.notify()
-        self._thread.join()
+        if not interrupts:
+            self._thread.join()
 
     # the thread
 

@@ -84,12 +84,12 @@ class Reduction:
     def take(self, parts: Sequence[Array], size: int) -> Any:
         """Take the result out of these flat arrays, of `size` ranks. Return the arrays with it."""
         for part, out in zip(parts, self._flat_outs, strict=True):
+            if self._divides:
+                part = (np.floor_divide if out.dtype.kind in "iu" else np.divide)(part, size, out=out)
             if self._postscale != 1:
                 np.multiply(part, self._postscale, out=out, casting="unsafe")
             elif part is not out:
                 out[:] = part
-            if self._divides:
-                (np.floor_divide if out.dtype.kind in "iu" else np.divide)(out, size, out=out)
         return self._outs[0] if len(self._outs) == 1 else list(self._outs)
 
     def run(self, comm: Communicator) -> Any:
@@ -236,12 +236,13 @@ def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: i
     return Alone(reduction.request._replace(kind="adasum", op=""), run)
 
 
-def telling(name: str, x: object, root: int | None, *, size: int, trust: bool) -> Alone:
+def telling(name: str, x: object, root: int | None, *, rank: int, size: int, trust: bool) -> Alone:
     """The root's object for all; with no root, everybody's. See `Communicator.broadcast_object`."""
     terms = "of all ranks" if root is None else f"of rank {check_root(root, size)}"
     request = Request(name, "object", "", (), f"{terms}, {'pickled' if trust else 'plain data'}")
 
-    to_bytes(x, trust)  # raises what cannot be sent, before others wait for it
+    if root is None or root == rank:
+        to_bytes(x, trust)  # raises what cannot be sent, before others wait for it
 
     def run(comm: Communicator) -> Any:
         if root is None:

@@ -26,8 +26,9 @@ class Queue:
     """Does what all ranks of `comm`, or these `ranks` of it, are ready for, in a communicator and a thread of its own.
 
     Ranks may submit in any order: a `name` says what belongs together, and all ranks give the same one. Small arrays of
-    one type and operation travel together, up to `queue.fusion_bytes`. Programs whose steps are alike need nothing
-    beside their arrays: see `statistics`. Where ranks differ about a name, each of them gets an error that says how.
+    one type and operation travel together, up to `queue.fusion_bytes` of rank 0. Programs whose steps are alike need
+    nothing beside their arrays: see `statistics`. Where ranks differ about a name, each of them gets an error that says
+    how.
 
     Where a rank does not come to what others wait for, rank 0 logs a warning after `stall.warn_s`, and the job ends
     after `stall.abort_s`.
@@ -58,8 +59,8 @@ class Queue:
         """Combine `x` of all ranks, in place or into `out` (of the same shape and dtype), which is the result.
 
         `op`: sum, mean, min, max, prod, of bool any and all, or adasum, for which the number of ranks is a power of
-        two. The mean of integers is rounded down. `x` is multiplied by `prescale` before and the result by `postscale`
-        after that.
+        two. The mean of integers is their sum, which wraps around in their dtype, divided and rounded down. `x` is
+        multiplied by `prescale` before and the result by `postscale` after that.
         """
         outs = None if out is None else [out]
         return self.grouped_allreduce_async([x], name=name, op=op, outs=outs, prescale=prescale, postscale=postscale)
@@ -140,11 +141,11 @@ class Queue:
 
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str, trust: bool = False) -> Task:
         """The object of `root`: see `Communicator.broadcast_object`, also for what it may be."""
-        return self._submit(operations.telling(name, x, root, size=self.size, trust=trust))
+        return self._submit(operations.telling(name, x, root, rank=self.rank, size=self.size, trust=trust))
 
     def allgather_object_async(self, x: object, *, name: str, trust: bool = False) -> Task:
         """A list of the objects of all ranks."""
-        return self._submit(operations.telling(name, x, None, size=self.size, trust=trust))
+        return self._submit(operations.telling(name, x, None, rank=self.rank, size=self.size, trust=trust))
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""

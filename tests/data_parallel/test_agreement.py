@@ -124,6 +124,27 @@ def test_alike_steps_need_no_rounds() -> None:
     assert not many.machines[0].has_rounds
 
 
+def test_what_is_waited_for_before_the_rest_of_a_step_needs_no_rounds() -> None:
+    """Gradients, and then the mean of a loss: they are never put together, since the loss comes when they are done."""
+    gradients = [f"w{i}" for i in range(5)]
+    step: list[Request | str] = [*map(request, gradients), *gradients, request("loss"), "loss"]
+    few, many = (Ranks([step * steps, step * steps]) for steps in (40, 200))
+    few.run()
+    many.run()
+    assert many.machines[0].rounds == few.machines[0].rounds
+    assert not many.machines[0].has_rounds
+
+
+def test_nothing_is_submitted_after_a_join() -> None:
+    world = Ranks([[request("w"), "w"] * (ALIKE_STEPS + 3)])
+    world.run()
+    [machine] = world.machines
+    assert not machine.has_rounds
+    machine.submit(Request(JOIN, "join"))
+    with pytest.raises(UsageError, match="'w' after join"):
+        machine.submit(request("w"))
+
+
 def test_one_that_does_something_else_brings_the_rounds_back() -> None:
     step: list[Request | str] = [request("a"), request("b"), "a", "b"]
     other: list[Request | str] = [request("b"), "b", request("a"), "a"]

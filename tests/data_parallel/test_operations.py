@@ -53,6 +53,14 @@ def test_arrays_of_a_group_are_done_together(daemon: Daemon) -> None:
     in_steps(daemon, do)
 
 
+def test_a_mean_of_integers_is_rounded_before_it_is_scaled(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        x = np.array([3 + queue.rank])
+        assert queue.allreduce_async(x, name="w", op="mean", postscale=2).wait(60).tolist() == [6]
+
+    in_steps(daemon, do)
+
+
 @pytest.mark.parametrize("elements", [20, 300_000])
 def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
     def do(queue: Queue) -> None:

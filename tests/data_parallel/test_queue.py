@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
+import traceback
 
 import numpy as np
 import pytest
-from local_cluster import Daemon, configured, run_job
+from local_cluster import Daemon, Process, configured, run_job
+from msgspec.structs import replace
 
 from omnireduce import ClosedError, Communicator, Op, UsageError
 from omnireduce.data_parallel.queue import Queue
@@ -88,3 +91,79 @@ def test_one_that_closes_ends_all(daemon: Daemon) -> None:
             queue.allreduce_async(np.ones(3, np.float32), name="w")
 
     run_job(configured(daemon.addresses), 2, run)
+
+
+def test_the_limit_of_rank_0_counts_for_what_travels_together(daemon: Daemon) -> None:
+    """Otherwise one rank would put two arrays where the other has one."""
+
+    def run(comm: Communicator) -> list[float]:
+        limit = 0 if comm.rank else 1 << 20
+        comm.config = replace(comm.config, queue=replace(comm.config.queue, fusion_bytes=limit))
+        queue, found = Queue(comm), []
+        for _ in range(6):
+            tasks = [queue.allreduce_async(np.full(3, 1.0 + i + comm.rank), name=f"w{i}") for i in range(3)]
+            found += [float(each.wait(60)[0]) for each in tasks]
+        comm.barrier(name="end")
+        queue.close()
+        return found
+
+    assert run_job(configured(daemon.addresses), 2, run) == [[3.0, 5.0, 7.0] * 6] * 2
+
+
+FORKS = """
+import os, numpy as np, omnireduce as omni
+comm = omni.init()
+queue = omni.Queue(comm)
+if not (child := os.fork()):
+    try:
+        queue.allreduce_async(np.ones(3), name="w")
+    except omni.ClosedError as error:
+        os._exit("was forked from" in str(error))
+    os._exit(2)
+_, status = os.waitpid(child, 0)
+assert queue.allreduce_async(np.ones(3), name="w").wait()[0] == 1
+queue.close()
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_is_told_that_the_queue_is_its_parents() -> None:
+    with Process(sys.executable, "-c", FORKS, environ={"WORLD_SIZE": "1", "RANK": "0"}) as process:
+        assert process.line() == "1"
+        assert process.wait() == 0
+
+
+def test_a_handler_may_close_on_top_of_a_submission(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        with queue._dispatcher._lock:  # as in `submit`, which the handler has interrupted
+            queue.close()
+        with pytest.raises(ClosedError):
+            queue.allreduce_async(np.ones(3), name="w").wait(60)
+
+    run_job(configured(daemon.addresses), 1, run)
+
+
+def test_an_error_that_is_raised_often_does_not_grow(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> None:
+        queue, lengths = Queue(comm), []
+        queue.close()
+        for _ in range(9):
+            with pytest.raises(ClosedError) as caught:
+                queue.allreduce_async(np.ones(3), name="w")
+            lengths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+        assert lengths[1] == lengths[-1]
+
+    run_job(configured(daemon.addresses), 1, run)
+
+
+def test_only_the_root_has_an_object_to_send(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> object:
+        queue = Queue(comm)
+        mine = {"epoch": 3} if comm.rank == 1 else object()
+        found = queue.broadcast_object_async(mine, 1, name="told").wait(60)
+        comm.barrier(name="end")
+        queue.close()
+        return found
+
+    assert run_job(configured(daemon.addresses), 2, run) == [{"epoch": 3}] * 2
