@@ -42,7 +42,8 @@ LAYERS = 100  # of two parameters each
 SUMMED, GATHERED = "summed by row", "gathered (two all-gathers)"
 WORDS, WIDTH, LOOKED_UP = 1_000_000, 64, 32_768
 ALIKE, TIMED = 8, 8  # steps
-MOST, HOOK_US, LEAST = 3.0, 30.0, 3.0
+GROWING = 1024, 4096, 16384, 65536  # looked up, one after the other
+MOST, HOOK_US, LEAST, MOST_MEMORY = 3.0, 30.0, 3.0, 4.0
 
 
 def _join(options: dict[str, Any]) -> None:
@@ -137,12 +138,24 @@ class Embedding:
         ms, peak = (time.perf_counter() - begin) * 1e3, memory_mib("VmHWM") - before
         return {"ms": ms, "peak_mib": peak, "rows": len(numbers), "sum": float(self._weights.sum(dtype=np.float64))}
 
+    def memory(self) -> dict[str, float]:
+        """How many times the bytes of all ranks' rows together a sum takes at its peak, its result and copies of the
+        gradient included: the most of several sums, few rows first, since the service keeps the memory that it has."""
+        gradients, most = [self._gradient(0, self.rank, many) for many in GROWING], 0.0
+        session.queue().barrier()
+        before = memory_mib("VmRSS")
+        for many, (indices, values) in zip(GROWING, gradients, strict=True):
+            forget_peak()
+            _, rows = session.queue().allreduce_rows_async(indices, values, WORDS, name=f"{many} looked up").wait()
+            most = max(most, (memory_mib("VmHWM") - before) / (rows.nbytes / 2**20))
+        return {"of_union": most}
+
     @staticmethod
-    def _gradient(seed: int, rank: int) -> tuple[Array, Array]:
+    def _gradient(seed: int, rank: int, many: int = LOOKED_UP) -> tuple[Array, Array]:
         """Of a step: whole numbers, whose sums are exact in any order."""
         rng = np.random.default_rng([seed, rank])
-        indices = np.minimum(rng.zipf(1.2, LOOKED_UP), WORDS) - 1
-        return indices, rng.integers(-3, 4, (LOOKED_UP, WIDTH)).astype(np.float32)
+        indices = np.minimum(rng.zipf(1.2, many), WORDS) - 1
+        return indices, rng.integers(-3, 4, (many, WIDTH)).astype(np.float32)
 
     @staticmethod
     def _gathered(indices: Array, values: Array) -> tuple[Array, Array]:
@@ -208,6 +221,7 @@ def _embedding(console: Console, turns: int) -> list[Verdict]:
         own = [str(HERE.python), "-m", "benchmarks.queues", "embedding", socket_path(folder, "embedding"), "{}"]
         command = [str(Path(HERE.python).parent / "mpirun"), "-n", "4", *own]
         with Group("embedding", 4, [command], folder) as group:
+            of_union = max(row["of_union"] for row in group.tell(do="memory"))
             found = _medians(group, (SUMMED, GATHERED), turns, seed=True)
     title = f"an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up on each of four ranks"
     _show(console, title, found)
@@ -215,6 +229,7 @@ def _embedding(console: Console, turns: int) -> list[Verdict]:
     return [
         at_least("step of an embedding", ours["ms"], GATHERED, theirs["ms"], LEAST),
         at_least("its memory", ours["peak_mib"], GATHERED, theirs["peak_mib"], 1.0, "MiB"),
+        below("its memory, of the bytes of all ranks' rows", of_union, MOST_MEMORY, "times"),
     ]
 
 
@@ -261,7 +276,7 @@ def _program(kind: str) -> tuple[str, str]:
 def _start(kind: str, options: dict[str, Any]) -> tuple[int, Mapping[str, Order]]:
     if kind == "embedding":
         made = Embedding()
-        return made.rank, {"turn": made.turn}
+        return made.rank, {"turn": made.turn, "memory": made.memory}
     rank = Hooked(options) if kind == "hooked" else Named(options)
     return options["rank"], {"turn": rank.turn}
 

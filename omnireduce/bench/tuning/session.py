@@ -35,7 +35,8 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import detect_launch, job_name
 
 HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
-FINALISTS = 4
+FINALISTS, LAST = 8, 3  # best samples that are measured once more, and best of these that are measured again
+OF_GRID = 4  # best points, which are measured once more beside that of the search
 FINAL_TIMES = 3  # as many rounds as a sample has
 NOISE = 0.1  # of the logarithm of a ratio
 ENOUGH = 0.95  # of the best of the grid
@@ -168,19 +169,23 @@ class Session:
     def _race(self, configs: list[Config]) -> Race:
         return Race(configs, self._workload, f"{self._job}.{self._samples}")
 
-    def _finals(self, points: list[Point]) -> Race:
+    def _finals(self, points: list[Point], times: int = FINAL_TIMES) -> Race:
         """A race of some points and the default. Each of them is first in one heat."""
         contenders = self._configs([self._space.start, *points])
         self._samples += 1
         race = self._race(contenders)
         for _ in contenders:
-            race.run(math.ceil(FINAL_TIMES * self._wanted.rounds / len(contenders)))
+            race.run(math.ceil(times * self._wanted.rounds / len(contenders)))
         return race
 
     def _final(self, points: list[Point]) -> Point:
-        """Measure the best points once more, in turns with the default. Return the best one, which may be the default,
-        and say and write what it is."""
+        """Measure the best points once more, in turns with the default, and the best of these again. Return the best
+        one, which may be the default, and say and write what it is."""
         space = self._space
+        if len(points) > LAST:
+            first = self._finals(points, 1)
+            order = sorted(range(len(points)), key=lambda at: -first.ratio(1 + at))
+            points = [points[at] for at in order[:LAST]]
         contenders = [space.start, *points]
         at, found = 0, "no sample is faster than the default"
         if points:
@@ -207,7 +212,7 @@ class Session:
         self._console.print("the grid:")
         measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
         known = sorted((each for each in measured if each[0] is not None), key=lambda each: -(each[0] or 0.0))
-        finalists = [point for _, point in known[:FINALISTS]]
+        finalists = [point for _, point in known[:OF_GRID]]
         race = self._finals([best, *finalists])
         at = max(range(2, 2 + len(finalists)), key=race.ratio)
         share, ratios = race.ratio(1, against=at), (race.ratio(1), race.ratio(at))
