@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma torch keras test-rdma clean
+.PHONY: help install demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma torch keras ray test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -82,6 +82,9 @@ torch: $(READY) ## install torch into .venv, for the tests and examples of omnir
 
 keras: $(READY) ## install Keras and JAX into .venv, for the tests and examples of omnireduce.keras; 100 MB
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check keras==3.15.1 jax==0.10.2
+
+ray: $(READY) ## install Ray into .venv, for the tests of omnireduce.ray; 240 MB
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check ray==2.60.0
 
 test-rdma: $(READY) ## boot guests with Soft-RoCE and run the RDMA tests in them
 	@tools/test_rdma.sh $(ARGS)

@@ -16,7 +16,7 @@ from omnireduce.data_parallel.buffers import Buffer
 from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_nothing, together
 from omnireduce.data_parallel.pictured import Pictured
 from omnireduce.data_parallel.requests import JOIN, Batch, Request
-from omnireduce.data_parallel.stalls import MOST_TOLD, Waiting, in_words, stalls
+from omnireduce.data_parallel.stalls import MOST_TOLD, Ready, in_words, stalls
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.logs import tagged
@@ -341,7 +341,7 @@ class Dispatcher:
         with self._work:
             now = self._inspected = time.monotonic()
             oldest = sorted(self._tasks.items(), key=lambda item: item[1].since)[:MOST_TOLD]
-        own: list[Waiting] = [(name, now - task.since) for name, task in oldest if name != JOIN]
+        own: list[Ready] = [(name, now - task.since) for name, task in oldest if name != JOIN]
         told = self._comm.allgather_object((self._abort_s, own), name=OF_QUEUE + "what is waited for")
         abort_s, waiting = told[0][0], [each for _, each in told]
         joined = self._machine.joined

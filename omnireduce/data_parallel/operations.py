@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from omnireduce.data_parallel.adasum import adasum
-from omnireduce.data_parallel.requests import JOIN, Part, Request
+from omnireduce.data_parallel.requests import JOIN, Request, TensorType
 from omnireduce.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
@@ -59,7 +59,7 @@ class Reduction:
         self._flat, self._flat_outs = [each.reshape(-1) for each in arrays], [each.reshape(-1) for each in outs]
         self._prescale, self._postscale = prescale, postscale
         scales = "" if prescale == postscale == 1 else f"scaled by {prescale!r} and {postscale!r}"
-        parts = tuple(Part(str(each.dtype), each.shape) for each in arrays)
+        parts = tuple(TensorType(str(each.dtype), each.shape) for each in arrays)
         self.request = Request(name, "allreduce", op, parts, scales)
         self._divides = self.request.combined_by != op
 
@@ -144,7 +144,7 @@ class RowReduction:
             raise UsageError(f"op {op!r} of rows of '{name}', which are {dtype}: expected sum, or mean of floats")
         rows = check_rows(indices, values, n_rows)
         self.table = indices, values, rows
-        self.request = Request(name, "rows", op, (Part(dtype, (rows, values.shape[1])),))
+        self.request = Request(name, "rows", op, (TensorType(dtype, (rows, values.shape[1])),))
 
     @classmethod
     def of_nothing(cls, request: Request) -> RowReduction:
@@ -181,21 +181,23 @@ def gathering(name: str, x: Array) -> Alone:
     flat_view(x, f"'{name}'", writable=False)
     if x.ndim == 0:
         raise UsageError(f"'{name}' has no dimension to gather along; expected at least one")
-    request = Request(name, "allgather", "", (Part(str(x.dtype), x.shape[1:]),), "of any length")
+    request = Request(name, "allgather", "", (TensorType(str(x.dtype), x.shape[1:]),), "of any length")
     return Alone(request, lambda comm: np.concatenate(comm.allgather_ragged(x, name=OF_QUEUE + name)))
 
 
 def broadcasting(name: str, x: Array, root: int, size: int) -> Alone:
     """The root's `x`, in everybody's."""
     flat_view(x, f"'{name}'", writable=True)
-    request = Request(name, "broadcast", "", (Part(str(x.dtype), x.shape),), f"from rank {check_root(root, size)}")
+    request = Request(
+        name, "broadcast", "", (TensorType(str(x.dtype), x.shape),), f"from rank {check_root(root, size)}"
+    )
     return Alone(request, lambda comm: comm.broadcast(x, root, name=OF_QUEUE + name))
 
 
 def exchanging(name: str, x: Array, splits: Array, rank: int) -> Alone:
     """`splits[r]` of `x` to rank r. The result: what came here, and from each rank how much."""
     flat_view(x, f"'{name}'", writable=False)
-    request = Request(name, "alltoall", "", (Part(str(x.dtype), x.shape[1:]),), "of any length")
+    request = Request(name, "alltoall", "", (TensorType(str(x.dtype), x.shape[1:]),), "of any length")
 
     def run(comm: Communicator) -> tuple[Array, Array]:
         everyones = comm.allgather(splits, name=f"{OF_QUEUE}splits of {name}")

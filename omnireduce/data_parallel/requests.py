@@ -14,8 +14,8 @@ JOIN = "(join)"  # the name of the request of a rank that has no more data
 WITHOUT_DATA = ("allreduce", "rows")  # kinds that a rank which has no more data does not hold up
 
 
-class Part(NamedTuple):
-    """An array of a request."""
+class TensorType(NamedTuple):
+    """What an array of a request is, without its numbers."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Request(NamedTuple):
     name: str
     kind: str
     op: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TensorType, ...] = ()
     terms: str = ""
 
     def said(self) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ class Request(NamedTuple):
     def told(cls, words: Any) -> Request:
         """From what another rank has `said`."""
         name, kind, op, parts, terms = words
-        return cls(name, kind, op, tuple(Part(dtype, tuple(shape)) for dtype, shape in parts), terms)
+        return cls(name, kind, op, tuple(TensorType(dtype, tuple(shape)) for dtype, shape in parts), terms)
 
     def __str__(self) -> str:
         shown = [str(each) for each in self.parts[:6]] + ["…"] * (len(self.parts) > 6)

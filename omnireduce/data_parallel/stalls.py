@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 MOST_TOLD = 64  # of the collectives that a rank waits for, the oldest
 MOST_NAMED = 6
-Waiting = tuple[str, float]  # a name, and for how many seconds a rank has been ready for it
+Ready = tuple[str, float]  # a name, and for how many seconds a rank has been ready for it
 
 
 class Stall(NamedTuple):
@@ -21,7 +21,7 @@ class Stall(NamedTuple):
     missing: tuple[int, ...]
 
 
-def stalls(told: Sequence[Sequence[Waiting]], joined: Collection[int], oldest_s: float) -> list[Stall]:
+def stalls(told: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: float) -> list[Stall]:
     """What has waited for `oldest_s` seconds or more, the oldest first. `told`: by rank, what it is ready for. A rank
     that has joined is missing nowhere."""
     ages: dict[str, dict[int, float]] = {}

@@ -21,8 +21,8 @@ from omnireduce.torch.reductions import start_reduction, start_sum_of_rows
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
-class Names:
-    """Names of parameters, the same on all ranks. `given`: None to number them."""
+class ParameterNames:
+    """ParameterNames of parameters, the same on all ranks. `given`: None to number them."""
 
     def __init__(self, given: Named | None) -> None:
         self._given = None if given is None else _checked(given)
@@ -103,7 +103,7 @@ class Gradients:
     """Those of one optimizer. A hook starts to combine each gradient when backward has made it for the last time before
     a step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Names, way: Way, passes: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: ParameterNames, way: Way, passes: int) -> None:
         self._names, self._way, self._passes = names, way, passes
         self._is_plain = way.compression is NoneCompressor
         self._entries: dict[Tensor, Entry] = {}  # of parameters that have a hook

@@ -24,7 +24,7 @@ from omnireduce.data_parallel.session import ProcessSet, global_process_set, ses
 from omnireduce.data_parallel.words import Average, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
-from omnireduce.torch.gradients import Gradients, Named, Names, Way, no_closure
+from omnireduce.torch.gradients import Gradients, Named, ParameterNames, Way, no_closure
 
 _numbers: WeakKeyDictionary[Grace, count[int]] = WeakKeyDictionary()  # of the optimizers that share a memory
 
@@ -104,7 +104,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         raise UsageError(f"grace is a {type(grace).__name__}; expected what grace_from_params returns")
     if isinstance(optimizer, Distributed) or getattr(optimizer, "_omnireduce_grace", None):
         raise UsageError("the optimizer combines gradients already; expected one that was not given here before")
-    names = Names(named_parameters)
+    names = ParameterNames(named_parameters)
     if grace is not None:
         return _with_grace(optimizer, names, grace)
     session_of()
@@ -131,7 +131,7 @@ def _at_least_once(passes: int) -> int:
     return passes
 
 
-def _with_grace(optimizer: torch.optim.Optimizer, names: Names, grace: Grace) -> torch.optim.Optimizer:
+def _with_grace(optimizer: torch.optim.Optimizer, names: ParameterNames, grace: Grace) -> torch.optim.Optimizer:
     names.of(optimizer)  # raises what is wrong with them
     optimizer.register_step_pre_hook(GraceGradients(names, grace).before_step)
     optimizer._omnireduce_grace = grace
@@ -144,7 +144,7 @@ class GraceGradients:
     A memory knows gradients by their names. So those of all but the first optimizer that shares it have a number more.
     """
 
-    def __init__(self, names: Names, grace: Grace) -> None:
+    def __init__(self, names: ParameterNames, grace: Grace) -> None:
         self._names, self._grace = names, grace
         self._number: int | None = None
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnireduce.data_parallel.agreement import ALIKE_STEPS, MOST_NAMES, MOST_PENDING, Agreement
-from omnireduce.data_parallel.requests import JOIN, Batch, Part, Request, fused
+from omnireduce.data_parallel.requests import JOIN, Batch, Request, TensorType, fused
 from omnireduce.errors import UsageError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -19,7 +19,7 @@ WAIT = "wait for "
 
 
 def request(name: str, op: str = "sum", elements: int = 3) -> Request:
-    return Request(name, "allreduce", op, (Part("float32", (elements,)),))
+    return Request(name, "allreduce", op, (TensorType("float32", (elements,)),))
 
 
 class Ranks:
@@ -194,7 +194,7 @@ def test_the_last_that_joins_is_known_to_all() -> None:
 
 
 def test_what_needs_data_of_all_fails_once_a_rank_has_joined() -> None:
-    gather = Request("g", "allgather", "", (Part("float32", ()),))
+    gather = Request("g", "allgather", "", (TensorType("float32", ()),))
     world = Ranks([joins([]), joins([gather, "g"])])
     world.run()
     assert [each.error for each in world.batches] == [

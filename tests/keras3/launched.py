@@ -1,4 +1,4 @@
-"""Ranks by mpirun, and what they print."""
+"""Ranks, and what they print."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ def _let_others_go_first() -> None:
         Path("/proc/self/autogroup").write_text("19")
 
 
-def printed(daemon: Daemon, backend: str, *command: str, size: int = 2, timeout_s: float = 8 * WAIT_S) -> str:
-    """What `size` ranks of a Python program print with this backend of Keras."""
+def printed(daemon: Daemon, backend: str, *command: str, size: int = 2) -> str:
+    """What `size` ranks of a Python program print under mpirun with this backend of Keras."""
+    return said([str(MPIRUN), "-n", str(size), sys.executable, *command], daemon, backend)
+
+
+def said(command: list[str], daemon: Daemon, backend: str, timeout_s: float = 8 * WAIT_S) -> str:
+    """What a command prints that starts ranks with this backend of Keras."""
     pytest.importorskip(backend, reason=f"no {backend} here; `make torch` and `make keras` install torch and jax")
     environ = os.environ | {
         "KERAS_BACKEND": backend,
@@ -35,8 +40,8 @@ def printed(daemon: Daemon, backend: str, *command: str, size: int = 2, timeout_
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [str(MPIRUN), "-n", str(size), sys.executable, *command],
-        env=environ, capture_output=True, text=True, timeout=timeout_s, check=False, preexec_fn=_let_others_go_first,
+        command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False,
+        preexec_fn=_let_others_go_first,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

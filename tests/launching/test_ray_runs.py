@@ -11,7 +11,7 @@ import pytest
 
 from omnireduce import RankFailedError, TransportError, UsageError
 
-ray = pytest.importorskip("ray", reason="no Ray here; pip install ray")
+ray = pytest.importorskip("ray", reason="no Ray here; `make ray` installs it")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray's own
 
 

@@ -20,7 +20,7 @@ _WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepArray:
     """An array of the step."""
 
     name: str
@@ -31,27 +31,27 @@ class Part:
 class Workload:
     """The arrays of a step on rank `rank`. `in_order`: every rank submits them in one order, always the same."""
 
-    def __init__(self, parts: list[Part], rank: int, *, in_order: bool) -> None:
-        self._parts, self._rank, self._in_order = parts, rank, in_order
-        self.nbytes = sum(each.tensor.nbytes for each in parts)
+    def __init__(self, arrays: list[StepArray], rank: int, *, in_order: bool) -> None:
+        self._arrays, self._rank, self._in_order = arrays, rank, in_order
+        self.nbytes = sum(each.tensor.nbytes for each in arrays)
 
     def fill(self, number: int) -> None:
         """Write the data of round `number` to the arrays."""
-        for each in self._parts:
+        for each in self._arrays:
             each.source.fill(self._rank, number, each.tensor)
 
     def submit(self, queue: Queue, number: int) -> None:
         """Sum all arrays in place, in round `number`, and wait for them."""
-        order = range(len(self._parts))
+        order = range(len(self._arrays))
         if not self._in_order:
-            order = np.random.default_rng([self._rank, number]).permutation(len(self._parts)).tolist()
-        tasks = [queue.allreduce_async(self._parts[i].tensor, name=self._parts[i].name) for i in order]
+            order = np.random.default_rng([self._rank, number]).permutation(len(self._arrays)).tolist()
+        tasks = [queue.allreduce_async(self._arrays[i].tensor, name=self._arrays[i].name) for i in order]
         for task in tasks:
             task.wait(_WAIT_S)
 
     def wrong(self, number: int) -> int:
         """How many elements are not the sums of round `number`."""
-        return sum(each.source.wrong(number, each.tensor) for each in self._parts)
+        return sum(each.source.wrong(number, each.tensor) for each in self._arrays)
 
 
 def synthetic_sizes(elements: int, arrays: int) -> list[int]:
@@ -92,8 +92,8 @@ def cases_of(
 
 def make_workload(cases: Sequence[Case], rank: int, size: int, *, in_order: bool) -> Workload:
     """The arrays of `cases` on this rank. Raises FileError for a file that has changed."""
-    parts = []
+    arrays = []
     for i, case in enumerate(cases):
         source = case.tensors(size)
-        parts.append(Part(f"array {i}", source, np.ones(case.elements, source.dtype)))
-    return Workload(parts, rank, in_order=in_order)
+        arrays.append(StepArray(f"array {i}", source, np.ones(case.elements, source.dtype)))
+    return Workload(arrays, rank, in_order=in_order)
