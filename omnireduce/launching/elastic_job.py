@@ -103,6 +103,7 @@ class ElasticJob(Job):
         self.hosts: dict[str, Host] = {host.name: host for host in asked.hosts}
         self._records: dict[str, Record] = {}
         self._missing: dict[int, str] = {}  # ranks to start: where they were
+        self._slots: dict[int, Slot] = {}  # of each rank: where it was started last
         self._resets, self._port = 0, 0
         self._plan: Plan | None = None
         self._is_finishing = False
@@ -153,6 +154,9 @@ class ElasticJob(Job):
     def _alive(self) -> int:
         return sum(each.status is None for each in self.ranks.values() if each.number >= 0)
 
+    def _slots_in_use(self) -> list[Slot]:
+        return [slot for number, slot in self._slots.items() if self.ranks[number].status is None]
+
     def _connection(self, name: str) -> Connection:
         for each in self.connections:
             if each.host == name and not each.is_lost:
@@ -167,6 +171,7 @@ class ElasticJob(Job):
     def _start(self, slot: Slot) -> None:
         assert self._plan is not None
         connection = self._connection(slot.host)
+        self._slots[slot.rank] = slot
         self.start(slot.rank, connection, self._plan.rank(slot, self.size, connection, self._port))
 
     # ranks and hosts that fail
@@ -245,7 +250,7 @@ class ElasticJob(Job):
                 self._set_aside(each.host)
 
     def _place_again(self, number: int, now: float) -> None:
-        used = Counter(each.connection.host for each in self.ranks.values() if each.number >= 0 and each.status is None)
+        used = Counter(slot.host for slot in self._slots_in_use())
         free = [
             host.name
             for host in self.hosts.values()
@@ -262,8 +267,9 @@ class ElasticJob(Job):
             return
         if connection.has_greeted:
             del self._missing[number]
-            many = min(self.size, max(used[name] + 1, 1))
-            self._start(Slot(number, name, many - 1, many, 0, 1))
+            taken = {slot.local_rank for slot in self._slots_in_use() if slot.host == name}
+            local = min(set(range(len(taken) + 1)) - taken)  # a survivor may be at work on the device of any other
+            self._start(Slot(number, name, local, len(taken) + 1, 0, 1))
 
     def _count(self, now: float) -> None:
         """End the job when nobody is left who knows its state, or when there were too few for too long."""

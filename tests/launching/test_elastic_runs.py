@@ -10,15 +10,19 @@ import pytest
 from launches import are_gone, launched, python, run
 from local_cluster import READY_S, WAIT_S
 
-TRAINING = """
+GATE = """
 import os, sys
+if os.path.exists(sys.argv[1]):  # for ranks that start again
+    open(sys.argv[1]).close()  # until the test opens it, too
+"""
+TRAINING = f"""{GATE}
 from pathlib import Path
 import numpy as np
 import omnireduce as omni
 
 comm = omni.connect()
-state = omni.ElasticState(comm, {"sums": np.zeros(100), "steps": np.zeros(1)})
-hold = Path(sys.argv[1])
+state = omni.ElasticState(comm, {{"sums": np.zeros(100), "steps": np.zeros(1)}})
+hold = Path(sys.argv[2])
 
 def train(source):
     while state.step < 4000 or not hold.exists():
@@ -28,7 +32,7 @@ def train(source):
         state.commit()
         if state.step == 50 or (state.step % 50 == 0 and comm.size != seen[-1]):
             seen.append(comm.size)
-            os.write(1, f"{os.getpid()} {comm.size}\\n".encode())
+            os.write(1, f"{{os.getpid()}} {{comm.size}}\\n".encode())
     return state.step
 
 seen = [0]
@@ -36,26 +40,57 @@ omni.run_elastic(comm, state, train)
 os.write(1, b"0 0\\n")
 comm.shutdown()
 """
+PLACES = f"""{GATE}
+from omnireduce.data_parallel import elastic, session
+
+@elastic.run
+def train(state):
+    place, told = session.session_of().place, os.environ["LOCAL_RANK"]
+    os.write(1, f"{{os.getpid()}} {{session.size()}} {{told}} {{place.local_rank}} {{place.local_size}}\\n".encode())
+    while True:
+        state.commit()
+
+session.init()
+train(elastic.State())
+"""
 FAILS = "import os\nos.write(1, b'0\\n')\nraise SystemExit(6)"
 
 
 def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
     """The others go on without it, and take it in."""
-    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(TRAINING), str(tmp_path / "go")]
+    gate, go = tmp_path / "gate", tmp_path / "go"
+    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(TRAINING), str(gate), str(go)]
     with launched(*words) as launcher:
         found = launcher.numbers(3)
         assert {size for _, size in found.values()} == {3}
+        os.mkfifo(gate)
         os.kill(found[1][0], signal.SIGKILL)
-        sizes = []
-        while sizes.count(3) < 3:  # all three, one of them new, have taken steps together
-            [(rank, (pid, size))] = launcher.numbers(1).items()
-            sizes.append(size)
-            found[rank] = [pid, size]
-        assert 2 in sizes
-        (tmp_path / "go").touch()
+        assert {rank: size for rank, (_, size) in launcher.numbers(2).items()} == {0: 2, 2: 2}
+        gate.write_bytes(b"")
+        again = launcher.numbers(3)  # all three, one of them new, have taken steps together
+        assert {rank: size for rank, (_, size) in again.items()} == {0: 3, 1: 3, 2: 3}
+        go.touch()
         assert launcher.wait(READY_S) == 0
         assert "event=rank_restarted" in launcher.log
-        assert are_gone([pid for pid, _ in found.values()])
+        assert are_gone([pid for pid, _ in again.values()])
+
+
+def test_a_rank_that_comes_back_takes_no_place_of_a_survivor(tmp_path: Path) -> None:
+    """Survivors have chosen their devices by their local ranks. How many a host has now, all know."""
+    gate = tmp_path / "gate"
+    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(PLACES), str(gate)]
+    with launched(*words) as launcher:
+        found = launcher.numbers(3)
+        assert {rank: places for rank, (_, *places) in found.items()} == {rank: [3, rank, rank, 3] for rank in range(3)}
+        os.mkfifo(gate)
+        os.kill(found[0][0], signal.SIGKILL)
+        assert sorted(places for _, *places in launcher.numbers(2).values()) == [[2, 1, 1, 2], [2, 2, 2, 2]]
+        gate.write_bytes(b"")
+        again = launcher.numbers(3)
+        assert sorted(places for _, *places in again.values()) == [[3, rank, rank, 3] for rank in range(3)]
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait(WAIT_S) == 128 + signal.SIGTERM
+        assert are_gone([pid for pid, *_ in again.values()])
 
 
 def test_a_limit_of_restarts() -> None:
