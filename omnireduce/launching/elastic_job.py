@@ -8,8 +8,7 @@ then on none is started again.
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,19 +18,16 @@ from dataclasses import dataclass, replace
 from omnireduce.config import override_config
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launching.connection import Connection
-from omnireduce.launching.hosts import Host, Slot, discovered, place
+from omnireduce.launching.discovery import Discovery
+from omnireduce.launching.hosts import Host, Slot, place
 from omnireduce.launching.job import InterruptedLaunchError, Job, Rank
 from omnireduce.launching.launch import HERE, connect
-from omnireduce.launching.messages import CHUNK, STDERR, STDOUT, Signal
+from omnireduce.launching.messages import STDERR, STDOUT, Signal
 from omnireduce.launching.output import Descriptor, Prefixed
 from omnireduce.launching.plan import Asked, Plan, check_command
 from omnireduce.logs import tagged
 
-LOOK_S = 5.0  # between two runs of the discovery script
-SCRIPT_S = 60.0  # that it may take
 TURN_S = 0.25
-_MOST_LISTED = 1 << 20  # bytes that the script prints
-_SIGTERM = 15
 log = logging.getLogger("omnireduce")
 
 
@@ -42,56 +38,6 @@ class Record:
     failures: int = 0
     last: float = float("-inf")
     until: float = 0.0
-
-
-class Discovery:
-    """Runs the script of the user, without waiting for it."""
-
-    def __init__(self, asked: Asked) -> None:
-        self._words, self._slots = [asked.discovery_script], asked.slots_per_host
-        self._process: subprocess.Popen[bytes] | None = None
-        self._begun = 0.0
-
-    def begin(self, job: ElasticJob) -> None:
-        """Start the script, unless it runs; `job.take_hosts` gets what it prints."""
-        if self._process is not None:
-            if time.monotonic() - self._begun > SCRIPT_S:
-                self._process.kill()
-            return
-        try:
-            process = subprocess.Popen(self._words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        except OSError as error:
-            raise ConfigError(f"--host-discovery-script {self._words[0]}: {error.strerror}") from None
-        assert process.stdout is not None
-        self._process, self._begun, text = process, time.monotonic(), bytearray()
-        descriptor = process.stdout.fileno()
-
-        def read() -> None:
-            data = os.read(descriptor, CHUNK)
-            text.extend(data[: _MOST_LISTED - len(text)])
-            if not data:
-                job.forget(descriptor)
-                self._finish(job, process, text.decode(errors="replace"))
-
-        job.watch(descriptor, read)
-
-    def _finish(self, job: ElasticJob, process: subprocess.Popen[bytes], text: str) -> None:
-        status, self._process = process.wait(), None
-        assert process.stdout is not None
-        process.stdout.close()
-        try:
-            if status:
-                raise ConfigError(f"it ended with status {status}")
-            job.take_hosts(discovered(text, "it printed a wrong line", self._slots))
-        except ConfigError as error:
-            what = f"{self._words[0]}: {error}"
-            log.warning("host discovery: %s", what, extra=tagged("discovery_failed"))
-
-    def close(self) -> None:
-        """End the script."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 class ElasticJob(Job):
@@ -109,17 +55,15 @@ class ElasticJob(Job):
         self._is_finishing = False
         self._failed_last: int | None = None  # after another one had ended well
         self._too_few_since: float | None = None
-        self._discovery = Discovery(asked) if asked.discovery_script else None
-        self._next_look = 0.0
+        self._discovery = Discovery(asked.discovery_script, asked.slots_per_host) if asked.discovery_script else None
+        self._kill_rank_at: dict[int, float] = {}  # of ranks that have to leave their host
         self._asked_at: dict[str, float] = {}  # when a host's supervisor was started
 
     def begin(self) -> None:
         """Start the job with the hosts that there are. Raises OmniReduceError; InterruptedLaunchError."""
         asked = self._asked
         if self._discovery is not None:
-            self._discovery.begin(self)
-            limit_s = min(asked.elastic_timeout_s, SCRIPT_S)
-            self.wait_for(lambda: bool(self.signal) or self._room() >= asked.smallest, limit_s)
+            self._await_room(self._discovery)
         elif not self.hosts:
             self.hosts = {HERE: Host(HERE, asked.ranks)}
         if self.signal:
@@ -137,6 +81,15 @@ class ElasticJob(Job):
         self._plan.serve(self, self.connections[0])
         for slot in slots:
             self._start(slot)
+
+    def _await_room(self, discovery: Discovery) -> None:
+        deadline = time.monotonic() + self._asked.elastic_timeout_s
+        while not (self.signal or self._room() >= self._asked.smallest):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            discovery.look(self)
+            self.wait_for(lambda: bool(self.signal) or self._room() >= self._asked.smallest, min(TURN_S, left_s))
 
     def run(self) -> int:
         """Wait for the end of the job; the exit status."""
@@ -172,6 +125,7 @@ class ElasticJob(Job):
         assert self._plan is not None
         connection = self._connection(slot.host)
         self._slots[slot.rank] = slot
+        self._kill_rank_at.pop(slot.rank, None)
         self.start(slot.rank, connection, self._plan.rank(slot, self.size, connection, self._port))
 
     # ranks and hosts that fail
@@ -231,12 +185,12 @@ class ElasticJob(Job):
     # what is done in every turn
 
     def _tend(self) -> None:
+        now = time.monotonic()
+        self._kill_leaving(now)
         if self.is_over or self._is_finishing:
             return
-        now = time.monotonic()
-        if self._discovery is not None and now >= self._next_look:
-            self._next_look = now + LOOK_S
-            self._discovery.begin(self)
+        if self._discovery is not None:
+            self._discovery.look(self)
         self._give_up_silent(now)
         for number in sorted(self._missing):
             self._place_again(number, now)
@@ -287,11 +241,22 @@ class ElasticJob(Job):
         self.end_ranks()
 
     def take_hosts(self, hosts: Sequence[Host]) -> None:
-        """These are the hosts that there are now. Ranks on others have to end, and are started elsewhere."""
+        """These are the hosts that there are now. Ranks on others have to end, within the grace period, and are started
+        elsewhere."""
         self.hosts = {host.name: host for host in hosts}
+        if not self.size:
+            return
         for rank in self.ranks.values():
-            if rank.number >= 0 and rank.status is None and rank.connection.host not in self.hosts and self.size:
-                rank.connection.send(Signal(rank.number, _SIGTERM))
+            is_leaving = rank.number >= 0 and rank.status is None and rank.connection.host not in self.hosts
+            if is_leaving and rank.number not in self._kill_rank_at:
+                self._kill_rank_at[rank.number] = time.monotonic() + self._asked.grace_s
+                rank.connection.send(Signal(rank.number, signal.SIGTERM))
+
+    def _kill_leaving(self, now: float) -> None:
+        for number in [number for number, at in self._kill_rank_at.items() if at <= now]:
+            del self._kill_rank_at[number]
+            if self.ranks[number].status is None:
+                self.ranks[number].connection.send(Signal(number, signal.SIGKILL))
 
     def status(self) -> int:
         """The exit status: 0 when the ranks that were left have ended well."""

@@ -130,17 +130,24 @@ def test_a_script_that_fails_is_said(tmp_path: Path, text: str, message: str) ->
 
 
 def test_a_host_that_leaves_loses_its_ranks(tmp_path: Path) -> None:
-    """And they start on another one: here, the same host by another name."""
+    """And they start on another one: here, the same host by another name. Who does not end at once is killed."""
     listed = tmp_path / "listed"
     listed.write_text("localhost:1\n127.0.0.1:1\n")
     script = tmp_path / "discover"
     script.write_text(f"#!/bin/sh\ncat {listed}\n")
     script.chmod(0o700)
-    code = "import os, signal\nos.write(1, f'{os.getpid()}\\n'.encode())\nwhile True: signal.pause()"
+    code = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"0\\n"))
+os.write(1, f"{os.getpid()}\\n".encode())
+while True:
+    signal.pause()
+"""
     words = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script), "--grace-period", "1"]
     with launched(*words, *python(code)) as launcher:
         before = launcher.numbers(2)
         listed.write_text("127.0.0.1:2\n")
+        assert launcher.numbers(1) == {0: [0]}
         [(rank, [pid])] = launcher.numbers(1).items()
         assert rank == 0
         assert are_gone(before[0])
