@@ -1,8 +1,8 @@
 """A job whose ranks come and go: a rank that fails is started again, on a slot that some host has.
 
 The number of ranks is fixed when the job starts: as many as there are slots, up to --max-np. The ranks that are left go
-on meanwhile, if they are --min-np or more (docs/reliability.md). The first rank that ends well ends the job well; from
-then on none is started again.
+on meanwhile, if they are --min-np or more (docs/reliability.md). When the first rank has ended well, none is started
+again; the first one that fails after that gives the job its status.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ElasticJob(Job):
         self._resets, self._port = 0, 0
         self._plan: Plan | None = None
         self._is_finishing = False
-        self._failed_last: int | None = None  # after another one had ended well
+        self._failed_after: int | None = None  # the first status of a failure after a rank had ended well
         self._too_few_since: float | None = None
         self._discovery = Discovery(asked.discovery_script, asked.slots_per_host) if asked.discovery_script else None
         self._kill_rank_at: dict[int, float] = {}  # of ranks that have to leave their host
@@ -137,7 +137,7 @@ class ElasticJob(Job):
             self._is_finishing = True
             self._missing.clear()
         elif self._is_finishing:
-            self._failed_last = self._failed_last or rank.status
+            self._failed_after = self._failed_after or rank.status
         else:
             self._again(rank)
 
@@ -259,9 +259,9 @@ class ElasticJob(Job):
                 self.ranks[number].connection.send(Signal(number, signal.SIGKILL))
 
     def status(self) -> int:
-        """The exit status: 0 when the ranks that were left have ended well."""
+        """The exit status: 0 when the ranks that were left have ended well, else that of the first that has not."""
         if not self.signal and self._is_finishing and not self.is_over:
-            return 0 if self._failed_last is None else _positive(self._failed_last)
+            return 0 if self._failed_after is None else _positive(self._failed_after)
         return super().status()
 
     def close(self) -> None:

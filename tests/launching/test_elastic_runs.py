@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from launches import are_gone, launched, python, run
 from local_cluster import READY_S, WAIT_S
+
+from omnireduce.launching.command import read_words
+from omnireduce.launching.elastic_job import ElasticJob
+from omnireduce.launching.job import Rank
+from omnireduce.launching.output import Prefixed
 
 GATE = """
 import os, sys
@@ -25,7 +32,7 @@ state = omni.ElasticState(comm, {{"sums": np.zeros(100), "steps": np.zeros(1)}})
 hold = Path(sys.argv[2])
 
 def train(source):
-    while state.step < 4000 or not hold.exists():
+    while not comm.allreduce(np.array([float(hold.exists())]))[0]:  # all end after the same step
         sums = comm.allreduce(np.ones(100))
         state.arrays["sums"][:] += sums
         state.step += 1
@@ -154,3 +161,15 @@ while True:
         launcher.signal(signal.SIGTERM)
         assert launcher.wait(WAIT_S) == 128 + signal.SIGTERM
         assert are_gone([pid, *before[1]])
+
+
+def test_of_ranks_that_fail_after_one_has_ended_well_the_first_counts() -> None:
+    asked = read_words(["--min-np", "1", "-np", "4", "true"])
+    connection: Any = SimpleNamespace(host="localhost")
+    with ElasticJob(asked, Prefixed({}), []) as job:
+        job.ranks = {number: Rank(number, connection) for number in range(4)}
+        for number, status, expected in ((0, 0, 0), (1, 3, 3), (2, -9, 3), (3, 4, 3)):
+            job.ranks[number].status = status
+            job._rank_ended(job.ranks[number])
+            assert job.status() == expected
+        assert not job._missing
