@@ -7,10 +7,11 @@ from pathlib import Path
 TREE = str(Path(__file__).resolve().parents[1])
 
 
-def program_of(module: str, place: str = "") -> str:
+def program_of(module: str, place: str = "", *, name: str = "") -> str:
     """What `python -c` is given to call `main` of `module`. `place`: of TREE among the arguments; none: it is the last.
+    `name`: of the program, where `main` is a command of click.
 
     A user's own module of that name is not taken for ours, and nothing of the current folder for a module of ours.
     """
     found = f"import sys; sys.path.insert(0, sys.argv.pop({place}))"
-    return f"{found}; from {module} import main; del sys.path[0]; main()"
+    return f"{found}; from {module} import main; del sys.path[0]; main({f'prog_name={name!r}' if name else ''})"

@@ -18,8 +18,10 @@ PREFIX = "HOROVOD_"
 LEVELS = {"trace": "debug", "fatal": "error"}  # all others have the same name here
 # The ranks that launchers tell by, beside 0: these do not repeat what rank 0 says.
 _RANKS = ("OMNIRUN_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID", "HOROVOD_RANK")
-# What launchers tell ranks, and what the scripts of users read.
+# What launchers tell ranks, what the scripts of users read, and what `omnireduce run` reads.
 _OF_LAUNCHERS = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"}
+_OF_LAUNCHERS |= {"START_TIMEOUT", "ELASTIC_TIMEOUT"}
+SHORTEST_CYCLE_S = 0.0001  # of queue.cycle_s
 _said = False
 
 
@@ -28,8 +30,10 @@ def _number(text: str) -> object:
     return int(value) if value.is_integer() else value
 
 
-def _milliseconds(text: str) -> object:
-    return float(text) / 1000
+def _cycle(text: str) -> object:
+    """Horovod allows 0, and any small number: as short as can be."""
+    value = float(text) / 1000
+    return SHORTEST_CYCLE_S if 0 <= value < SHORTEST_CYCLE_S else value
 
 
 def _level(text: str) -> object:
@@ -61,7 +65,7 @@ class Row:
 
 ROWS = (
     Row("HOROVOD_FUSION_THRESHOLD", "queue.fusion_bytes", _number),
-    Row("HOROVOD_CYCLE_TIME", "queue.cycle_s", _milliseconds),
+    Row("HOROVOD_CYCLE_TIME", "queue.cycle_s", _cycle),
     Row("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall.warn_s", _number),
     Row("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall.abort_s", _number),
     Row("HOROVOD_STALL_CHECK_DISABLE", "stall.warn_s", _never),  # after the rows above, which it overrules
@@ -81,6 +85,7 @@ MEANINGLESS = {  # variable: what does its work here
     "HOROVOD_CONTROLLER": "aggregators take the place of MPI and gloo",
     "HOROVOD_CPU_OPERATIONS": "aggregators take the place of MPI, gloo and CCL",
     "HOROVOD_GPU_OPERATIONS": "tensors of GPUs are not known here",
+    "HOROVOD_CCL_BGT_AFFINITY": "CCL is not used",
     "HOROVOD_NUM_NCCL_STREAMS": "NCCL is not used",
     "HOROVOD_THREAD_AFFINITY": "use taskset, or mpirun --bind-to",
     "HOROVOD_MPI_THREADS_DISABLE": "MPI is not used for data",

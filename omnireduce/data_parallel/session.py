@@ -58,7 +58,10 @@ global_process_set.ranks, global_process_set.process_set_id = None, 0
 
 
 class Place(NamedTuple):
-    """Where a rank is: its number among those of its host, and of its host among those with such a rank."""
+    """Where a rank is: its number among those of its host, and of its host among those with such a rank.
+
+    In an elastic job that has fewer ranks than before, `local_rank` may be `local_size` or more.
+    """
 
     local_rank: int
     local_size: int
@@ -257,8 +260,13 @@ def is_homogeneous() -> bool:
 
 
 def _place(everyone: Queue, joined: Communicator) -> Place:
-    """Where this rank is. The launcher knows better which host is which: containers of one host have other names."""
-    own = joined.local_rank, joined.local_size, socket.gethostname()
+    """Where this rank is. The launcher knows better which host is which: containers of one host have other names.
+
+    In an elastic job the launcher knew it when it started this rank. How many ranks a host has now, they tell each
+    other; each keeps its local rank, by which it may have chosen a device, though ranks before it may be gone.
+    """
+    launched = None if joined.config.elastic.enabled else joined.local_size
+    own = joined.local_rank, launched, os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     told = everyone.allgather_object_async(own, name="place").wait()
     hosts: dict[str, list[int]] = {}
     for number, (_, _, host) in enumerate(told):
@@ -268,7 +276,7 @@ def _place(everyone: Queue, joined: Communicator) -> Place:
     locals_ = [hosts[host].index(number) if at is None else at for number, (at, _, host) in enumerate(told)]
     alike = [number for number, at in enumerate(locals_) if at == local]
     sizes = {len(hosts[host]) if many is None else many for _, many, host in told}
-    return Place(local, own[1] or len(here), alike.index(joined.rank), len(alike), len(sizes) == 1)
+    return Place(local, launched or len(here), alike.index(joined.rank), len(alike), len(sizes) == 1)
 
 
 def _at_exit() -> None:

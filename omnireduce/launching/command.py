@@ -20,9 +20,11 @@ from omnireduce.launching.hosts import Host, parse_hosts, read_hostfile
 from omnireduce.launching.plan import Asked
 from omnireduce.launching.yaml_file import read_yaml
 from omnireduce.logs import start_logs
+from omnireduce.version import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHERS = ("local", "ssh", "mpirun", "srun", "torchrun")
+_WHO = ("launcher", "mpi", "gloo")  # say who starts ranks
 _TOP = {  # may stand at the top of a YAML file
     *("np", "hosts", "hostfile", "aggregators", "launcher", "verbose", "output-filename", "start-timeout"),
     *("network-interfaces", "ssh-port", "ssh-identity-file", "prefix-output-with-timestamp", "grace-period"),
@@ -51,20 +53,23 @@ def _launch_options(command: F) -> F:
         click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), help="Port of sshd on other hosts."),
         click.option("-i", "--ssh-identity-file", metavar="FILE", help="Private key for ssh."),
         click.option(
-            "--network-interfaces", "--network-interface", metavar="NAME",
-            help="Interface of this host at which others reach the aggregators.",
+            "--network-interfaces", "--network-interface", metavar="NAME", multiple=True,
+            help="Interface of this host at which others reach the aggregators. One only.",
         ),
         click.option(
             "--start-timeout", type=click.FloatRange(0.1, 86400), default=30.0, show_default=True,
-            help="Seconds for all hosts to answer.",
+            envvar="HOROVOD_START_TIMEOUT", help="Seconds for all hosts to answer.",
         ),
         click.option(
             "--grace-period", type=click.FloatRange(0, 86400), default=10.0, show_default=True,
             help="Seconds from SIGTERM to SIGKILL.",
         ),
         click.option("--output-filename", metavar="DIR", help="Write output also to DIR/rank.N/stdout and stderr."),
-        click.option("--prefix-output-with-timestamp", is_flag=True, help="Put the time before each line."),
+        click.option(
+            "-prefix-timestamp", "--prefix-output-with-timestamp", is_flag=True, help="Put the time before each line."
+        ),
         click.option("-cb", "--check-build", is_flag=True, help="Print what is available here, and stop."),
+        click.version_option(__version__, "-v", "--version", message="omnireduce %(version)s"),
         click.option("--tcp", is_flag=True, help="Use TCP only: transport.kind=tcp."),
         click.option("--verbose", is_flag=True, help="Say more of what happens."),
     ]  # fmt: skip
@@ -129,7 +134,8 @@ def _read_file(asked: dict[str, Any]) -> None:
     context = click.get_current_context()
     types = {each.name: each.type for each in context.command.params}
     for name, value in read_yaml(path, _TOP).items():
-        if context.get_parameter_source(name) not in (ParameterSource.DEFAULT, None):
+        alike = _WHO if name in _WHO else (name,)
+        if any(context.get_parameter_source(each) not in (ParameterSource.DEFAULT, None) for each in alike):
             continue
         try:
             asked[name] = types[name].convert(value, None, context)
@@ -162,7 +168,7 @@ def read_asked(command: Sequence[str], asked: Mapping[str, Any]) -> Asked:
         aggregators=asked["aggregators"],
         environ=environ,
         ssh=_ssh(asked),
-        interface=(asked["network_interfaces"] or "").partition(",")[0],
+        interface=_interface(asked["network_interfaces"]),
         start_timeout_s=asked["start_timeout"],
         grace_s=asked["grace_period"],
         output_folder=asked["output_filename"],
@@ -186,6 +192,14 @@ def _hosts(asked: Mapping[str, Any]) -> list[Host]:
     if asked["hosts"]:
         return parse_hosts(asked["hosts"])
     return read_hostfile(asked["hostfile"]) if asked["hostfile"] else []
+
+
+def _interface(given: str | Sequence[str]) -> str:
+    """The one that was named: at it others reach the aggregators, so of several only one could count."""
+    names = ",".join([given] if isinstance(given, str) else given).split(",")
+    if len(names) > 1:
+        raise ConfigError(f"--network-interfaces {','.join(names)}: expected one, at which other hosts reach this one")
+    return names[0].strip()
 
 
 def _launcher(asked: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ def elastic_options(command: F) -> F:
         ),
         click.option(
             "--elastic-timeout", type=click.FloatRange(0.1, 1e6), default=600.0, show_default=True,
-            help="Seconds with fewer than --min-np ranks after which the job ends.",
+            envvar="HOROVOD_ELASTIC_TIMEOUT", help="Seconds with fewer than --min-np ranks after which the job ends.",
         ),
         click.option("--reset-limit", type=click.IntRange(0), help="How often ranks may start again.  [default: any]"),
         click.option(

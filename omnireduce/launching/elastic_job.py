@@ -1,15 +1,14 @@
 """A job whose ranks come and go: a rank that fails is started again, on a slot that some host has.
 
 The number of ranks is fixed when the job starts: as many as there are slots, up to --max-np. The ranks that are left go
-on meanwhile, if they are --min-np or more (docs/reliability.md). The first rank that ends well ends the job well; from
-then on none is started again.
+on meanwhile, if they are --min-np or more (docs/reliability.md). When the first rank has ended well, none is started
+again; the first one that fails after that gives the job its status.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,19 +18,16 @@ from dataclasses import dataclass, replace
 from omnireduce.config import override_config
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launching.connection import Connection
-from omnireduce.launching.hosts import Host, Slot, discovered, place
+from omnireduce.launching.discovery import Discovery
+from omnireduce.launching.hosts import Host, Slot, place
 from omnireduce.launching.job import InterruptedLaunchError, Job, Rank
 from omnireduce.launching.launch import HERE, connect
-from omnireduce.launching.messages import CHUNK, STDERR, STDOUT, Signal
+from omnireduce.launching.messages import STDERR, STDOUT, Signal
 from omnireduce.launching.output import Descriptor, Prefixed
 from omnireduce.launching.plan import Asked, Plan, check_command
 from omnireduce.logs import tagged
 
-LOOK_S = 5.0  # between two runs of the discovery script
-SCRIPT_S = 60.0  # that it may take
 TURN_S = 0.25
-_MOST_LISTED = 1 << 20  # bytes that the script prints
-_SIGTERM = 15
 log = logging.getLogger("omnireduce")
 
 
@@ -44,56 +40,6 @@ class Record:
     until: float = 0.0
 
 
-class Discovery:
-    """Runs the script of the user, without waiting for it."""
-
-    def __init__(self, asked: Asked) -> None:
-        self._words, self._slots = [asked.discovery_script], asked.slots_per_host
-        self._process: subprocess.Popen[bytes] | None = None
-        self._begun = 0.0
-
-    def begin(self, job: ElasticJob) -> None:
-        """Start the script, unless it runs; `job.take_hosts` gets what it prints."""
-        if self._process is not None:
-            if time.monotonic() - self._begun > SCRIPT_S:
-                self._process.kill()
-            return
-        try:
-            process = subprocess.Popen(self._words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        except OSError as error:
-            raise ConfigError(f"--host-discovery-script {self._words[0]}: {error.strerror}") from None
-        assert process.stdout is not None
-        self._process, self._begun, text = process, time.monotonic(), bytearray()
-        descriptor = process.stdout.fileno()
-
-        def read() -> None:
-            data = os.read(descriptor, CHUNK)
-            text.extend(data[: _MOST_LISTED - len(text)])
-            if not data:
-                job.forget(descriptor)
-                self._finish(job, process, text.decode(errors="replace"))
-
-        job.watch(descriptor, read)
-
-    def _finish(self, job: ElasticJob, process: subprocess.Popen[bytes], text: str) -> None:
-        status, self._process = process.wait(), None
-        assert process.stdout is not None
-        process.stdout.close()
-        try:
-            if status:
-                raise ConfigError(f"it ended with status {status}")
-            job.take_hosts(discovered(text, "it printed a wrong line", self._slots))
-        except ConfigError as error:
-            what = f"{self._words[0]}: {error}"
-            log.warning("host discovery: %s", what, extra=tagged("discovery_failed"))
-
-    def close(self) -> None:
-        """End the script."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
 class ElasticJob(Job):
     """A job of `size` ranks, of which those that fail are started again."""
 
@@ -103,22 +49,21 @@ class ElasticJob(Job):
         self.hosts: dict[str, Host] = {host.name: host for host in asked.hosts}
         self._records: dict[str, Record] = {}
         self._missing: dict[int, str] = {}  # ranks to start: where they were
+        self._slots: dict[int, Slot] = {}  # of each rank: where it was started last
         self._resets, self._port = 0, 0
         self._plan: Plan | None = None
         self._is_finishing = False
-        self._failed_last: int | None = None  # after another one had ended well
+        self._failed_after: int | None = None  # the first status of a failure after a rank had ended well
         self._too_few_since: float | None = None
-        self._discovery = Discovery(asked) if asked.discovery_script else None
-        self._next_look = 0.0
+        self._discovery = Discovery(asked.discovery_script, asked.slots_per_host) if asked.discovery_script else None
+        self._kill_rank_at: dict[int, float] = {}  # of ranks that have to leave their host
         self._asked_at: dict[str, float] = {}  # when a host's supervisor was started
 
     def begin(self) -> None:
         """Start the job with the hosts that there are. Raises OmniReduceError; InterruptedLaunchError."""
         asked = self._asked
         if self._discovery is not None:
-            self._discovery.begin(self)
-            limit_s = min(asked.elastic_timeout_s, SCRIPT_S)
-            self.wait_for(lambda: bool(self.signal) or self._room() >= asked.smallest, limit_s)
+            self._await_room(self._discovery)
         elif not self.hosts:
             self.hosts = {HERE: Host(HERE, asked.ranks)}
         if self.signal:
@@ -137,6 +82,15 @@ class ElasticJob(Job):
         for slot in slots:
             self._start(slot)
 
+    def _await_room(self, discovery: Discovery) -> None:
+        deadline = time.monotonic() + self._asked.elastic_timeout_s
+        while not (self.signal or self._room() >= self._asked.smallest):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            discovery.look(self)
+            self.wait_for(lambda: bool(self.signal) or self._room() >= self._asked.smallest, min(TURN_S, left_s))
+
     def run(self) -> int:
         """Wait for the end of the job; the exit status."""
         while not self._is_done():
@@ -153,6 +107,9 @@ class ElasticJob(Job):
     def _alive(self) -> int:
         return sum(each.status is None for each in self.ranks.values() if each.number >= 0)
 
+    def _slots_in_use(self) -> list[Slot]:
+        return [slot for number, slot in self._slots.items() if self.ranks[number].status is None]
+
     def _connection(self, name: str) -> Connection:
         for each in self.connections:
             if each.host == name and not each.is_lost:
@@ -167,6 +124,8 @@ class ElasticJob(Job):
     def _start(self, slot: Slot) -> None:
         assert self._plan is not None
         connection = self._connection(slot.host)
+        self._slots[slot.rank] = slot
+        self._kill_rank_at.pop(slot.rank, None)
         self.start(slot.rank, connection, self._plan.rank(slot, self.size, connection, self._port))
 
     # ranks and hosts that fail
@@ -178,7 +137,7 @@ class ElasticJob(Job):
             self._is_finishing = True
             self._missing.clear()
         elif self._is_finishing:
-            self._failed_last = self._failed_last or rank.status
+            self._failed_after = self._failed_after or rank.status
         else:
             self._again(rank)
 
@@ -226,12 +185,12 @@ class ElasticJob(Job):
     # what is done in every turn
 
     def _tend(self) -> None:
+        now = time.monotonic()
+        self._kill_leaving(now)
         if self.is_over or self._is_finishing:
             return
-        now = time.monotonic()
-        if self._discovery is not None and now >= self._next_look:
-            self._next_look = now + LOOK_S
-            self._discovery.begin(self)
+        if self._discovery is not None:
+            self._discovery.look(self)
         self._give_up_silent(now)
         for number in sorted(self._missing):
             self._place_again(number, now)
@@ -245,7 +204,7 @@ class ElasticJob(Job):
                 self._set_aside(each.host)
 
     def _place_again(self, number: int, now: float) -> None:
-        used = Counter(each.connection.host for each in self.ranks.values() if each.number >= 0 and each.status is None)
+        used = Counter(slot.host for slot in self._slots_in_use())
         free = [
             host.name
             for host in self.hosts.values()
@@ -262,8 +221,9 @@ class ElasticJob(Job):
             return
         if connection.has_greeted:
             del self._missing[number]
-            many = min(self.size, max(used[name] + 1, 1))
-            self._start(Slot(number, name, many - 1, many, 0, 1))
+            taken = {slot.local_rank for slot in self._slots_in_use() if slot.host == name}
+            local = min(set(range(len(taken) + 1)) - taken)  # a survivor may be at work on the device of any other
+            self._start(Slot(number, name, local, len(taken) + 1, 0, 1))
 
     def _count(self, now: float) -> None:
         """End the job when nobody is left who knows its state, or when there were too few for too long."""
@@ -281,16 +241,27 @@ class ElasticJob(Job):
         self.end_ranks()
 
     def take_hosts(self, hosts: Sequence[Host]) -> None:
-        """These are the hosts that there are now. Ranks on others have to end, and are started elsewhere."""
+        """These are the hosts that there are now. Ranks on others have to end, within the grace period, and are started
+        elsewhere."""
         self.hosts = {host.name: host for host in hosts}
+        if not self.size:
+            return
         for rank in self.ranks.values():
-            if rank.number >= 0 and rank.status is None and rank.connection.host not in self.hosts and self.size:
-                rank.connection.send(Signal(rank.number, _SIGTERM))
+            is_leaving = rank.number >= 0 and rank.status is None and rank.connection.host not in self.hosts
+            if is_leaving and rank.number not in self._kill_rank_at:
+                self._kill_rank_at[rank.number] = time.monotonic() + self._asked.grace_s
+                rank.connection.send(Signal(rank.number, signal.SIGTERM))
+
+    def _kill_leaving(self, now: float) -> None:
+        for number in [number for number, at in self._kill_rank_at.items() if at <= now]:
+            del self._kill_rank_at[number]
+            if self.ranks[number].status is None:
+                self.ranks[number].connection.send(Signal(number, signal.SIGKILL))
 
     def status(self) -> int:
-        """The exit status: 0 when the ranks that were left have ended well."""
+        """The exit status: 0 when the ranks that were left have ended well, else that of the first that has not."""
         if not self.signal and self._is_finishing and not self.is_over:
-            return 0 if self._failed_last is None else _positive(self._failed_last)
+            return 0 if self._failed_after is None else _positive(self._failed_after)
         return super().status()
 
     def close(self) -> None:

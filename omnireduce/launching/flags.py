@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from omnireduce.errors import ConfigError
+from omnireduce.runtime.tracing.trace import DYNAMIC
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NUMBER = click.FloatRange(0, 1e9)
@@ -29,18 +30,18 @@ def _mebibytes(value: float) -> str:
     return str(int(value * 2**20))
 
 
-def _switch(_: bool) -> str:
-    return "1"
+def _switch(value: bool) -> str:
+    return str(int(value))
 
 
 def _whole_path(value: str) -> str:
-    return os.path.abspath(value)
+    return value if value == DYNAMIC else os.path.abspath(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """A flag that sets a variable of the ranks; `kind` None is a switch. `section` is its place in a YAML file.
-    `alias`: our own word for it."""
+    `alias`: our own word for it. `opposite`: the flag that turns a switch off."""
 
     flag: str
     variable: str
@@ -49,6 +50,7 @@ class Mapped:
     section: str
     meaning: str
     alias: str = ""
+    opposite: str = ""
 
     @property
     def name(self) -> str:
@@ -75,7 +77,7 @@ MAPPED = (
     ),
     Mapped(
         "--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", None, _switch, "",
-        "Neither warn nor end a job because a rank does not take part.",
+        "Neither warn nor end a job because a rank does not take part.", opposite="--stall-check",
     ),
     Mapped(
         "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _NUMBER, _same,
@@ -144,6 +146,7 @@ REFUSED = (
     Refused("--log-hide-timestamp", False, _LOG, "logging.hide_timestamp"),
     Refused("--no-log-hide-timestamp", False, _LOG),
     Refused("--log-with-timestamp", False, _LOG),
+    Refused("--log-without-timestamp", False, _LOG),
 )  # fmt: skip
 
 
@@ -151,7 +154,8 @@ def horovod_options(command: F) -> F:
     """Add the flags of both tables. The command gets those of `MAPPED` under their names, in `**asked`."""
     for each in reversed(MAPPED):
         kind = {"is_flag": True, "default": None} if each.kind is None else {"type": each.kind}
-        flags = (each.flag, each.alias) if each.alias else (each.flag,)
+        flag = f"{each.flag}/{each.opposite}" if each.opposite else each.flag
+        flags = (flag, each.alias) if each.alias else (flag,)
         command = click.option(*flags, each.name, help=each.meaning, **kind)(command)
     for refused in REFUSED:
         option = click.option(
@@ -173,4 +177,4 @@ def _refuse(refused: Refused) -> Callable[[click.Context, click.Parameter, Any],
 def variables_of(asked: Mapping[str, Any]) -> dict[str, str]:
     """The variables that flags set for ranks."""
     given = ((each, asked.get(each.name)) for each in MAPPED)
-    return {each.variable: each.write(value) for each, value in given if value is not None and value is not False}
+    return {each.variable: each.write(value) for each, value in given if value is not None}

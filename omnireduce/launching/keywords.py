@@ -13,6 +13,7 @@ from omnireduce.launching.command import run as command
 from omnireduce.launching.launch import OWN
 from omnireduce.launching.plan import Asked
 
+_SAY_AND_STOP = ("check_build", "version")
 _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_cooldown_range"}
 
 
@@ -20,7 +21,7 @@ def read_keywords(given: Mapping[str, Any]) -> Asked:
     """What keywords ask for that are named like flags, for ranks that call a function. None and False ask for nothing.
     Raises UsageError for a keyword that is no flag, or has another value than the flag, and for what only a command can
     do; ConfigError for values that do not fit together."""
-    options = [each for each in command.params if isinstance(each, click.Option) and each.name != "check_build"]
+    options = [each for each in command.params if isinstance(each, click.Option) and each.name not in _SAY_AND_STOP]
     flags = {flag.lstrip("-").replace("-", "_"): (flag, each) for each in options for flag in each.opts}
     words: list[str] = []
     for name, value in given.items():
@@ -46,7 +47,7 @@ def _words(flag: str, option: click.Option, value: Any) -> Iterator[str]:
     if option.is_flag:
         yield flag
     elif option.multiple:
-        for each in value:
+        for each in [value] if isinstance(value, str) else value:
             yield from (flag, str(each))
     elif isinstance(value, list | tuple):
         yield from (flag, *map(str, value)) if option.nargs > 1 else (flag, ",".join(map(str, value)))

@@ -6,22 +6,24 @@ cut into several, each with its prefix. A carriage return ends a line, too: each
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import stat
+import selectors
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
 from omnireduce.errors import ConfigError
 from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.logs import tagged
 
 LINE = 1 << 16  # bytes
 NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 _AT_ONCE = 4096  # PIPE_BUF: so much a pipe takes whole, when it takes something
 _ENDS = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a carriage return at the end may have its line feed in the next piece
+log = logging.getLogger("omnireduce")
 
 
 class Sink(Protocol):
@@ -64,6 +66,20 @@ def _pieces(line: bytes) -> Iterator[bytes]:
         yield line[start : start + LINE]
 
 
+class Losses:
+    """Says once that output is lost. A full disk does not end a job."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def tell(self, where: str, error: OSError) -> None:
+        """Something could not be written there."""
+        if not self._is_said:
+            self._is_said = True
+            what = f"{where}: {error.strerror}; what does not fit is lost, and the job goes on"
+            log.warning("%s", what, extra=tagged("output_lost"))
+
+
 class Prefixed:
     """The lines of all processes of a job. `sinks`: one for each stream. With `folder` each rank's output also goes to
     files there as it is: FOLDER/rank.N/stdout and stderr. Raises ConfigError where these cannot be made."""
@@ -74,6 +90,7 @@ class Prefixed:
         self._sinks, self._timestamps = sinks, timestamps
         self._lines: dict[tuple[str, int], Lines] = {}
         self._files: dict[tuple[str, int], IO[bytes]] = {}
+        self._losses = Losses()
         digits = len(str(max(0, ranks - 1)))
         for rank in range(ranks if folder is not None else 0):
             self._open(Path(folder or ""), rank, digits)
@@ -90,8 +107,10 @@ class Prefixed:
     def feed(self, name: str, stream: int, data: bytes) -> None:
         """Take what process `name` has written."""
         if (name, stream) in self._files:
-            with suppress(OSError):  # a full disk does not end a job
+            try:
                 self._files[name, stream].write(data)
+            except OSError as error:
+                self._losses.tell(f"--output-filename: {NAMES[stream]} of rank {name}", error)
         prefix = self._prefix(name, stream)
         lines = self._lines.setdefault((name, stream), Lines())
         text = b"".join(prefix + line + b"\n" for line in lines.feed(data))
@@ -143,10 +162,11 @@ class Descriptor:
     def __init__(self, descriptor: int, most: int = 1 << 20) -> None:
         self.descriptor, self._most, self._waiting = descriptor, most, bytearray()
         self.is_broken = False
-        self.always_takes = stat.S_ISREG(os.fstat(descriptor).st_mode)  # a file: no selector waits for it
+        self.always_takes = not _can_wait_for(descriptor)
+        self._losses = Losses()
 
     def add(self, data: bytes) -> None:
-        """Take some lines; a file gets them at once."""
+        """Take some lines; what always takes gets them at once."""
         if self.is_broken:
             return
         self._waiting += data
@@ -169,9 +189,22 @@ class Descriptor:
             del self._waiting[: os.write(self.descriptor, self._waiting[:_AT_ONCE])]
         except BlockingIOError:
             pass
-        except OSError:
-            self.is_broken = True
+        except OSError as error:
             self._waiting.clear()
+            if self.always_takes:
+                self._losses.tell(NAMES.get(self.descriptor, "a sink"), error)
+            else:
+                self.is_broken = True
+
+
+def _can_wait_for(descriptor: int) -> bool:
+    """Whether a selector takes it: a pipe, a socket or a terminal, and no file or /dev/null, which always take."""
+    with selectors.DefaultSelector() as selector:
+        try:
+            selector.register(descriptor, selectors.EVENT_WRITE)
+        except PermissionError:
+            return False
+    return True
 
 
 class Stream:

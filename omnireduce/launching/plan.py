@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
-from omnireduce.interpreters import TREE
+from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.connection import Connection
 from omnireduce.launching.environment import (
     as_bytes,
@@ -34,9 +34,7 @@ LOOPBACK = "127.0.0.1"
 ANYWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way there is the way to any other host
 EMBEDDED = "embedded"
 MOST_SHARDS = 64
-_AGGREGATOR = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); from omnireduce.__main__ import main; main(prog_name='omnireduce')"
-)
+_AGGREGATOR = program_of("omnireduce.__main__", name="omnireduce")
 _SIOCGIFADDR = 0x8915
 
 

@@ -8,6 +8,7 @@ a zombie until then, so that no other process gets its number, which is that of 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import selectors
 import signal
@@ -201,25 +202,27 @@ class Supervisor:
             if each.number == number or (number == EVERY and (also_others or each.number >= 0)):
                 each.send(what)
 
-    def _pass_on(self, process: _Process, descriptor: int) -> bool:
-        """Whether more may come from this pipe now."""
+    def _pass_on(self, process: _Process, descriptor: int) -> int:
+        """Pass on a piece of what is in this pipe: so many bytes."""
         try:
             data = os.read(descriptor, CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
             os.close(descriptor)
             del process.streams[descriptor]
-            return False
+            return 0
         self._tell(Output(process.number, process.streams[descriptor], data))
-        return True
+        return len(data)
 
     def _drain(self, process: _Process) -> None:
+        """Pass on what a process has left at its end: what a pipe holds. Its children may fill that for ever."""
         for each in list(process.streams):
-            while self._pass_on(process, each):
-                pass
+            left = fcntl.fcntl(each, fcntl.F_GETPIPE_SZ)
+            while left > 0 and (many := self._pass_on(process, each)):
+                left -= many
 
     def _finish(self, process: _Process) -> None:
         status = process.status()

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from omnireduce.errors import ConfigError
-from omnireduce.launching.flags import MAPPED, REFUSED
+from omnireduce.launching.flags import MAPPED, REFUSED, Refused
 
 MOST_BYTES = 1 << 20
 _SECTIONS = ("params", "autotune", "timeline", "stall_check", "library_options", "logging")
 _MAPPED = {each.section: each.name for each in MAPPED if each.section}
 _REFUSED = {each.section: each for each in REFUSED if each.section}
-_SWITCH = "stall_check.enabled"
+_REFUSED |= {"library_options.ccl_bgt_affinity": Refused("", True, "CCL is not used; leave it out")}
+_SWITCH, _CONTROLLER, _TIMES = "stall_check.enabled", "controller", "logging.with_timestamp"
+_CONTROLLERS = ("gloo", "mpi")
 
 
 def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
@@ -34,8 +36,13 @@ def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
         if key in _REFUSED:
             if value not in (None, False):
                 raise ConfigError(f"{source}: {key}: {_REFUSED[key].reason}")
+        elif key == _TIMES:
+            if value not in (None, True):
+                raise ConfigError(f"{source}: {key}: each line of the log has its time; leave it out")
+        elif key == _CONTROLLER:
+            found |= _controller(value, source)
         elif key == _SWITCH:
-            found["no_stall_check"] = None if value in (None, True) else True
+            found["no_stall_check"] = None if value is None else not value
         elif key in _MAPPED:
             found[_MAPPED[key]] = value
         elif key in own:
@@ -43,6 +50,14 @@ def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
         else:
             raise ConfigError(f"{source}: {key}: unknown key{_hint(key, own)}")
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _controller(value: Any, source: str) -> dict[str, bool]:
+    """The flag that says the same."""
+    name = str(value).lower()
+    if value is not None and name not in _CONTROLLERS:
+        raise ConfigError(f"{source}: {_CONTROLLER}: got {value!r:.80}, expected one of {', '.join(_CONTROLLERS)}")
+    return {} if value is None else {name: True}
 
 
 def _load(path: str, source: str) -> Mapping[str, Any]:
@@ -81,5 +96,5 @@ def _flat(tables: Mapping[Any, Any], source: str) -> dict[str, Any]:
 
 
 def _hint(key: str, own: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, [*_MAPPED, *_REFUSED, *own, _SWITCH], n=1)
+    close = difflib.get_close_matches(key, [*_MAPPED, *_REFUSED, *own, _SWITCH, _CONTROLLER, _TIMES], n=1)
     return f" (did you mean {close[0]}?)" if close else ""

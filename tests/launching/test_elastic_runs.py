@@ -5,30 +5,41 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from launches import are_gone, launched, python, run
 from local_cluster import READY_S, WAIT_S
 
-TRAINING = """
+from omnireduce.launching.command import read_words
+from omnireduce.launching.elastic_job import ElasticJob
+from omnireduce.launching.job import Rank
+from omnireduce.launching.output import Prefixed
+
+GATE = """
 import os, sys
+if os.path.exists(sys.argv[1]):  # for ranks that start again
+    open(sys.argv[1]).close()  # until the test opens it, too
+"""
+TRAINING = f"""{GATE}
 from pathlib import Path
 import numpy as np
 import omnireduce as omni
 
 comm = omni.connect()
-state = omni.ElasticState(comm, {"sums": np.zeros(100), "steps": np.zeros(1)})
-hold = Path(sys.argv[1])
+state = omni.ElasticState(comm, {{"sums": np.zeros(100), "steps": np.zeros(1)}})
+hold = Path(sys.argv[2])
 
 def train(source):
-    while state.step < 4000 or not hold.exists():
+    while not comm.allreduce(np.array([float(hold.exists())]))[0]:  # all end after the same step
         sums = comm.allreduce(np.ones(100))
         state.arrays["sums"][:] += sums
         state.step += 1
         state.commit()
         if state.step == 50 or (state.step % 50 == 0 and comm.size != seen[-1]):
             seen.append(comm.size)
-            os.write(1, f"{os.getpid()} {comm.size}\\n".encode())
+            os.write(1, f"{{os.getpid()}} {{comm.size}}\\n".encode())
     return state.step
 
 seen = [0]
@@ -36,26 +47,57 @@ omni.run_elastic(comm, state, train)
 os.write(1, b"0 0\\n")
 comm.shutdown()
 """
+PLACES = f"""{GATE}
+from omnireduce.data_parallel import elastic, session
+
+@elastic.run
+def train(state):
+    place, told = session.session_of().place, os.environ["LOCAL_RANK"]
+    os.write(1, f"{{os.getpid()}} {{session.size()}} {{told}} {{place.local_rank}} {{place.local_size}}\\n".encode())
+    while True:
+        state.commit()
+
+session.init()
+train(elastic.State())
+"""
 FAILS = "import os\nos.write(1, b'0\\n')\nraise SystemExit(6)"
 
 
 def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
     """The others go on without it, and take it in."""
-    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(TRAINING), str(tmp_path / "go")]
+    gate, go = tmp_path / "gate", tmp_path / "go"
+    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(TRAINING), str(gate), str(go)]
     with launched(*words) as launcher:
         found = launcher.numbers(3)
         assert {size for _, size in found.values()} == {3}
+        os.mkfifo(gate)
         os.kill(found[1][0], signal.SIGKILL)
-        sizes = []
-        while sizes.count(3) < 3:  # all three, one of them new, have taken steps together
-            [(rank, (pid, size))] = launcher.numbers(1).items()
-            sizes.append(size)
-            found[rank] = [pid, size]
-        assert 2 in sizes
-        (tmp_path / "go").touch()
+        assert {rank: size for rank, (_, size) in launcher.numbers(2).items()} == {0: 2, 2: 2}
+        gate.write_bytes(b"")
+        again = launcher.numbers(3)  # all three, one of them new, have taken steps together
+        assert {rank: size for rank, (_, size) in again.items()} == {0: 3, 1: 3, 2: 3}
+        go.touch()
         assert launcher.wait(READY_S) == 0
         assert "event=rank_restarted" in launcher.log
-        assert are_gone([pid for pid, _ in found.values()])
+        assert are_gone([pid for pid, _ in again.values()])
+
+
+def test_a_rank_that_comes_back_takes_no_place_of_a_survivor(tmp_path: Path) -> None:
+    """Survivors have chosen their devices by their local ranks. How many a host has now, all know."""
+    gate = tmp_path / "gate"
+    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(PLACES), str(gate)]
+    with launched(*words) as launcher:
+        found = launcher.numbers(3)
+        assert {rank: places for rank, (_, *places) in found.items()} == {rank: [3, rank, rank, 3] for rank in range(3)}
+        os.mkfifo(gate)
+        os.kill(found[0][0], signal.SIGKILL)
+        assert sorted(places for _, *places in launcher.numbers(2).values()) == [[2, 1, 1, 2], [2, 2, 2, 2]]
+        gate.write_bytes(b"")
+        again = launcher.numbers(3)
+        assert sorted(places for _, *places in again.values()) == [[3, rank, rank, 3] for rank in range(3)]
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait(WAIT_S) == 128 + signal.SIGTERM
+        assert are_gone([pid for pid, *_ in again.values()])
 
 
 def test_a_limit_of_restarts() -> None:
@@ -95,20 +137,39 @@ def test_a_script_that_fails_is_said(tmp_path: Path, text: str, message: str) ->
 
 
 def test_a_host_that_leaves_loses_its_ranks(tmp_path: Path) -> None:
-    """And they start on another one: here, the same host by another name."""
+    """And they start on another one: here, the same host by another name. Who does not end at once is killed."""
     listed = tmp_path / "listed"
     listed.write_text("localhost:1\n127.0.0.1:1\n")
     script = tmp_path / "discover"
     script.write_text(f"#!/bin/sh\ncat {listed}\n")
     script.chmod(0o700)
-    code = "import os, signal\nos.write(1, f'{os.getpid()}\\n'.encode())\nwhile True: signal.pause()"
+    code = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"0\\n"))
+os.write(1, f"{os.getpid()}\\n".encode())
+while True:
+    signal.pause()
+"""
     words = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script), "--grace-period", "1"]
     with launched(*words, *python(code)) as launcher:
         before = launcher.numbers(2)
         listed.write_text("127.0.0.1:2\n")
+        assert launcher.numbers(1) == {0: [0]}
         [(rank, [pid])] = launcher.numbers(1).items()
         assert rank == 0
         assert are_gone(before[0])
         launcher.signal(signal.SIGTERM)
         assert launcher.wait(WAIT_S) == 128 + signal.SIGTERM
         assert are_gone([pid, *before[1]])
+
+
+def test_of_ranks_that_fail_after_one_has_ended_well_the_first_counts() -> None:
+    asked = read_words(["--min-np", "1", "-np", "4", "true"])
+    connection: Any = SimpleNamespace(host="localhost")
+    with ElasticJob(asked, Prefixed({}), []) as job:
+        job.ranks = {number: Rank(number, connection) for number in range(4)}
+        for number, status, expected in ((0, 0, 0), (1, 3, 3), (2, -9, 3), (3, 4, 3)):
+            job.ranks[number].status = status
+            job._rank_ended(job.ranks[number])
+            assert job.status() == expected
+        assert not job._missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 from click.testing import CliRunner
 from local_cluster import ROOT
 
-from omnireduce import ConfigError
+from omnireduce import ConfigError, UsageError
 from omnireduce.__main__ import main
+from omnireduce.config import horovod
 from omnireduce.config.horovod import ROWS
 from omnireduce.launching.available import report_available
 from omnireduce.launching.command import read_words
 from omnireduce.launching.command import run as command
 from omnireduce.launching.flags import MAPPED, REFUSED, Refused
+from omnireduce.launching.keywords import read_keywords
 from omnireduce.launching.plan import Asked, shards_to_start
 from omnireduce.launching.yaml_file import read_yaml
 
@@ -49,6 +52,8 @@ def complaint(*words: str) -> str:
         (["-np", "2", "--set", "a.b=1", "true"], "--set: a: unknown section"),
         (["-np", "2", "-x", "NO_SUCH_VARIABLE", "true"], "-x NO_SUCH_VARIABLE: expected NAME=VALUE"),
         (["-np", "2", "--network-interfaces", "none0", "true"], "--network-interfaces: none0: "),
+        (["-np", "2", "--network-interfaces", "a,b", "true"], "--network-interfaces a,b: expected one, at which other"),
+        (["-np", "2", "--network-interface", "a", "--network-interface", "b", "true"], "--network-interfaces a,b: exp"),
         (["-np", "2", "--reset-limit", "3", "true"], "--reset-limit: expected it with --min-np"),
         (["--min-np", "3", "--max-np", "2", "true"], "--min-np 3, -np 2, --max-np 2: expected numbers that do not"),
         (["--min-np", "1", "--mpi", "true"], "--min-np: an elastic job is started by this program"),
@@ -87,6 +92,64 @@ def test_flags_of_horovod_set_its_variables() -> None:
     assert found.config.log.level == "warning"
     assert found.config.cluster.join_timeout_s == 45
     assert read_words(["-np", "2", "--timeline", "/t.json", "true"]).environ["HOROVOD_TIMELINE"] == "/t.json"
+
+
+def test_a_timeline_may_be_begun_later() -> None:
+    """Horovod's word for that is no file."""
+    found = read_words(["-np", "2", "--timeline-filename", "DYNAMIC", "true"])
+    assert found.environ["HOROVOD_TIMELINE"] == found.config.trace.timeline == "DYNAMIC"
+    named = read_words(["-np", "2", "--timeline-filename", "dynamic.json", "true"])
+    assert named.environ["HOROVOD_TIMELINE"] == os.path.abspath("dynamic.json")
+
+
+def test_a_check_may_be_turned_on_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
+    path = tmp_path / "run.yaml"
+    path.write_text("stall_check: {enabled: true}\n")
+    assert read_words(["-np", "2", "true"]).config.stall.warn_s == 0
+    for words in (["--stall-check"], ["--config-file", str(path)]):
+        assert read_words(["-np", "2", *words, "true"]).config.stall.warn_s > 0
+
+
+def test_short_names_of_flags() -> None:
+    assert read_words(["-np", "2", "-prefix-timestamp", "true"]).timestamps
+    said = CliRunner().invoke(main, ["--version"]).output
+    assert [CliRunner().invoke(main, ["run", flag]).output for flag in ("-v", "--version")] == [said, said]
+
+
+def test_an_interface_is_a_keyword_too() -> None:
+    assert read_keywords({"np": 2, "network_interfaces": "lo"}).interface == "lo"
+    assert read_keywords({"np": 2, "network_interfaces": ["lo"]}).interface == "lo"
+    with pytest.raises(ConfigError, match="--network-interfaces lo,eth0: expected one"):
+        read_keywords({"np": 2, "network_interfaces": ["lo", "eth0"]})
+    with pytest.raises(UsageError, match="version: not an option"):
+        read_keywords({"np": 2, "version": True})
+
+
+def test_limits_of_time_may_be_variables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "77")
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "88")
+    monkeypatch.setattr(horovod, "_said", False)
+    found = read_words(["-np", "2", "true"])
+    assert (found.start_timeout_s, found.elastic_timeout_s) == (77, 88)
+    found = read_words(["-np", "2", "--start-timeout", "7", "--elastic-timeout", "8", "true"])
+    assert (found.start_timeout_s, found.elastic_timeout_s) == (7, 8)
+    assert not caplog.records
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(click.BadParameter, match="'soon' is not"):
+        read_words(["-np", "2", "true"])
+
+
+def test_a_yaml_file_names_the_controller(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    words = ["-np", "2", "--config-file", str(path)]
+    path.write_text("controller: MPI\nlogging: {with_timestamp: true}\nlibrary_options: {ccl_bgt_affinity: null}\n")
+    assert read_words([*words, "true"]).launcher == "mpirun"
+    assert read_words([*words, "--gloo", "true"]).launcher == ""
+    assert read_words([*words, "--launcher", "ssh", "true"]).launcher == "ssh"
+    path.write_text("controller: gloo\n")
+    assert read_words([*words, "true"]).launcher == ""
+    assert read_words([*words, "--mpi", "true"]).launcher == "mpirun"
 
 
 def test_options_are_for_ranks_too(tmp_path: Path) -> None:
@@ -130,6 +193,9 @@ def test_a_yaml_file_gives_what_the_command_line_does_not(tmp_path: Path) -> Non
     [
         ("params: {fusion: 1}", r"params.fusion: unknown key \(did you mean params.fusion_threshold_mb\?\)"),
         ("surprise: 1", "surprise: unknown key"),
+        ("controller: jsrun", "controller: got 'jsrun', expected one of gloo, mpi"),
+        ("library_options: {ccl_bgt_affinity: 3}", "library_options.ccl_bgt_affinity: CCL is not used; leave it out"),
+        ("logging: {with_timestamp: false}", "logging.with_timestamp: each line of the log has its time; leave it out"),
         ("params: 3", "params: got 3, expected keys and values"),
         ("- a", "got a list, expected keys"),
         ("a: [", "line 1: "),

@@ -8,7 +8,7 @@ import pytest
 
 from omnireduce import ConfigError, load_config
 from omnireduce.config import horovod
-from omnireduce.config.horovod import MEANINGLESS, ROWS, Row, meaningless, settings_of
+from omnireduce.config.horovod import MEANINGLESS, ROWS, SHORTEST_CYCLE_S, Row, meaningless, settings_of
 from omnireduce.config.keys import KEYS
 
 GIVEN = {  # variable: its text, and the value of its key
@@ -40,6 +40,20 @@ def test_a_variable_sets_its_key(row: Row) -> None:
     text, value = GIVEN[row.variable]
     assert list(settings_of({row.variable: text}, {row.key})) == [(row.variable, row.key, value)]
     assert value_of(row.key, {row.variable: text}) == value
+
+
+@pytest.mark.parametrize("text", ["0", "0.05", "0.1"])
+def test_no_cycle_is_too_short(text: str) -> None:
+    """Horovod allows 0."""
+    assert value_of("queue.cycle_s", {"HOROVOD_CYCLE_TIME": text}) == SHORTEST_CYCLE_S
+    with pytest.raises(ConfigError, match=r"queue\.cycle_s: got .*expected"):
+        load_config(overrides=[f"queue.cycle_s={SHORTEST_CYCLE_S / 2}"])  # it is the least that the key allows
+    with pytest.raises(ConfigError, match="HOROVOD_CYCLE_TIME"):
+        load_config(environ={"HOROVOD_CYCLE_TIME": "-1"})
+
+
+def test_what_concerns_another_library_has_its_reason() -> None:
+    assert meaningless({"HOROVOD_CCL_BGT_AFFINITY": "3"}, set()) == {"HOROVOD_CCL_BGT_AFFINITY": "CCL is not used"}
 
 
 def test_a_variable_for_a_key_that_is_not_there_says_so() -> None:

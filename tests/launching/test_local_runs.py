@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launches import FAMILY, SUM, are_gone, environ_of, launched, lines, python, run
-from local_cluster import WAIT_S, children, eventually
+from launches import FAMILY, RUN, SUM, are_gone, environ_of, launched, lines, python, run
+from local_cluster import READY_S, ROOT, WAIT_S, children, eventually
 
 from omnireduce.launching.output import LINE
 
@@ -249,6 +250,17 @@ def test_a_reader_that_leaves_ends_the_job() -> None:
         assert launcher.wait() == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/full"])
+def test_output_may_go_to_a_device(path: str, number: int) -> None:
+    command = [*RUN, "-np", "1", "sh", "-c", f"echo hello >&{number}"]
+    with open(path, "wb") as device:
+        kept = {1: {"stdout": device, "stderr": subprocess.PIPE}, 2: {"stdout": subprocess.PIPE, "stderr": device}}
+        done = subprocess.run(command, env=environ_of(), cwd=ROOT, check=False, timeout=2 * READY_S, **kept[number])
+    assert done.returncode == 0, done.stderr
+    assert ("event=output_lost" in str(done.stderr)) == (path == "/dev/full" and number == 1)
+
+
 def test_ranks_read_nothing() -> None:
     done = run("-np", "2", *python("import sys; assert sys.stdin.read() == ''"))
     assert done.returncode == 0, done.stderr
@@ -299,8 +311,6 @@ def test_a_command_that_cannot_start_is_named(tmp_path: Path) -> None:
 def test_python_of_the_user_is_not_taken_for_ours(tmp_path: Path) -> None:
     (tmp_path / "omnireduce.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "signal.py").write_text("raise SystemExit('nor this one')")
-    import subprocess
-
     done = subprocess.run(
         [Path(sys.executable).with_name("omnireduce"), "run", "-np", "1", "true"],
         cwd=tmp_path, env=environ_of(), capture_output=True, text=True, check=False, timeout=WAIT_S,

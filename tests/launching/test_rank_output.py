@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from itertools import pairwise
@@ -102,3 +103,32 @@ def test_a_descriptor_that_takes_nothing_holds_nobody_up() -> None:
     assert sink.is_broken
     assert not sink.waits
     os.close(writer)
+
+
+def test_what_no_selector_waits_for_takes_at_once(tmp_path: Path) -> None:
+    for path in (os.devnull, tmp_path / "file"):
+        with open(path, "wb") as file:
+            sink = Descriptor(file.fileno())
+            assert sink.always_takes
+            sink.add(b"x" * 100_000)
+            assert not sink.waits
+    assert (tmp_path / "file").read_bytes() == b"x" * 100_000
+
+
+def test_a_full_disk_loses_output_and_ends_no_job(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as file:
+        sink = Descriptor(file.fileno())
+        sink.add(b"one\n")
+        sink.add(b"two\n")
+        assert not sink.waits
+        assert not sink.is_broken
+    for stream in ("stdout", "stderr"):
+        (tmp_path / "rank.0").mkdir(exist_ok=True)
+        (tmp_path / "rank.0" / stream).symlink_to("/dev/full")
+    output, out, _ = collected(folder=str(tmp_path), ranks=1)
+    output.feed("0", STDOUT, b"one\n")
+    output.feed("0", STDOUT, b"two\n")
+    output.close()
+    assert out.data == b"[0]<stdout>:one\n[0]<stdout>:two\n"
+    assert [record.__dict__["event"] for record in caplog.records] == ["output_lost", "output_lost"]
+    assert all(record.levelno == logging.WARNING for record in caplog.records)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launches import SUM, lines, python, run
 
-from omnireduce.launching.messages import MAGIC, MOST_BYTES, MOST_NOISE, Ended, Frames, Output, decode_news, frame
+from omnireduce.launching.messages import (
+    CHUNK,
+    MAGIC,
+    MOST_BYTES,
+    MOST_NOISE,
+    STDOUT,
+    Ended,
+    Frames,
+    Output,
+    decode_news,
+    frame,
+)
+from omnireduce.launching.supervisor import Supervisor
 
 HERE = 'for word; do shift; [ "$word" = -- ] && break; done; shift; exec sh -c "$*"'
 
@@ -67,3 +83,20 @@ def test_nonsense_is_no_message() -> None:
         list(Frames(magic=True).feed(bytes(MOST_NOISE + 1)))
     with pytest.raises(ValueError, match="Expected"):
         decode_news(b"\x01")
+
+
+def test_a_pipe_that_others_keep_full_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of a rank may write for ever, after the rank has ended."""
+    reader, writer = os.pipe()
+    os.write(writer, bytes(CHUNK))
+    pieces = itertools.count()
+
+    def pass_on(_: Supervisor, __: object, descriptor: int) -> int:
+        assert next(pieces) < 1000, "it has been read for ever"
+        return os.write(writer, os.read(descriptor, CHUNK))
+
+    monkeypatch.setattr(Supervisor, "_pass_on", pass_on)
+    Supervisor._drain(Supervisor.__new__(Supervisor), SimpleNamespace(streams={reader: STDOUT}))  # type: ignore[arg-type]
+    assert next(pieces) * CHUNK >= fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
+    os.close(reader)
+    os.close(writer)

@@ -1,0 +1,108 @@
+"""The script that lists hosts: when it runs, and what its faults do. None ends a job."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from launches import are_gone, run, runs
+from local_cluster import WAIT_S, eventually
+
+from omnireduce import ConfigError
+from omnireduce.launching import discovery
+from omnireduce.launching.discovery import Discovery
+from omnireduce.launching.hosts import Host
+
+
+class Taker:
+    """A job that only waits for the script."""
+
+    def __init__(self) -> None:
+        self.acts: dict[int, Callable[[], None]] = {}
+        self.taken: list[list[Host]] = []
+
+    def watch(self, descriptor: int, act: Callable[[], None]) -> None:
+        self.acts[descriptor] = act
+
+    def forget(self, descriptor: int) -> None:
+        del self.acts[descriptor]
+
+    def take_hosts(self, hosts: Sequence[Host]) -> None:
+        self.taken.append(list(hosts))
+
+    def wait(self) -> None:
+        """Until the script has ended."""
+        while self.acts:
+            with selectors.DefaultSelector() as selector:
+                for each in self.acts:
+                    selector.register(each, selectors.EVENT_READ)
+                found = selector.select(WAIT_S)
+                assert found, "the script says nothing, and does not end"
+                for key, _ in found:
+                    self.acts[key.fd]()
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "discover"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "LOOK_S", 0.0)
+
+
+def test_a_script_that_cannot_be_executed_for_a_moment_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, job = script(tmp_path, "echo node1:2; echo node2"), Taker()
+    looks = Discovery(str(path), 3)
+    for mode in (0o700, 0o600, 0o700):
+        path.chmod(mode)
+        looks.look(job)
+        job.wait()
+    assert job.taken == [[Host("node1", 2), Host("node2", 3)]] * 2
+    [record] = caplog.records
+    assert record.__dict__["event"] == "discovery_failed"
+    assert "Permission denied" in record.getMessage()
+
+
+def test_a_script_that_was_never_executed_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--host-discovery-script .*: No such file"):
+        Discovery(str(tmp_path / "none"), 1).look(Taker())
+
+
+@pytest.mark.parametrize("how", ["late", "close"])
+def test_what_the_script_has_started_ends_with_it(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds the pipe, so the script is not over although it has ended."""
+    said, job = tmp_path / "pid", Taker()
+    looks = Discovery(str(script(tmp_path, f"sleep 1000 & echo $! >{said}.new; mv {said}.new {said}")), 1)
+    looks.look(job)
+    assert eventually(said.exists)
+    child = int(said.read_text())
+    assert runs(child)
+    if how == "late":
+        looks.look(job)  # not yet
+        assert runs(child)
+        monkeypatch.setattr(discovery, "SCRIPT_S", 0.0)
+        looks.look(job)
+        assert not job.acts
+        assert "it took more than 0 s" in caplog.text
+    else:
+        looks.close()
+    assert are_gone([child])
+
+
+def test_a_job_waits_for_slots(tmp_path: Path) -> None:
+    """Also when it starts."""
+    path = script(tmp_path, f"echo x >>{tmp_path}/runs; echo localhost:$(wc -l <{tmp_path}/runs)")
+    words = ["--min-np", "2", "--max-np", "4", "--host-discovery-script", str(path)]
+    done = run(*words, "sh", "-c", "echo $OMNIRUN_SIZE")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:2", "[1]<stdout>:2"]
