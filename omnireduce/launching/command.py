@@ -105,13 +105,13 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
     _read_file(asked)
     wanted = read_asked(command, asked)
     start_logs(wanted.config.log)
-    from omnireduce.launching.launch import OWN, launch
+    from omnireduce.launching.launch import STARTED_BY_US, launch
 
     if wanted.smallest:
         from omnireduce.launching.elastic_job import launch_elastic
 
         sys.exit(launch_elastic(wanted))
-    if wanted.launcher in OWN:
+    if wanted.launcher in STARTED_BY_US:
         sys.exit(launch(wanted))
     from omnireduce.launching.others import start_other
 

@@ -10,10 +10,11 @@ import click
 from omnireduce.errors import UsageError
 from omnireduce.launching.command import read_words
 from omnireduce.launching.command import run as command
-from omnireduce.launching.launch import OWN
+from omnireduce.launching.launch import STARTED_BY_US
 from omnireduce.launching.plan import Asked
 
 _SAY_AND_STOP = ("check_build", "version")
+_OF_SHELLS = {"check_build", "version"}  # they print, and end the program
 _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_cooldown_range"}
 
 
@@ -35,7 +36,7 @@ def read_keywords(given: Mapping[str, Any]) -> Asked:
         asked = read_words(words)
     except click.UsageError as error:
         raise UsageError(error.format_message()) from None
-    if asked.launcher not in OWN:
+    if asked.launcher not in STARTED_BY_US:
         raise UsageError(f"launcher {asked.launcher}: omnireduce.run starts ranks itself; expected local, ssh or none")
     if asked.smallest:
         raise UsageError("min_np: ranks of a function do not come and go; start a program by omnireduce run --min-np")

@@ -14,7 +14,7 @@ from omnireduce.launching.output import Descriptor, Plain, Prefixed, Sink
 from omnireduce.launching.plan import Asked, Plan, check_command
 
 HERE = "localhost"
-OWN = ("", "local", "ssh")  # launchers whose ranks this program starts itself
+STARTED_BY_US = ("", "local", "ssh")  # launchers whose ranks this program starts itself
 
 
 def connect(names: Sequence[str], asked: Asked, stack: ExitStack) -> list[Connection]:
@@ -58,10 +58,10 @@ def prefixed(asked: Asked, sinks: dict[int, Sink]) -> Prefixed:
 def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> int:
     """Run a command as all ranks, and return the exit status: 0, that of the first rank that failed, or 128 + the
     signal that ended it or this process. Output goes to this process's own. Raises OmniReduceError."""
-    names = names_of_hosts(asked) if asked.launcher in OWN else [HERE]
+    names = names_of_hosts(asked) if asked.launcher in STARTED_BY_US else [HERE]
     check_command(asked.words, asked.environ, is_away=goes_by_ssh(names[0], asked.launcher))
     sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
-    output = prefixed(asked, dict(sinks)) if asked.launcher in OWN and asked.prefixed else Plain(dict(sinks))
+    output = prefixed(asked, dict(sinks)) if asked.launcher in STARTED_BY_US and asked.prefixed else Plain(dict(sinks))
     with ExitStack() as stack:
         connections = connect(names, asked, stack)
         job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))

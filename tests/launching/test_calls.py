@@ -126,6 +126,7 @@ def test_options_are_those_of_the_command(tmp_path: Path) -> None:
     [
         ({"no_such": 1}, UsageError, "no_such: not an option of omnireduce.run"),
         ({"command": "x"}, UsageError, "command: not an option of omnireduce.run"),
+        ({"version": True}, UsageError, "version: not an option of omnireduce.run"),
         ({"check_build": True}, UsageError, "check_build: not an option of omnireduce.run"),
         ({"use_mpi": True}, UsageError, "launcher mpirun: omnireduce.run starts ranks itself; expected local, ssh"),
         ({"min_np": 1}, UsageError, "min_np: ranks of a function do not come and go"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launches import FAMILY, are_gone, launched, lines, python, run
-from local_cluster import MPIRUN, READY_S
+from local_cluster import MPIRUN, READY_S, WAIT_S
 
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
@@ -68,6 +69,8 @@ def test_srun() -> None:
         done = run("-np", "2", "--launcher", "srun", "true", PATH=PATH)
         assert (done.returncode, done.stderr) == (2, "Error: srun: command not found: it comes with Slurm\n")
         pytest.skip("no Slurm here")
+    if subprocess.run(["srun", "-n", "2", "true"], capture_output=True, timeout=WAIT_S, check=False).returncode:
+        pytest.skip("no Slurm that starts two tasks here")
     done = run("-np", "2", "--launcher", "srun", *python(CODE), PATH=PATH)
     assert done.returncode == 0, done.stderr
 
