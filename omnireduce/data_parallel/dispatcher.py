@@ -88,7 +88,7 @@ class Dispatcher:
         self._lock: Any = threading.RLock()  # a signal handler may close on top of a thread that submits
         self._work, self._over = threading.Condition(self._lock), threading.Condition(self._lock)
         self._waited: list[Task] = []
-        self._fresh, self._closing = False, False
+        self._fresh, self._closing, self._has_ended = False, False, False
         self._error: BaseException | None = None
         self._inspected = 0.0  # when ranks told last what they wait for
         self._batches = self._collectives = 0
@@ -146,8 +146,8 @@ class Dispatcher:
         with self._work:
             self._closing = True
             self._work.notify()
-        if not interrupts:
-            self._thread.join()
+            if not interrupts:  # `Thread.join` in a handler on top of itself would wait for ever
+                self._over.wait_for(lambda: self._has_ended)
 
     # the thread
 
@@ -166,6 +166,10 @@ class Dispatcher:
         except BaseException as error:  # the others must not wait for this rank
             self._end(error)
             self._comm.__exit__(type(error), error, None)
+        finally:
+            with self._over:
+                self._has_ended = True
+                self._over.notify_all()
 
     def _end(self, error: BaseException) -> None:
         with self._over:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from itertools import pairwise
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 
@@ -36,6 +37,18 @@ def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
     return 1 if op in ("prod", "all") else 0
 
 
+def _check_apart(name: str, outs: Sequence[Array]) -> None:
+    """Raises UsageError where two of these contiguous arrays share memory."""
+    places = sorted((each.ctypes.data, each.ctypes.data + each.nbytes) for each in outs if each.nbytes)
+    if any(start < end for (_, end), (start, _) in pairwise(places)):
+        raise UsageError(f"arrays of '{name}' share memory; expected each array once")
+
+
+def _divisor(size: int, dtype: np.dtype[Any]) -> Any:
+    """Of integers of this dtype, some of which are shorter than the number of ranks."""
+    return dtype.type(size) if size <= np.iinfo(dtype).max else np.int64(size)
+
+
 class Reduction:
     """Arrays that are combined with those of other ranks, element by element, into `outs`.
 
@@ -55,6 +68,8 @@ class Reduction:
                 raise UsageError(f"out of {what} is {out.dtype}{list(out.shape)}: expected {expected}")
             if x is not out and np.may_share_memory(x, out):
                 raise UsageError(f"out overlaps {what}; to work in place, call without out=")
+        if len(outs) > 1:
+            _check_apart(name, outs)
         self._outs = outs
         self._flat, self._flat_outs = [each.reshape(-1) for each in arrays], [each.reshape(-1) for each in outs]
         self._prescale, self._postscale = prescale, postscale
@@ -84,8 +99,8 @@ class Reduction:
     def take(self, parts: Sequence[Array], size: int) -> Any:
         """Take the result out of these flat arrays, of `size` ranks. Return the arrays with it."""
         for part, out in zip(parts, self._flat_outs, strict=True):
-            if self._divides:
-                part = (np.floor_divide if out.dtype.kind in "iu" else np.divide)(part, size, out=out)
+            if self._divides and out.dtype.kind in "iu":
+                part = np.floor_divide(part, _divisor(size, out.dtype), out=out, casting="unsafe")
             if self._postscale != 1:
                 np.multiply(part, self._postscale, out=out, casting="unsafe")
             elif part is not out:
@@ -95,16 +110,30 @@ class Reduction:
     def run(self, comm: Communicator) -> Any:
         """Do it, in an exchange of its own."""
         outs, brought = self._flat_outs, self.brought()
-        op, name = self.request.combined_by, OF_QUEUE + self.request.name
+        for op, places in self._exchanges():
+            self._exchange(comm, op, [brought[at] for at in places], [outs[at] for at in places])
+        return self.take(outs, comm.size)
+
+    def _exchanges(self) -> list[tuple[Op, list[int]]]:
+        """Which of the arrays are combined by which operation of the service: of a mean, integers are added."""
+        op, everything = self.request.op, range(len(self._flat_outs))
+        if op != "mean":
+            return [(cast(Op, op), list(everything))]
+        integers = [at for at in everything if self._flat_outs[at].dtype.kind in "iu"]
+        others = [at for at in everything if at not in integers]
+        found: list[tuple[Op, list[int]]] = [("sum", integers), ("mean", others)]
+        return [each for each in found if each[1]]
+
+    def _exchange(self, comm: Communicator, op: Op, brought: Sequence[Array], outs: Sequence[Array]) -> None:
+        name = OF_QUEUE + self.request.name
         if len(outs) == 1:
             is_same = np.may_share_memory(brought[0], outs[0])
             comm.allreduce(brought[0], out=None if is_same else outs[0], op=op, name=name)
-        else:
-            for x, out in zip(brought, outs, strict=True):
-                if not np.may_share_memory(x, out):  # else they are the same
-                    out[:] = x
-            comm.allreduce(outs, op=op, name=name)
-        return self.take(outs, comm.size)
+            return
+        for x, out in zip(brought, outs, strict=True):
+            if not np.may_share_memory(x, out):  # else they are the same
+                out[:] = x
+        comm.allreduce(list(outs), op=op, name=name)
 
 
 class Form(NamedTuple):
@@ -121,6 +150,8 @@ class Form(NamedTuple):
         and checking one anew."""
         request, dtypes, divides, before, after = self
         if len(arrays) != len(dtypes) or (op, prescale, postscale) != (request.op, before, after):
+            return None
+        if len(arrays) > 1 and len(set(map(id, arrays))) < len(arrays):
             return None
         for x, part, dtype in zip(arrays, request.parts, dtypes, strict=True):
             if type(x) is not np.ndarray or x.shape != part.shape or x.dtype != dtype:

@@ -75,13 +75,13 @@ class _Session:
     collectives without a name, by kind and set."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self.added = comm, 0
+        self.comm = comm
         self.begin()
 
     def begin(self) -> None:
         """The communicator is in a job, or in a new formation of it. All its ranks call this."""
         self.sets, self.queues = {0: global_process_set}, {0: Queue(self.comm)}
-        self.unnamed = Counter[tuple[str, int]]()
+        self.added, self.unnamed = 0, Counter[tuple[str, int]]()
         self.place = _place(self.queues[0], self.comm)
 
     def close_queues(self) -> None:
@@ -134,10 +134,12 @@ def session_of() -> _Session:
 def shutdown() -> None:
     """Leave the job. What is under way on other ranks fails. Does nothing when there is none."""
     global _session
-    if _session is not None:
-        _session.close_queues()
-        _session.comm.shutdown()
-        _session = None
+    session = _session  # a signal handler may call this meanwhile
+    if session is not None:
+        session.close_queues()
+        session.comm.shutdown()
+        if _session is session:
+            _session = None
 
 
 def reset() -> None:

@@ -27,7 +27,7 @@ from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.errors import NewcomersError as HostsUpdatedInterrupt
 from omnireduce.errors import UsageError
 from omnireduce.keras.collectives import broadcast_variables
-from omnireduce.keras.values import array_of, failure_of_host
+from omnireduce.keras.values import array_of, raised_by_host
 
 __all__ = [
     "CommitStateCallback",
@@ -53,8 +53,8 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
         try:
             return train(state, *args, **kwargs)
         except Exception as error:
-            found = failure_of_host()
-            if found is None or found is error:
+            found = raised_by_host(error)
+            if found is None:
                 raise
             raise found from error
 
@@ -116,16 +116,17 @@ class CommitStateCallback(keras.callbacks.Callback):
         if batches_per_commit < 1:
             raise UsageError(f"batches_per_commit {batches_per_commit}: expected 1 or more")
         self.state, self.batches_per_commit = state, batches_per_commit
-        self._is_due = False
+        self._is_due, self._commits = False, 0  # that were due in this epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._is_due = False  # what came before has failed
+        self._is_due, self._commits = False, 0  # what came before has failed
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._is_due = (batch + 1) % self.batches_per_commit == 0
+        before, self._commits = self._commits, (batch + 1) // self.batches_per_commit
+        self._is_due = self._is_due or self._commits > before
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._is_due = True
+        self._is_due, self._commits = True, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._commit()
@@ -147,10 +148,14 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.state = state
+        self.state, self._before = state, -1  # the last batch of this epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._before = -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.state.batch += 1
+        self.state.batch += batch - self._before  # Keras may call this once for several batches
+        self._before = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.batch = 0

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import OmniReduceError, UsageError
 
 BACKENDS = ("torch", "jax", "tensorflow")
 OnArrays = Callable[[list[Array]], list[Array]]
@@ -74,9 +74,12 @@ def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
 _failures: list[Exception] = []  # of calls of the host, the last one
 
 
-def failure_of_host() -> Exception | None:
-    """What the last call of the host has raised within a compiled step, once: the backend shows only its text."""
-    return _failures.pop() if _failures else None
+def raised_by_host(error: BaseException) -> Exception | None:
+    """What a call of the host has raised within a compiled step, where `error` is that of the backend, which has only
+    its text."""
+    found = _failures.pop() if _failures else None
+    is_shown = found is not None and not isinstance(error, OmniReduceError) and str(found) in str(error)
+    return found if is_shown else None
 
 
 def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:

@@ -58,8 +58,6 @@ def run(
     """
     if isinstance(config, str | Path):
         options["config"] = str(config)
-    if np is None and not (hosts or {"num_proc", "hostfile"} & options.keys()):
-        np = 1
     executable = options.pop("executable", None) or sys.executable
     asked = read_keywords({"np": np, "hosts": hosts, **options})
     asked = replace(

@@ -118,12 +118,13 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
     sys.exit(launch(wanted, start_other))
 
 
-def read_words(words: Sequence[str]) -> Asked:
-    """What a command line with these words asks for. Raises click.UsageError, and ConfigError."""
+def read_words(words: Sequence[str], ranks: int = 0) -> Asked:
+    """What a command line with these words asks for; so many `ranks` where it does not say how many. Raises
+    click.UsageError, and ConfigError."""
     with run.make_context("run", list(words)) as context:
         found = dict(context.params)
         _read_file(found)
-        return read_asked(found.pop("command"), found)
+        return read_asked(found.pop("command"), found, ranks)
 
 
 def _read_file(asked: dict[str, Any]) -> None:
@@ -143,11 +144,11 @@ def _read_file(asked: dict[str, Any]) -> None:
             raise ConfigError(f"--config-file {path}: {name}: {error.message}") from None
 
 
-def read_asked(command: Sequence[str], asked: Mapping[str, Any]) -> Asked:
-    """What the command line asks for. Raises ConfigError."""
+def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0) -> Asked:
+    """What the command line asks for: see `read_words`. Raises ConfigError."""
     hosts = _hosts(asked)
     environ = os.environ | variables_of(asked) | _passed(asked["passed"])
-    smallest, ranks = ranks_of_elastic(asked, asked["np"] or sum(host.slots for host in hosts))
+    smallest, ranks = ranks_of_elastic(asked, asked["np"] or sum(host.slots for host in hosts) or ranks)
     if not ranks:
         raise ConfigError("-np: how many ranks? Expected a number, as in -np 4, or hosts, as in -H node1:4,node2:4")
     overrides = [*asked["overrides"], *(["transport.kind=tcp"] if asked["tcp"] else [])]

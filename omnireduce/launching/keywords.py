@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,25 +32,34 @@ def read_keywords(given: Mapping[str, Any]) -> Asked:
         found = flags.get(_HOROVOD.get(name, name))
         if found is None:
             raise UsageError(f"{name}: not an option of omnireduce.run; `omnireduce run --help` lists them")
-        words += _words(*found, value)
+        words += _words(name, *found, value)
+    if len([name for name in ("np", "num_proc") if given.get(name) is not None]) > 1:
+        raise UsageError("np and num_proc: expected one of them")
     try:
-        asked = read_words(words)
+        asked = read_words(words, 1)
     except click.UsageError as error:
         raise UsageError(error.format_message()) from None
     if asked.launcher not in STARTED_BY_US:
-        raise UsageError(f"launcher {asked.launcher}: omnireduce.run starts ranks itself; expected local, ssh or none")
+        raise UsageError(f"launcher {asked.launcher}: omnireduce.run starts ranks itself; expected local or ssh")
     if asked.smallest:
         raise UsageError("min_np: ranks of a function do not come and go; start a program by omnireduce run --min-np")
     return asked
 
 
-def _words(flag: str, option: click.Option, value: Any) -> Iterator[str]:
-    """The words of a command line that say so."""
+def _words(name: str, flag: str, option: click.Option, value: Any) -> Iterator[str]:
+    """The words of a command line that say so. Raises UsageError."""
     if option.is_flag:
-        yield flag
+        if not isinstance(value, int):
+            raise UsageError(f"{name}: got {value!r}, expected True or False")
+        if value:
+            yield flag
     elif option.multiple:
+        if isinstance(value, Mapping):
+            value = [f"{key}={each}" for key, each in value.items()]
         for each in [value] if isinstance(value, str) else value:
             yield from (flag, str(each))
+    elif option.name == "ssh" and not isinstance(value, str):
+        yield from (flag, shlex.join(value))
     elif isinstance(value, list | tuple):
         yield from (flag, *map(str, value)) if option.nargs > 1 else (flag, ",".join(map(str, value)))
     else:

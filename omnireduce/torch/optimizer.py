@@ -36,6 +36,7 @@ class Distributed(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Wait until all gradients are combined; the next `step` takes them as they are then."""
+        self._gradients.watch(self)
         self._gradients.combine()
 
     @contextmanager

@@ -14,6 +14,7 @@ from omnireduce import Communicator, Op, UsageError
 from omnireduce.data_parallel.adasum import adasum
 from omnireduce.data_parallel.agreement import ALIKE_STEPS
 from omnireduce.data_parallel.buffers import Buffer
+from omnireduce.data_parallel.operations import Reduction
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.dtypes import Array
 
@@ -51,6 +52,23 @@ def test_arrays_of_a_group_are_done_together(daemon: Daemon) -> None:
         assert all((a == b).all() for a, b in zip(found, expected, strict=True))
 
     in_steps(daemon, do)
+
+
+def test_a_mean_of_floats_beside_integers_does_not_overflow(daemon: Daemon) -> None:
+    def do(queue: Queue) -> None:
+        floats, integers = np.full(3, 40_000, np.float16), np.array([1 + queue.rank])
+        queue.grouped_allreduce_async([integers, floats], name="g", op="mean").wait(60)
+        assert floats.tolist() == [40_000] * 3
+        assert integers.tolist() == [1]
+
+    in_steps(daemon, do)
+
+
+@pytest.mark.parametrize(("dtype", "ranks"), [("int8", 128), ("int8", 200), ("uint8", 256), ("uint64", 300)])
+def test_a_mean_of_short_integers_over_many_ranks(dtype: str, ranks: int) -> None:
+    ends = np.array([np.iinfo(dtype).min, 0, np.iinfo(dtype).max], dtype)
+    found = Reduction("w", [ends], [ends.copy()], "mean", 1, 1).take([ends], ranks)
+    assert found.tolist() == [int(each) // ranks for each in ends]
 
 
 def test_a_mean_of_integers_is_rounded_before_it_is_scaled(daemon: Daemon) -> None:
@@ -187,6 +205,8 @@ def test_what_cannot_be_is_refused(daemon: Daemon) -> None:
             (lambda: queue.allreduce_async(x[:, 0], name="w"), "'w' is not C-contiguous"),
             (lambda: queue.allreduce_async(x, name="w", out=x[:2]), r"out of 'w' is float32\[2, 2\]"),
             (lambda: queue.grouped_allreduce_async([], name="w"), "0 arrays"),
+            (lambda: queue.grouped_allreduce_async([x, x], name="w"), "arrays of 'w' share memory"),
+            (lambda: queue.grouped_allreduce_async([x[1:], x[:3]], name="w"), "arrays of 'w' share memory"),
             (lambda: queue.grouped_allreduce_async([x, x[0, 0]], name="w"), "array 1 of 'w' is a float32"),
             (lambda: queue.allreduce_async(x, name="w", op="adasum", prescale=2), "is not scaled"),
             (lambda: queue.allreduce_async(x.astype(int), name="w", op="adasum"), "adasum of 'w': expected float16"),

@@ -15,6 +15,8 @@ from local_cluster import ROOT, Daemon, configured, unique_job
 import omnireduce as omni
 import omnireduce.keras as hvd
 from omnireduce import AbortedError, UsageError
+from omnireduce.errors import NewcomersError
+from omnireduce.keras import values
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -84,6 +86,35 @@ def test_no_step_is_lost_or_done_twice(daemon: Daemon, backend: str, victim: int
             assert found is not None, line
             assert int(found[1]) == 4 * int(found[2]), line
             assert each.wait() == 0, each.log
+
+
+def test_several_batches_may_end_at_once() -> None:
+    """With `steps_per_execution` Keras says so after the last of them."""
+    state = hvd.elastic.ObjectState(batch=0)
+    commits = list[int]()
+    state.commit = lambda: commits.append(state.batch)  # type: ignore[method-assign]
+    updates, commit = hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.CommitStateCallback(state, 3)
+    for each in (updates, commit):
+        each.on_train_begin()
+        each.on_epoch_begin(0)
+    for batch in (1, 3, 5, 7):
+        commit.on_train_batch_begin(batch - 1)
+        for each in (commit, updates):
+            each.on_train_batch_end(batch)
+    assert state.batch == 8
+    assert commits == [4, 6]
+
+
+def test_only_what_a_step_shows_is_the_hosts() -> None:
+    told = UsageError("'t' differs between ranks")
+    for error, expected in (
+        (RuntimeError(f"in a callback: {told}"), told),
+        (KeyError("a mistake"), None),
+        (NewcomersError(str(told)), None),
+    ):
+        values._failures[:] = [told]
+        assert values.raised_by_host(error) is expected
+        assert not values._failures
 
 
 def test_what_cannot_be(model: keras.Model) -> None:

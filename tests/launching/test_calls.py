@@ -17,6 +17,7 @@ from local_cluster import ROOT, WAIT_S, children, eventually
 
 import omnireduce as omni
 from omnireduce import ConfigError, RankFailedError, UsageError
+from omnireduce.launching.keywords import read_keywords
 
 pytest.importorskip("cloudpickle", reason="no cloudpickle here; the extra `launch` brings it")
 
@@ -122,13 +123,34 @@ def test_options_are_those_of_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({}, 1), ({"np": None, "num_proc": None}, 1), ({"H": "localhost:2"}, 2), ({"hosts": "localhost:2"}, 2),
+        ({"config_file": "two.yaml"}, 2), ({"num_proc": 3}, 3), ({"hostfile": None, "verbose": 0}, 1),
+    ],
+)  # fmt: skip
+def test_how_many_ranks(options: dict[str, Any], ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "two.yaml").write_text("np: 2\n")
+    monkeypatch.chdir(tmp_path)
+    assert read_keywords(options).ranks == ranks
+
+
+def test_keywords_have_values_of_python() -> None:
+    found = read_keywords({"x": {"A": 1}, "ssh": ["ssh", "-F", "my config"], "verbose": 2, "prefix_timestamp": 0})
+    assert (found.environ["A"], found.ssh, found.verbose, found.timestamps) == ("1", "ssh -F 'my config'", True, False)
+    assert read_keywords({"x": "A=b=1"}).environ["A"] == "b=1"
+
+
+@pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"verbose": "false"}, UsageError, "verbose: got 'false', expected True or False"),
+        ({"np": 2, "num_proc": 3}, UsageError, "np and num_proc: expected one of them"),
         ({"no_such": 1}, UsageError, "no_such: not an option of omnireduce.run"),
         ({"command": "x"}, UsageError, "command: not an option of omnireduce.run"),
         ({"version": True}, UsageError, "version: not an option of omnireduce.run"),
         ({"check_build": True}, UsageError, "check_build: not an option of omnireduce.run"),
-        ({"use_mpi": True}, UsageError, "launcher mpirun: omnireduce.run starts ranks itself; expected local, ssh"),
+        ({"use_mpi": True}, UsageError, "launcher mpirun: omnireduce.run starts ranks itself; expected local or ssh"),
         ({"min_np": 1}, UsageError, "min_np: ranks of a function do not come and go"),
         ({"start_timeout": "soon"}, UsageError, "--start-timeout.*'soon' is not a valid float"),
         ({"hosts": "a", "hostfile": "b"}, ConfigError, "--hosts and --hostfile: expected one of them"),

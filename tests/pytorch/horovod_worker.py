@@ -175,6 +175,25 @@ def parameters_without_a_gradient() -> None:
     assert (one.tolist(), other.tolist()) == ([-2, -2], [-1, -1])
 
 
+def a_parameter_that_thaws() -> None:
+    """Also where the program synchronises itself."""
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for each in net.parameters():
+        nn.init.ones_(each)
+    first = net[0].weight.requires_grad_(False)
+    named = [(f"thaws.{name}", each) for name, each in net.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.25), named)
+    for step in range(3):
+        first.requires_grad_(step > 0)
+        optimizer.zero_grad()
+        net(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    found = hvd.allgather_object([each.item() for each in net.parameters()])
+    assert found[0] == found[1] == found[2]
+
+
 def parameters_in_groups() -> None:
     layers = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     for groups in ([layers[:2], layers[1:]], [[layers[0], layers[0]]]):

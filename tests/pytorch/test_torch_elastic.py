@@ -12,7 +12,7 @@ import pytest
 from elastic_ranks import Ranks, until
 from hypothesis import given
 from hypothesis import strategies as st
-from local_cluster import ROOT, Daemon
+from local_cluster import ROOT, WAIT_S, Daemon
 
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.data_parallel.session import ProcessSet
@@ -59,6 +59,40 @@ def test_too_few_survivors_wait_for_others(daemon: Daemon, stack: ExitStack) -> 
     processes[1] = ranks.start(1)
     for each in processes:
         all_were_taken_once(until(each, "is done"))
+
+
+SETS = """
+import os, signal, sys, torch
+import omnireduce.torch as hvd
+
+@hvd.elastic.run
+def train(state):
+    some = hvd.add_process_set([0, 2])
+    print(f"rank {hvd.rank()} of {hvd.size()} goes on", flush=True)
+    while state.step < 20:
+        if state.step == 5 and "dies" in sys.argv:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if hvd.rank() in (0, 2):
+            assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="some", process_set=some).tolist() == [2, 2]
+        state.step += 1
+        state.commit()
+
+hvd.init()
+train(hvd.elastic.TorchState(step=0))
+print("is done", flush=True)
+hvd.shutdown()
+"""
+
+
+def test_sets_of_ranks_are_made_anew_with_one_that_came_back(daemon: Daemon, stack: ExitStack) -> None:
+    """Which has made fewer of them than the others."""
+    ranks = Ranks(daemon, stack, 3, 3, "-c", SETS)
+    processes = [ranks.start(rank, *(["dies"] if rank == 2 else [])) for rank in range(3)]
+    assert processes[2].wait(4 * WAIT_S) == -signal.SIGKILL
+    processes[2] = ranks.start(2)
+    for each in processes:
+        until(each, "is done")
+        assert each.wait() == 0, each.log
 
 
 def test_a_mean_that_is_divided_in_parts_is_one_of_the_ranks_that_there_are_now() -> None:
