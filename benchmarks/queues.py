@@ -41,7 +41,7 @@ WITH, WITHOUT = "with hooks", "without"
 LAYERS = 100  # of two parameters each
 SUMMED, GATHERED = "summed by row", "gathered (two all-gathers)"
 WORDS, WIDTH, LOOKED_UP = 1_000_000, 64, 32_768
-ALIKE, TIMED = 8, 8  # steps
+ALIKE, TIMED, MOST_STEPS = 8, 8, 1000
 GROWING = 1024, 4096, 16384, 65536  # looked up, one after the other
 MOST, HOOK_US, LEAST, MOST_MEMORY = 3.0, 30.0, 3.0, 4.0
 
@@ -61,13 +61,17 @@ class Named:
         self._ways = {MANY: self._many, GROUPED: self._grouped, ONE: self._one}
 
     def turn(self, way: str) -> dict[str, float]:
-        """Milliseconds: the median of several steps, once they are known to be alike."""
-        found = []
-        for _ in range(ALIKE + TIMED):
+        """Milliseconds: the median of several steps, once they are known to be alike. That takes longer each time that
+        a program has changed what it does."""
+        found: list[float] = []
+        for _ in range(MOST_STEPS):
             session.queue().barrier()
-            begin = time.perf_counter()
+            before, begin = session.queue().statistics().rounds, time.perf_counter()
             self._ways[way]()
-            found.append((time.perf_counter() - begin) * 1e3)
+            took_s, rounds = time.perf_counter() - begin, session.queue().statistics().rounds
+            found = [*found, took_s * 1e3] if rounds == before else []
+            if len(found) == ALIKE + TIMED:
+                break
         return {"ms": float(np.median(found[ALIKE:]))}
 
     def _many(self) -> None:
