@@ -207,16 +207,17 @@ class Session:
         return [each for each in found if each is not None]
 
     def _compare_with_grid(self, best: Point) -> float:
-        """Measure a small grid, then its best points and that of the search in turns. Return the ratio of the search's
-        point to the best of these."""
+        """Measure a small grid, its best points once more, and then that of the search and the best of these in turns.
+        Return the ratio of the two. The last race has no part in the choice: of several points that are alike, the best
+        one had luck."""
         self._console.print("the grid:")
         measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
         known = sorted((each for each in measured if each[0] is not None), key=lambda each: -(each[0] or 0.0))
         finalists = [point for _, point in known[:OF_GRID]]
-        race = self._finals([best, *finalists])
-        at = max(range(2, 2 + len(finalists)), key=race.ratio)
-        share, ratios = race.ratio(1, against=at), (race.ratio(1), race.ratio(at))
-        top = finalists[at - 2]
+        first = self._finals(finalists)
+        top = max(finalists, key=lambda point: first.ratio(1 + finalists.index(point)))
+        race = self._finals([best, top])
+        share, ratios = race.ratio(1, against=2), (race.ratio(1), race.ratio(2))
         same = ", the same point" if best == top else f" ({self._text_of(top)})"
         self._console.print(
             f"in turns: search {ratios[0]:.3f}x, best of {len(measured)} of the grid {ratios[1]:.3f}x{same}"
