@@ -188,7 +188,7 @@ def all_reduce(ranks: int, device: str, only: str) -> None:
     """Time `dist.all_reduce` of torch on this host, with omnireduce and with gloo in turns."""
     try:
         click.echo(measure_all_reduce(ranks, device, only), nl=False)
-    except (PeerError, RuntimeError, OmniReduceError) as error:
+    except (PeerError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -109,16 +109,19 @@ def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES) -> 
     ConfigError, which names `key`.
     """
     try:
-        with open(Path(name).expanduser(), "rb", opener=_without_waiting) as file:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # no home directory is known
+        raise ConfigError(f"{key}: {name} cannot be read: {error}") from None
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{key}: {name} is no regular file")
             if found.st_mode & 0o077:
                 _check_readers(file.fileno(), found, f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}")
             return file.read(most_bytes + 1)
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory is known
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{key}: {name} cannot be read: {reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {name} cannot be read: {error.strerror}") from None
 
 
 def _check_readers(file: int, found: os.stat_result, what: str) -> None:
