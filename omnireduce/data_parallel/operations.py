@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
@@ -13,7 +12,7 @@ from omnireduce.data_parallel.requests import JOIN, Request, TensorType
 from omnireduce.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.arguments import check_array, check_root, check_rows, flat_view
+from omnireduce.runtime.member.arguments import check_array, check_root, check_rows, flat_view, two_that_share
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.objects import to_bytes
@@ -35,13 +34,6 @@ def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
         ends = (np.inf, -np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).max, np.iinfo(dtype).min)
         return ends[op == "max"]
     return 1 if op in ("prod", "all") else 0
-
-
-def _check_apart(name: str, outs: Sequence[Array]) -> None:
-    """Raises UsageError where two of these contiguous arrays share memory."""
-    places = sorted((each.ctypes.data, each.ctypes.data + each.nbytes) for each in outs if each.nbytes)
-    if any(start < end for (_, end), (start, _) in pairwise(places)):
-        raise UsageError(f"arrays of '{name}' share memory; expected each array once")
 
 
 def _divisor(size: int, dtype: np.dtype[Any]) -> Any:
@@ -68,15 +60,14 @@ class Reduction:
                 raise UsageError(f"out of {what} is {out.dtype}{list(out.shape)}: expected {expected}")
             if x is not out and np.may_share_memory(x, out):
                 raise UsageError(f"out overlaps {what}; to work in place, call without out=")
-        if len(outs) > 1:
-            _check_apart(name, outs)
+        if two_that_share(outs):
+            raise UsageError(f"arrays of '{name}' share memory; expected each array once")
         self._outs = outs
         self._flat, self._flat_outs = [each.reshape(-1) for each in arrays], [each.reshape(-1) for each in outs]
         self._prescale, self._postscale = prescale, postscale
         scales = "" if prescale == postscale == 1 else f"scaled by {prescale!r} and {postscale!r}"
         parts = tuple(TensorType(str(each.dtype), each.shape) for each in arrays)
         self.request = Request(name, "allreduce", op, parts, scales)
-        self._divides = self.request.combined_by != op
 
     @classmethod
     def of_nothing(cls, request: Request) -> Reduction:
@@ -88,7 +79,7 @@ class Reduction:
     def form(self) -> Form:
         """What stays the same when the same is done with other arrays."""
         dtypes = tuple(each.dtype for each in self._outs)
-        return Form(self.request, dtypes, self._divides, self._prescale, self._postscale)
+        return Form(self.request, dtypes, self._prescale, self._postscale)
 
     def brought(self) -> list[Array]:
         """What this rank brings: flat arrays."""
@@ -99,7 +90,7 @@ class Reduction:
     def take(self, parts: Sequence[Array], size: int) -> Any:
         """Take the result out of these flat arrays, of `size` ranks. Return the arrays with it."""
         for part, out in zip(parts, self._flat_outs, strict=True):
-            if self._divides and out.dtype.kind in "iu":
+            if self.request.op == "mean" and out.dtype.kind in "iu":
                 part = np.floor_divide(part, _divisor(size, out.dtype), out=out, casting="unsafe")
             if self._postscale != 1:
                 np.multiply(part, self._postscale, out=out, casting="unsafe")
@@ -141,14 +132,13 @@ class Form(NamedTuple):
 
     request: Request
     dtypes: tuple[np.dtype[Any], ...]
-    divides: bool
     prescale: float
     postscale: float
 
     def of(self, arrays: Sequence[Array], op: str, prescale: float, postscale: float) -> Reduction | None:
         """The reduction of these arrays, in place; None where they are not of this form. It costs a fourth of making
         and checking one anew."""
-        request, dtypes, divides, before, after = self
+        request, dtypes, before, after = self
         if len(arrays) != len(dtypes) or (op, prescale, postscale) != (request.op, before, after):
             return None
         if len(arrays) > 1 and len(set(map(id, arrays))) < len(arrays):
@@ -160,7 +150,7 @@ class Form(NamedTuple):
             if not (flags.c_contiguous and flags.writeable):
                 return None
         made = Reduction.__new__(Reduction)
-        made.request, made._divides, made._prescale, made._postscale = request, divides, before, after
+        made.request, made._prescale, made._postscale = request, before, after
         made._outs = list(arrays)
         made._flat = made._flat_outs = [x.reshape(-1) for x in arrays]
         return made

@@ -15,7 +15,6 @@ from omnireduce.launching.launch import STARTED_BY_US
 from omnireduce.launching.plan import Asked
 
 _SAY_AND_STOP = ("check_build", "version")
-_OF_SHELLS = {"check_build", "version"}  # they print, and end the program
 _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_cooldown_range"}
 
 

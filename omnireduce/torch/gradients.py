@@ -22,7 +22,7 @@ Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 class ParameterNames:
-    """ParameterNames of parameters, the same on all ranks. `given`: None to number them."""
+    """Names of parameters, the same on all ranks. `given`: None to number them."""
 
     def __init__(self, given: Named | None) -> None:
         self._given = None if given is None else _checked(given)

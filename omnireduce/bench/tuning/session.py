@@ -178,14 +178,17 @@ class Session:
             race.run(math.ceil(times * self._wanted.rounds / len(contenders)))
         return race
 
+    def _best_first(self, points: list[Point], times: int = FINAL_TIMES) -> list[Point]:
+        """The points in the order of a race."""
+        race = self._finals(points, times)
+        return [points[at] for at in sorted(range(len(points)), key=lambda at: -race.ratio(1 + at))]
+
     def _final(self, points: list[Point]) -> Point:
         """Measure the best points once more, in turns with the default, and the best of these again. Return the best
         one, which may be the default, and say and write what it is."""
         space = self._space
         if len(points) > LAST:
-            first = self._finals(points, 1)
-            order = sorted(range(len(points)), key=lambda at: -first.ratio(1 + at))
-            points = [points[at] for at in order[:LAST]]
+            points = self._best_first(points, 1)[:LAST]
         contenders = [space.start, *points]
         at, found = 0, "no sample is faster than the default"
         if points:
@@ -214,8 +217,7 @@ class Session:
         measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
         known = sorted((each for each in measured if each[0] is not None), key=lambda each: -(each[0] or 0.0))
         finalists = [point for _, point in known[:OF_GRID]]
-        first = self._finals(finalists)
-        top = max(finalists, key=lambda point: first.ratio(1 + finalists.index(point)))
+        top = self._best_first(finalists)[0]
         race = self._finals([best, top])
         share, ratios = race.ratio(1, against=2), (race.ratio(1), race.ratio(2))
         same = ", the same point" if best == top else f" ({self._text_of(top)})"

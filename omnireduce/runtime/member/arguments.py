@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -41,6 +43,15 @@ def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a cop
     if x.dtype.itemsize == 0:
         raise UsageError(f"{what} has elements of no bytes, of which there is nothing to send")
     return np.asarray(x).reshape(-1)
+
+
+def two_that_share(arrays: Sequence[Array]) -> tuple[int, int] | None:
+    """The places of two of these contiguous arrays that share memory; None where no two do."""
+    placed = sorted((each.ctypes.data, each.nbytes, at) for at, each in enumerate(arrays) if each.nbytes)
+    for (start, nbytes, at), (next_start, _, other) in pairwise(placed):
+        if start + nbytes > next_start:
+            return at, other
+    return None
 
 
 def check_name(name: object, owner: threading.Thread) -> str:

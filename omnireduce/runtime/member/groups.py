@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from omnireduce.descriptor import BOOL_OPS
 from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view
+from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view, two_that_share
 from omnireduce.runtime.member.calls import Call, Place, Rows, reduction, rows
 from omnireduce.wire.blocks import MAX_BLOCKS
 
@@ -130,10 +130,10 @@ def _leaves(x: Any, path: str, depth: int = 0) -> Iterator[_Leaf]:
 
 
 def _check_apart(leaves: Sequence[_Leaf]) -> None:
-    placed = sorted((leaf.array.ctypes.data, leaf.array.nbytes, leaf.path) for leaf in leaves if leaf.array.nbytes)
-    for (start, nbytes, path), (next_start, _, other) in pairwise(placed):
-        if start + nbytes > next_start:
-            raise UsageError(f"x{path} and x{other} share memory; expected each array once")
+    found = two_that_share([leaf.array for leaf in leaves])
+    if found:
+        path, other = (leaves[at].path for at in found)
+        raise UsageError(f"x{path} and x{other} share memory; expected each array once")
 
 
 def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
