@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from omnireduce.block_program import PROGRAM_ELEMENTS, BlockProgram
 from omnireduce.dtypes import BOOL, BYTES, ELEMENT_TYPES, ElementType, element_type
 from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.layout import Layout
@@ -55,7 +56,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     `block_size`: in elements. `item_bytes`: the size of an element where bytes are moved, else 0. `parts`: how many
     arrays of this shape travel. `group`: where the arrays are some of a group, a text that stands for the whole group,
     else empty. `packets`: how many packets the part of one rank may have; 0 where parts do not travel in packets.
-    `codec`: how blocks travel; empty: as they are. `seed`: of what a codec draws at random.
+    `codec`: how blocks travel; empty: as they are. `seed`: of what a codec draws at random. `program`: what the
+    shards do with sums before all ranks get them.
     """
 
     kind: Kind
@@ -71,9 +73,11 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     packets: int = 0
     codec: str = ""
     seed: int = 0
+    program: BlockProgram | None = None
 
     def __post_init__(self) -> None:
         wrong = self._wrong_words() or self._wrong_shape() or self._wrong_numbers() or self._wrong_codec()
+        wrong = wrong or self._wrong_program()
         if wrong:
             raise UsageError(wrong)
 
@@ -132,6 +136,18 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
             return f"block_size {self.block_size}: expected at most {CODED_ELEMENTS} with a codec"
         return ""
 
+    def _wrong_program(self) -> str:
+        if self.program is None:
+            return ""
+        kinds = ("allreduce", "allreduce_rows")
+        if self.kind not in kinds or self.dtype != "float32" or self.op not in CODED_OPS or self.codec:
+            return f"no block program works on {self}: expected an allreduce of float32, {' or '.join(CODED_OPS)}"
+        if self.layout.block_size > PROGRAM_ELEMENTS:
+            return f"blocks of {self.layout.block_size} elements: expected at most {PROGRAM_ELEMENTS} with a program"
+        if len(self.encoded) > EXTRA_BYTES:
+            return f"a name and a program of {len(self.encoded)} bytes; expected at most {EXTRA_BYTES}"
+        return ""
+
     @property
     def _ops(self) -> tuple[Op, ...]:
         if not self.reduces:
@@ -184,7 +200,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     def encoded(self) -> bytes:
         """The bytes that travel, at most EXTRA_BYTES."""
         found = msgspec.msgpack.encode(self)
-        assert len(found) <= EXTRA_BYTES, f"a descriptor of {len(found)} bytes"
+        assert len(found) <= EXTRA_BYTES or self.program is not None, f"a descriptor of {len(found)} bytes"
         return found
 
     @property
@@ -207,6 +223,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
             said += f" of {self.dtype} {self._shape_text}"
         said += f", {self.op}" if self.reduces else ""
         said += f", codec {self.codec}" if self.codec else ""
+        said += f", through a program of {len(self.program)} instructions" if self.program is not None else ""
         return f"{said}, root {self.root}" if self.kind in ROOTED else said
 
     def __str__(self) -> str:
@@ -247,6 +264,8 @@ def _unshown(each: Descriptor) -> list[str]:
         f"{each.parts} parts",
         f"root {each.root}",
         f"seed {each.seed}",
+        f"scalars {() if each.program is None else each.program.scalars}"[:SHOWN],
+        f"{each.program}"[:SHOWN],
     ]
 
 

@@ -17,6 +17,10 @@ class Stripes(NamedTuple):
         rounds, rest = divmod(blocks, self.shards * self.stripe_blocks)
         return rounds * self.stripe_blocks + min(max(rest - self.shard * self.stripe_blocks, 0), self.stripe_blocks)
 
+    def first_block(self, blocks: int) -> int:
+        """The lowest of them in a tensor of `blocks` blocks, or `blocks` when there is none."""
+        return min(self.shard * self.stripe_blocks, blocks)
+
     def misfit(self, block: int, low: int, high: int) -> str:
         """Words for the first of ascending blocks of [low, high) in these stripes that is not as it should be."""
         return f"block {block}, expected ascending ones from {low} to {high - 1} of shard {self.shard} of {self.shards}"

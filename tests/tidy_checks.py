@@ -45,6 +45,7 @@ STRANGE = {  # a program on one side knows nothing of the other side's rooms
     "worker": ("shard",),
 }
 BASE = {
+    "block_program",
     "cli",
     "config",
     "descriptor",
@@ -80,8 +81,8 @@ PURE = (  # what a protocol machine may import, with all that is in it
         "typing",
     ),
     *("msgspec", "numpy", "omnireduce.kernels", "omnireduce.protocol", "omnireduce.wire"),
-    *("omnireduce.config.schema", "omnireduce.config.security", "omnireduce.descriptor", "omnireduce.dtypes"),
-    *("omnireduce.errors", "omnireduce.layout", "omnireduce.status"),
+    *("omnireduce.block_program", "omnireduce.config.schema", "omnireduce.config.security", "omnireduce.descriptor"),
+    *("omnireduce.dtypes", "omnireduce.errors", "omnireduce.layout", "omnireduce.status"),
     *("omnireduce.secret.Secret", "omnireduce.teams.ANYBODY", "omnireduce.teams.FREE", "omnireduce.teams.Teams"),
 )  # the last ones are values; what reads the files of secrets and teams stands beside them
 IMPURE_CALLS = {"open", "input", "print", "exec", "eval", "compile", "__import__"}

@@ -100,6 +100,17 @@ class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 1 << 30
 
+    state_bytes: Annotated[
+        int,
+        _meta(
+            "what block programs may keep on each shard; with more than 0 all collectives go through the aggregators, "
+            "also between ranks of one host; the same on every worker",
+            "bytes",
+            ge=0,
+            le=2**40,
+        ),
+    ] = 0
+
     @property
     def has_own(self) -> bool:
         """The codec is a class of the user's own."""

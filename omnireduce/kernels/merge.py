@@ -109,6 +109,40 @@ def plan_union(
 
 
 @kernel
+def plan_every(
+    indices: Array,
+    position: Array,
+    count: Array,
+    start: Array,
+    block_size: int,
+    cursor: int,
+    stop: int,
+    shards: int,
+    stripe_blocks: int,
+    out_indices: Array,
+    parts: Array,
+) -> tuple[int, int]:
+    """As `plan_union`, but list every block of this shard from `cursor` on, its own, that is below `stop`.
+
+    Returns the number of entries and the next cursor.
+    """
+    ranks, written = indices.shape[0], 0
+    while written < out_indices.size and cursor < stop:
+        for r in range(ranks):
+            if position[r] < count[r] and indices[r, position[r]] == cursor:
+                parts[written, r] = start[r] + position[r] * block_size
+                position[r] += 1
+            else:
+                parts[written, r] = ABSENT
+        out_indices[written] = cursor
+        written += 1
+        cursor += 1
+        if cursor % stripe_blocks == 0:
+            cursor += (shards - 1) * stripe_blocks
+    return written, cursor
+
+
+@kernel
 def leave_out(marked: Array, rank: int, rows: Array, out: Array) -> None:
     """Copy the rows whose index has no mark of `rank` to the start of `out`.
 

@@ -14,8 +14,9 @@ NEAR = 512  # the same for what is written: the aggregator has read it, so it li
 
 @inlined
 def _clear(target: Array, block: int, bits: np.uint64, in_place: bool) -> None:
-    """Of a zero block with these bits: -0 becomes +0, and a separate target starts as zero."""
-    if bits != 0 or not in_place:
+    """Of a zero block with these bits: -0 becomes +0, and a separate target starts as zero. Without a target nothing
+    does."""
+    if (bits != 0 or not in_place) and block < target.shape[0]:
         target[block, :] = 0
 
 

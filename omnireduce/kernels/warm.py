@@ -12,8 +12,9 @@ from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.kernels.claims import BuiltIn, Kernel, in_turn
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
+from omnireduce.kernels.interpret import run_on_blocks
 from omnireduce.kernels.jit import watching_the_compiler
-from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_union
+from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_every, plan_union
 from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleeps, get_counter, set_counter
@@ -62,6 +63,7 @@ def _of_aggregator() -> Iterator[Kernel]:
     parts, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
     yield partial(admit_indices, indices[0], 0, 1, 0, 1, 1, one.copy())
     yield partial(plan_union, indices, zero, one, zero.copy(), 8, 1, one.copy(), parts.copy(), True, zero.copy())
+    yield partial(plan_every, indices, zero, one, zero.copy(), 8, 0, 1, 1, 1, one.copy(), parts.copy())
     yield from _of_lists(one)
     row = np.zeros((1, 8), np.uint8)
     yield partial(leave_out, one, 0, row, row.copy())
@@ -71,8 +73,17 @@ def _of_aggregator() -> Iterator[Kernel]:
     yield partial(
         reduce_half_blocks, OPS["sum"], True, half, parts, half.reshape(1, 8), scratch, scratch.view(np.uint32), 1
     )
-
     yield from _of_codecs()
+    yield _of_programs()
+
+
+def _of_programs() -> Kernel:
+    block, number = np.zeros((1, 8), np.float32), np.zeros(1, np.int64)
+    return partial(
+        run_on_blocks, OPS["sum"], block[0], number.reshape(1, 1), block.copy(), 1,
+        numbers=number, shards=1, stripe_blocks=1, elements=8, code=np.zeros((1, 4), np.uint8), scalars=block[0],
+        state=block.copy(), columns=1, registers=block.copy(), totals=np.zeros(1),
+    )  # fmt: skip
 
 
 def _of_codecs() -> Iterator[Kernel]:

@@ -23,6 +23,7 @@ from omnireduce.protocol.quiet import BUSY, STOOD_STILL, Quiet
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.result_slots import ResultSlots
 from omnireduce.protocol.senders import Senders
+from omnireduce.protocol.shard_states import ShardStates
 from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
 from omnireduce.wire.words import listed, shown
@@ -42,7 +43,7 @@ class AggregatorMachine:
     tensors are dealt to shards, of which this one is number `shard`. A mean is a sum divided by `divisor` (None: by the
     number of members). Where hosts or relays send sums, the ranks `delegates` send them. With relays, `readers` get
     the results of what every rank sends for itself. To ranks in `inline` results go as bytes, not in slots that all
-    ranks share: they leave out what these ranks have already. Blocks may travel by `codecs`.
+    ranks share: they leave out what these ranks have already. Blocks may travel by `codecs`; programs keep `states`.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
     the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
@@ -56,11 +57,10 @@ class AggregatorMachine:
         *, lengths: Lengths | None = None, shard: int = 0, dealing: Dealing = ONE_SHARD, delegates: Sequence[int] = (),
         readers: Sequence[int] | None = None, inline: Iterable[int] = (), warn_after_s: float = 1.0,
         budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
-        divisor: int | None = None, codecs: Codecs = BUILT_IN,
+        divisor: int | None = None, codecs: Codecs = BUILT_IN, states: ShardStates | None = None,
     ) -> None:  # fmt: skip
-        self._ranks = [Inbox(name) for name in members]
-        self._numbers = numbers or range(len(members))
-        self._gone: set[int] = set()  # ranks that have left
+        self._ranks, self._numbers = [Inbox(name) for name in members], numbers or range(len(members))
+        self._gone = set[int]()  # ranks that have left
         self._arena, self._results, self._slot_count = arena, results, len(results)
         lengths = lengths or Lengths(results.shape[1], results.shape[1])
         shape = self._slot_count, min(results.shape[1], room_for(lengths.longest))
@@ -69,20 +69,20 @@ class AggregatorMachine:
         self._filling = -1  # the result slot being filled, -1 for none
         work_space = divisor or len(members), arena, results, lengths, budget
         self._senders = Senders(
-            len(members), delegates, dealing, shard, lambda many: reduction(many, *work_space), readers=readers
-        )
+            len(members), delegates, dealing, shard, lambda many: reduction(many, *work_space),
+            readers=readers, states=states or ShardStates(0),
+        )  # fmt: skip
         first = dict.fromkeys([*delegates, *range(len(members))])  # those who can begin a collective
         self._in_turn = [(rank, self._ranks[rank]) for rank in first]
         self._current: Reduction | None = None  # while a collective is under way
-        self.quantum, self._round_work = budget.work, ROUND_WORK + RANK_WORK * len(members)
-        self.spent, self.more = 0, False
+        self.quantum, self.spent, self.more = budget.work, 0, False
+        self._round_work = ROUND_WORK + RANK_WORK * len(members)
         self._descriptor: Descriptor | None = None
-        self._first: tuple[int, bytes] = (0, b"")  # who opened the current collective, with which descriptor
+        self._first = 0, b""  # who opened the current collective, with which descriptor
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
         self._extra = b""  # what stands behind the next result
         self._awaited: Collection[object] = ()  # results that come from elsewhere
-        self._quiet = Quiet(warn_after_s)
-        self.account, self._codecs = Account(self._numbers), codecs
+        self._quiet, self.account, self._codecs = Quiet(warn_after_s), Account(self._numbers), codecs
         self._encodes_as = SUM  # what codecs draw for it, nobody else draws
         self.ended: End | None = None
 
@@ -343,7 +343,8 @@ class AggregatorMachine:
         senders = self._senders.ranks
         memories = {self._senders.places[rank]: self._shorter[rank][slot] for rank in senders if rank in self._shorter}
         readers = self._senders.readers
-        nbytes, shorter = current.seal(slot, self._number, memories, self._extra)
+        extra = self._extra if not complete or self._senders.running is None else self._senders.end()
+        nbytes, shorter = current.seal(slot, self._number, memories, extra)
         self.spent += nbytes * (len(memories) or 1)
         self._slots.send(slot, readers)
         if complete:

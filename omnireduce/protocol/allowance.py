@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnireduce.config.security import Terms
-from omnireduce.protocol.hello_checks import demand, slot_bytes
+from omnireduce.protocol.hello_checks import demand, memory_bytes
 from omnireduce.wire.control import Hello
 
 
@@ -22,7 +22,7 @@ def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Se
     if ranks + hello.world_size > terms.max_ranks:
         wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
         return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"
-    if taken + slot_bytes(hello) > terms.max_bytes:
-        wanted = f"{taken} bytes of slots of other jobs of {team} and {slot_bytes(hello)} of this one"
+    if taken + memory_bytes(hello) > terms.max_bytes:
+        wanted = f"{taken} bytes of slots and state of other jobs of {team} and {memory_bytes(hello)} of this one"
         return f"{wanted} are more than max_bytes, {terms.max_bytes}, in {where}"
     return ""

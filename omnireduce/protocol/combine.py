@@ -13,6 +13,7 @@ from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 from omnireduce.protocol.coding import FLOAT_BYTES, Coder
 from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.shard_states import Running
 from omnireduce.wire.blocks import HEADER_BYTES, capacity
 
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
@@ -69,9 +70,11 @@ class Combiner:
         """Memory of this work space."""
         return self._scratch.nbytes + self._plain.nbytes
 
-    def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Format:
+    def begin(
+        self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0, running: Running | None = None
+    ) -> Format:
         """Make ready for a collective whose blocks travel as `codec` says; return how they lie. `key`: of what it draws
-        for sums. Raises CodecError."""
+        for sums. `running`: the program that works on sums. Raises CodecError."""
         kind = descriptor.element.name, descriptor.layout.block_size, descriptor.codec
         self._format = self._formats.pop(kind) if kind in self._formats else self._new_format(descriptor, codec)
         self._formats[kind] = self._format
@@ -80,6 +83,11 @@ class Combiner:
             del self._formats[next(iter(self._formats))]
         self._op = op_code(descriptor.op, descriptor.element)
         self._mean_of = self._divisor if descriptor.op == "mean" else 1
+        self._running = running
+        if running is not None:
+            form = self._format
+            work = form.block_bytes * running.work
+            self._format = form._replace(columns=form.block_size, block_work=form.block_work + work)
         return self._format
 
     def _new_format(self, descriptor: Descriptor, codec: Codec | None) -> Format:
@@ -120,6 +128,8 @@ class Combiner:
                 self._op, form.brain, form.source, parts, out,
                 scratch=scratch, bits=scratch.view(np.uint32), divisor=self._divisor,
             )  # fmt: skip
+        elif self._running is not None:
+            self._running.run(self._op, form.source, parts, out, divisor=self._divisor, numbers=numbers)
         else:
             reduce_blocks(self._op, form.source, parts, out, self._divisor)
 

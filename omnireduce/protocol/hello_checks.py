@@ -27,13 +27,13 @@ ADVICE = {  # for ranks that disagree, by the field of their hello
     "shard": _SAME_LIST,
     **{
         name: f"give every worker the same protocol.{name}"
-        for name in ("urgent_bytes", "slots", "slot_bytes", "stripe_blocks")
+        for name in ("urgent_bytes", "slots", "slot_bytes", "stripe_blocks", "state_bytes")
     },
 }
 
 
 # what a job keeps when it is formed anew
-SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks")
+SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks", "state_bytes")
 
 
 def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
@@ -67,14 +67,14 @@ def kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
     return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0
 
 
-def slot_bytes(hello: Hello) -> int:
-    """Slot memory of the job on this shard: receive slots for every rank, and the results."""
-    return (hello.world_size + 1) * hello.slots * hello.slot_bytes
+def memory_bytes(hello: Hello) -> int:
+    """Memory of the job on this shard: receive slots for every rank, the results, and what programs may keep."""
+    return (hello.world_size + 1) * hello.slots * hello.slot_bytes + hello.state_bytes
 
 
 def demand(jobs: Iterable[Hello]) -> tuple[int, int]:
-    """The ranks and the bytes of slots of these jobs together."""
-    each = [(job.world_size, slot_bytes(job)) for job in jobs]
+    """The ranks and the bytes of memory of these jobs together."""
+    each = [(job.world_size, memory_bytes(job)) for job in jobs]
     return sum(ranks for ranks, _ in each), sum(taken for _, taken in each)
 
 

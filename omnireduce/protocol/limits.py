@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from omnireduce.protocol.hello_checks import demand, slot_bytes
+from omnireduce.protocol.hello_checks import demand, memory_bytes
 from omnireduce.wire.control import Hello
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many jobs may be here at once; how many ranks and bytes of slots one job may have; how many seconds a job may
-    gather; how many ranks and bytes of slots all jobs together may have."""
+    """How many jobs may be here at once; how many ranks and bytes of slots and state one job may have; how many seconds
+    a job may gather; how many ranks and bytes of slots and state all jobs together may have."""
 
     max_jobs: int
     max_world_size: int
@@ -28,11 +28,12 @@ class Limits:
             return f"elastic.settle_s is {hello.settle_s:g} s, expected less than {limit}"
         if hello.world_size > self.max_world_size:
             return f"world size {hello.world_size}; aggregator.max_world_size is {self.max_world_size}: raise it"
-        need = slot_bytes(hello)
+        need = memory_bytes(hello)
         if need > self.max_job_bytes:
             return (
-                f"the job needs {need} bytes of slots; aggregator.max_job_bytes is {self.max_job_bytes}: "
-                "raise it on the aggregator, or lower protocol.slots or protocol.slot_bytes"
+                f"the job needs {need} bytes of slots and state; aggregator.max_job_bytes is {self.max_job_bytes}: "
+                "raise it on the aggregator, or lower protocol.slots, protocol.slot_bytes or "
+                "protocol.state_bytes"
             )
         return ""
 
@@ -47,7 +48,7 @@ class Limits:
         if ranks + hello.world_size > self.max_ranks:
             wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
             return f"{wanted} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"
-        if held + slot_bytes(hello) > self.max_bytes:
-            wanted = f"{held} bytes of slots of other jobs and {slot_bytes(hello)} of this one"
+        if held + memory_bytes(hello) > self.max_bytes:
+            wanted = f"{held} bytes of slots and state of other jobs and {memory_bytes(hello)} of this one"
             return f"{wanted} are more than aggregator.max_bytes, {self.max_bytes}: raise it, or wait"
         return ""

@@ -116,6 +116,10 @@ class Operand(Protocol):
         """Take result blocks of float32, which `place` writes."""
         ...
 
+    def take_totals(self, shard: int, totals: Array) -> None:
+        """Take what a program has added up on a shard, float64."""
+        ...
+
     def finish(self) -> None:
         """All results are there. Raises ProtocolError when they cannot be what the ranks have sent."""
         ...
@@ -165,13 +169,14 @@ class _Tensor:
 
     def __init__(self, blocks: TensorBlocks, layout: Layout, block_bytes: int, nbytes: int) -> None:
         self.blocks, self.layout, self.block_bytes, self.nbytes = blocks, layout, block_bytes, nbytes
+        self._scanned = blocks  # whose blocks of zeros the scan clears
 
     @property
     def is_divisible(self) -> bool:
         return True
 
     def _find_tail(self, shard: int, count: int, indices: Array) -> tuple[int, int]:
-        block, blocks = self.layout.full_blocks, self.blocks
+        block, blocks = self.layout.full_blocks, self._scanned
         if self.layout.owner(block) == shard:
             if np.any(blocks.source_tail & blocks.mask):
                 if count == indices.size:
@@ -201,6 +206,9 @@ class _Tensor:
 
     def put_placed(self, indices: Array, place: Place) -> None:
         self._each_part(indices, place, self.blocks.target, self.blocks.target_tail)
+
+    def take_totals(self, shard: int, totals: Array) -> None:
+        raise AssertionError("no program has run")
 
     def _each_part(self, indices: Array, call: Encode | Place, full: Array, tail: Array) -> None:
         """Call with the blocks of the tensor, and with the short last one."""
@@ -250,7 +258,7 @@ class DenseTensor(_Tensor):
         return self.layout.blocks
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
-        layout, blocks, full, count = self.layout, self.blocks, self.layout.full_blocks, 0
+        layout, blocks, full, count = self.layout, self._scanned, self.layout.full_blocks, 0
         if cursor < full:
             count, cursor = pack_blocks(
                 blocks.source, blocks.target, in_place=blocks.in_place, mask=blocks.mask, cursor=cursor,
@@ -263,7 +271,7 @@ class DenseTensor(_Tensor):
         return Packed(count, cursor, cursor)
 
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
-        layout, blocks, full, count = self.layout, self.blocks, self.layout.full_blocks, 0
+        layout, blocks, full, count = self.layout, self._scanned, self.layout.full_blocks, 0
         if cursor < full:
             count, cursor = list_blocks(
                 blocks.source, blocks.target, in_place=blocks.in_place, mask=blocks.mask, cursor=cursor,

@@ -15,6 +15,7 @@ from omnireduce.layout import Stripes
 from omnireduce.protocol.combine import BLOCK_WORK, Combiner
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.listing import TINY_BYTES, Lister
+from omnireduce.protocol.shard_states import Running
 from omnireduce.protocol.union import Shape, Union
 from omnireduce.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 
@@ -78,15 +79,18 @@ class Reduction:
 
     def begin(
         self, descriptor: Descriptor, stripes: Stripes,
-        *, codec: Codec | None = None, key: int = 0, marks: bool = True,
+        *, codec: Codec | None = None, key: int = 0, marks: bool = True, running: Running | None = None,
     ) -> None:  # fmt: skip
         """Start a collective whose blocks are all of `stripes` and travel as `codec` says; `key`: of what it draws for
-        sums. `marks`: results say which blocks one sender alone has brought. Raises CodecError."""
-        self._format = form = self._combiner.begin(descriptor, codec, key)
-        self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes))
+        sums. `marks`: results say which blocks one sender alone has brought. `running`: the program that works on sums.
+        Raises CodecError."""
+        self._format = form = self._combiner.begin(descriptor, codec, key, running)
+        every = descriptor.program is not None and descriptor.program.every_block and running is not None
+        self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes, every))
         # 16-bit floats go through float32 and back, which may change the bits of a NaN; a rank has no encoded blocks
-        may_mark = marks and codec is None and form.block_bytes > TINY_BYTES
+        may_mark = marks and codec is None and descriptor.program is None and form.block_bytes > TINY_BYTES
         self._sole_is_result = may_mark and descriptor.op == "sum" and not form.half
+        self._returns = running is None or running.program.returns
         self.written = 0
         self._column = 0  # of the next block of the result: how many of its elements are there
         self.sent_blocks = 0  # of this collective, without `written`
@@ -127,7 +131,7 @@ class Reduction:
         if added:
             out, numbers = form.rows[slot, first : first + added], self._numbers[first : first + added]
             self._combiner.combine(self._parts[:added], out, numbers)
-            self._use(added)
+            self._use(added if self._returns else 0)
         return added * form.block_work
 
     def _merge_piece(self, slot: int) -> int:

@@ -54,6 +54,7 @@ class _Awaited:
     readers: Sequence[int]
     sent: int = NOTHING_YET  # the frontier of what has gone up
     returned: int = NOTHING_YET  # that of the results
+    total_bytes: int = 0  # what stands behind the last of them
 
 
 class RelayMachine(AggregatorMachine):
@@ -71,6 +72,7 @@ class RelayMachine(AggregatorMachine):
         *, upstream: str, in_memory: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(members, arena, sums, divisor=1, **options)  # the last aggregator on the way up divides
+        self._senders.states = None  # programs work on sums of all ranks
         self._address, self._upstream, self._returned = upstream, f"aggregator {upstream}", results
         self._up = len(members)  # how many members there are, and the first uplink
         self._down = ResultSlots(len(results))  # slots with results that members still read
@@ -193,8 +195,10 @@ class RelayMachine(AggregatorMachine):
         if peer != self._up:
             raise ProtocolError("a result for a rank that gets none here")
         awaited = self._awaited[0] if self._awaited else None
-        if awaited is None or header.collective != awaited.number or header.extra_bytes:
+        if awaited is None or header.collective != awaited.number:
             raise ProtocolError(f"a result out of order: {header}")
+        if header.extra_bytes != (awaited.total_bytes if header.frontier == awaited.blocks else 0):
+            raise ProtocolError(f"a result with totals that are not its program's: {header}")
         if header.left_out or not max(0, awaited.returned) <= header.frontier <= awaited.sent:
             raise ProtocolError(f"a result that does not fit its collective: {header}")
         awaited.returned = header.frontier
@@ -317,7 +321,9 @@ class RelayMachine(AggregatorMachine):
         assert self._descriptor is not None
         blocks, self._passes = self._descriptor.layout.blocks, not self._descriptor.summed_by_host
         sent = blocks if self._passes else NOTHING_YET
-        self._awaited.append(_Awaited(self._number, blocks, self._senders.readers, sent))
+        program = self._descriptor.program
+        behind = 0 if program is None else program.total_bytes
+        self._awaited.append(_Awaited(self._number, blocks, self._senders.readers, sent, total_bytes=behind))
         self._senders.readers, self._extra = (self._up,), self._first[1]
 
     def _open_next(self, rank: int, state: Inbox, now: float) -> bool:

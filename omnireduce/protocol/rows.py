@@ -74,6 +74,9 @@ class NumberedRows:
     def put_placed(self, indices: Array, place: Place) -> None:
         raise AssertionError("rows have no codec")
 
+    def take_totals(self, shard: int, totals: Array) -> None:
+        raise AssertionError("no program has run")
+
     def _brought(self, wanted: Array) -> Array:
         """The rows of these numbers that were brought. Raises ProtocolError."""
         places = np.searchsorted(self.numbers, wanted)

@@ -9,6 +9,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.protocol.reduction import Reduction
+from omnireduce.protocol.shard_states import Running, ShardStates
 
 
 class Senders:
@@ -16,7 +17,8 @@ class Senders:
     each, and the `readers` of its results. Where hosts or relays send sums, `delegates` send them. What must not be
     summed on the way every rank sends for itself, and `readers` get the results. `waits`: hosts go on with each result,
     as of tensors. `make` gives the work space for so many. `marks`: results say which blocks one sender alone has
-    brought."""
+    brought. `states`: what programs keep here; None on a relay, where sums pass as they are. `running`: the program of
+    the current collective."""
 
     def __init__(
         self,
@@ -27,11 +29,14 @@ class Senders:
         make: Callable[[int], Reduction],
         *,
         readers: Sequence[int] | None = None,
+        states: ShardStates | None = None,
     ) -> None:
         self._everybody, self.delegates = tuple(range(ranks)), tuple(delegates)
         self._readers, self._marks = tuple(readers or self._everybody), readers is None
         self._dealing, self._shard = dealing, shard
         self.has_hosts = dealing.slot_bytes > 0
+        self.states = states
+        self.running: Running | None = None
         self._of_ranks = make(ranks)
         self._of_hosts = make(len(delegates)) if delegates else self._of_ranks
         self.ranks, self.readers, self.reduction = self._everybody, self._readers, self._of_ranks
@@ -39,8 +44,8 @@ class Senders:
         self.waits = False
 
     def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Reduction:
-        """Begin a collective whose blocks travel as `codec` says; `key`: of what it draws for sums. Raises
-        CodecError."""
+        """Begin a collective whose blocks travel as `codec` says; `key`: of what it draws for sums. Raises CodecError,
+        and ProtocolError when there is no room for what a program keeps."""
         by_host = self.delegates != () and descriptor.summed_by_host
         self.waits = by_host and not descriptor.has_rows and self.has_hosts
         self.ranks = self.delegates if by_host else self._everybody
@@ -48,5 +53,17 @@ class Senders:
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
         self.reduction = self._of_hosts if by_host else self._of_ranks
         stripes = self._dealing.layout(descriptor).stripes(self._shard)
-        self.reduction.begin(descriptor, stripes, codec=codec, key=key, marks=self._marks)
+        self.running = None
+        if descriptor.program is not None and self.states is not None:
+            self.running = self.states.begin(descriptor, descriptor.program, stripes)
+        self.reduction.begin(descriptor, stripes, codec=codec, key=key, marks=self._marks, running=self.running)
         return self.reduction
+
+    def end(self) -> bytes:
+        """The program of the current collective has run on all blocks. Returns what it has added up."""
+        assert self.running is not None
+        assert self.states is not None
+        done, self.running = self.running, None
+        if done.program.drops:
+            self.states.drop(done.program.state)
+        return done.totals.tobytes()

@@ -127,13 +127,16 @@ class ShardStream:
     def _place(self, slot: int, nbytes: int) -> Collective | None:
         memory = self._receive_slots[slot]
         header = read_header(memory, nbytes)
-        if not self._incoming or header.collective != self._incoming[0].number or message_extra(memory, header):
+        if not self._incoming or header.collective != self._incoming[0].number:
             raise ProtocolError(f"a result out of order: {header}")
         collective = self._incoming[0]
         operand, coder = collective.sent, None if collective.codec is None else self._coder_of(collective)
         blocks, block_bytes = operand.layout.blocks, operand.block_bytes if coder is None else coder.block_bytes
         packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
-        if header.block_bytes != block_bytes or not self._result_frontier <= header.frontier <= packed:
+        program, is_last = collective.descriptor.program, header.frontier == blocks
+        behind = program.total_bytes if program is not None and is_last else 0
+        fits = header.block_bytes == block_bytes and header.extra_bytes == behind
+        if not (fits and self._result_frontier <= header.frontier <= packed):
             raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
         indices = self._scratch(header.block_count)[: header.block_count]
         unchanged = self._unchanged[: header.block_count]
@@ -155,8 +158,10 @@ class ShardStream:
         else:
             coder.put(operand, rows, indices)
         self._result_frontier = header.frontier
-        if header.frontier < blocks:
+        if not is_last:
             return None
+        if behind:
+            operand.take_totals(self.shard, np.frombuffer(message_extra(memory, header)))
         self._result_frontier = 0
         return self._incoming.popleft()
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import admit_indices, plan_union
+from omnireduce.kernels.merge import admit_indices, plan_every, plan_union
 from omnireduce.layout import Stripes
 from omnireduce.protocol.listing import START, expand
 from omnireduce.wire.blocks import HEADER_BYTES, INDEX_BYTES, Header
@@ -19,12 +19,14 @@ INDEX_WORK = 16  # of one index
 
 
 class Shape(NamedTuple):
-    """The blocks of a collective: how many there are, which of them are this shard's, and how large they are."""
+    """The blocks of a collective: how many there are, which of them are this shard's, and how large they are. With
+    `every` all of them are planned, also those that no rank brings."""
 
     blocks: int
     stripes: Stripes
     block_size: int  # elements
     block_bytes: int
+    every: bool = False
 
 
 class Union:
@@ -60,6 +62,7 @@ class Union:
         self._counters[:] = 0
         self._unused = [0] * len(self._unused)
         self._frontier = [NOT_STARTED] * len(self._frontier)
+        self._cursor = shape.stripes.first_block(shape.blocks) if shape.every else 0  # which comes next, of every one
         self.watermark = NOT_STARTED  # the lowest frontier: below it nothing can be missing
         self.received_blocks = 0
 
@@ -67,7 +70,7 @@ class Union:
         """Make the message in row `row` of the slots the one that `rank`'s blocks are taken from; return the work that
         this was. Raises ProtocolError."""
         before = self._frontier[rank]  # a message that does not raise it would be one of endless many
-        blocks, _, _, block_bytes = self.shape
+        blocks, block_bytes = self.shape.blocks, self.shape.block_bytes
         if header.left_out or header.block_bytes != block_bytes or not before < header.frontier <= blocks:
             raise ProtocolError(
                 f"a message that does not fit its collective of {blocks} blocks, after frontier {before}: {header}"
@@ -93,7 +96,7 @@ class Union:
         They leave room for those that follow: no collective completes before all indices have been seen.
         """
         row, header = self._open[rank]
-        _, (shard, shards, stripe_blocks), block_size, block_bytes = self.shape
+        _, (shard, shards, stripe_blocks), block_size, block_bytes, _ = self.shape
         ahead = self._ahead.pop(rank)
         first, count = header.block_count - ahead, min(ahead, self._window)
         later = ahead - count
@@ -138,10 +141,22 @@ class Union:
         known = self.watermark
         if self._ahead:
             known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
+        if self.shape.every:
+            return self._plan_every(known, numbers, parts)
         added: int = plan_union(
             self._indices, self._position, self._count, self._start,
             block_size=self.shape.block_size, watermark=known, out_indices=numbers, parts=parts,
             mark_sole=mark_sole, soles=self._soles,
+        )  # fmt: skip
+        return added
+
+    def _plan_every(self, known: int, numbers: Array, parts: Array) -> int:
+        """As `plan`, where blocks that no rank has brought count, too."""
+        added, self._cursor = plan_every(
+            self._indices, self._position, self._count, self._start,
+            block_size=self.shape.block_size, cursor=self._cursor, stop=known,
+            shards=self.shape.stripes.shards, stripe_blocks=self.shape.stripes.stripe_blocks,
+            out_indices=numbers, parts=parts,
         )  # fmt: skip
         return added
 
@@ -180,13 +195,14 @@ class Union:
 
     @property
     def used_up(self) -> bool:
-        """All blocks of the messages that are here are used."""
-        return not any(self._unused)
+        """All blocks of the messages that are here are used, and those that nobody brings below the watermark."""
+        return not any(self._unused) and not (self.shape.every and self._cursor < self.watermark)
 
     @property
     def complete(self) -> bool:
         """Every block of the union is used."""
-        return self.watermark == self.shape.blocks and not any(self._unused)
+        is_listed = not self.shape.every or self._cursor >= self.shape.blocks
+        return self.watermark == self.shape.blocks and is_listed and not any(self._unused)
 
     @property
     def laggards(self) -> list[int]:

@@ -12,7 +12,7 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 RELAY_CHARACTERS = 255  # of the address of a relay
@@ -39,6 +39,7 @@ _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_
 TEXT_CHARACTERS = 4096
 # one peer's text goes to all others: it must fit their messages
 _Urgent = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+_State = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS)]
 
 
@@ -114,6 +115,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     smallest: _I32 = 0  # with how many workers an elastic job may start; 0: with `world_size` only
     settle_s: float = 0.0  # how long an elastic job waits for more of them
     urgent_bytes: _Urgent = 0  # tensors of up to so many bytes have a channel of their own, which is another job
+    state_bytes: _State = 0  # what block programs may keep on this shard
     launch: str = ""  # what tells launches apart: ranks of different ones never meet; empty: nothing is known
     formation: _Formation = 0  # in an elastic job, beyond its first shard: the number that the first one gave
     survived: _Formation = 0  # the formation that this worker was in before; 0: it comes new

@@ -175,9 +175,8 @@ def test_limits_of_the_daemon() -> None:
         config = configured(daemon.addresses, "cluster.join_timeout_s=20")
         assert "world size 4; aggregator.max_world_size is 3" in join(config, 0, 4, "wide")
         large = configured(daemon.addresses, "protocol.slots=64")
-        expected = (
-            f"the job needs {3 * 64 * config.protocol.slot_bytes} bytes of slots; aggregator.max_job_bytes is 16777216"
-        )
+        needed = 3 * 64 * config.protocol.slot_bytes
+        expected = f"the job needs {needed} bytes of slots and state; aggregator.max_job_bytes is 16777216"
         assert expected in join(large, 0, 2, "large")
         with RawPeer(daemon.addresses[0]) as gathering, Communicator(config, rank=0, size=1, job="running"):
             gathering.hello("gathering", 0, 2)
@@ -205,7 +204,10 @@ def test_limits_of_all_jobs_together() -> None:
                 config, 0, 2, "three"
             )
             text = join(config, 0, 1, "three")
-            assert f"{2 * job_bytes} bytes of slots of other jobs and {job_bytes * 2 // 3} of this one are more" in text
+            assert (
+                f"{2 * job_bytes} bytes of slots and state of other jobs and {job_bytes * 2 // 3} of this one are more"
+                in text
+            )
             assert f"than aggregator.max_bytes, {2 * job_bytes}: raise it, or wait" in text
         for _ in range(5):
             assert run_job(config, 2, lambda comm: comm.size, unique_job()) == [2, 2]

@@ -29,6 +29,40 @@ MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier", 
 MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
 
 
+def program_is_proper(found: Descriptor) -> bool:
+    """Instructions of four bytes, each of which uses what there is, and no array twice."""
+    program = found.program
+    if program is None:
+        return True
+    proper = (
+        found.kind in ("allreduce", "allreduce_rows")
+        and found.dtype == "float32"
+        and found.op in ("sum", "mean")
+        and not found.codec
+        and found.layout.block_size <= 16384
+        and program.state in range(1 << 16)
+        and program.columns in range(9)
+        and program.cells in range(5)
+        and program.totals in range(5)
+        and len(program.scalars) <= 16
+        and len(program.code) in range(0, 257, 4)
+    )
+    for at in range(0, len(program.code), 4):
+        operation, target, operand, third = program.code[at : at + 4]
+        arrays = [target, *([operand] if operation <= 14 else []), *([third] if operation == 14 else [])]
+        scalars = {10: 1, 11: 2, 12: 2, 13: 2, 15: 1, 16: 1, 17: 1}.get(operation, 0)
+        proper = (
+            proper
+            and operation < 30
+            and all(each < 8 + program.columns for each in arrays)
+            and len(set(arrays)) == len(arrays)
+            and (scalars == 0 or third + scalars <= len(program.scalars))
+            and (operation not in (27, 28) or third < program.cells)
+            and (operation != 29 or third < program.totals)
+        )
+    return proper
+
+
 def descriptor_is_proper(found: Descriptor) -> bool:
     shape, elements, spread = found.shape, 1, 1
     for each in shape:
@@ -65,6 +99,7 @@ def descriptor_is_proper(found: Descriptor) -> bool:
         and len(found.dtype) <= 60
         and f"{found.name}{found.dtype}{found.group}".isprintable()
         and len(found.encoded) <= 1024
+        and program_is_proper(found)
     )
 
 
@@ -112,7 +147,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 17
+        hello.version == 18
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255
@@ -132,7 +167,8 @@ def hello_is_proper(hello: Hello) -> bool:
         and 2 <= hello.slots <= 64
         and 65536 <= hello.slot_bytes <= 64 << 20
         and hello.slot_bytes % 4096 == 0
-        and (hello.world_size + 1) * hello.slots * hello.slot_bytes <= MAX_BYTES
+        and hello.state_bytes >= 0
+        and (hello.world_size + 1) * hello.slots * hello.slot_bytes + hello.state_bytes <= MAX_BYTES
         and 1 <= hello.stripe_blocks <= 2**20
         and 0 <= hello.whole_bytes <= 2**30
         and hello.timeout_s >= 0.1

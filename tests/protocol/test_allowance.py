@@ -22,7 +22,9 @@ def test_a_team_takes_no_more_than_its_terms_allow() -> None:
         Terms(
             max_ranks=3
         ): "2 ranks of other jobs of team 'one' and 2 of this one are more than max_ranks, 3, in one.toml",
-        Terms(max_bytes=2 << 20): "1572864 bytes of slots of other jobs of team 'one' and 1572864 of this one are more",
+        Terms(
+            max_bytes=2 << 20
+        ): "1572864 bytes of slots and state of other jobs of team 'one' and 1572864 of this one are more",
     }.items():
         membership = Membership(dataclasses.replace(LIMITS, max_jobs=9))
         (first,) = membership.hello(1, hello(0, job="one.a", team="one", slots=8), 0.0, terms)

@@ -218,8 +218,9 @@ def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
         ({"slot_bytes": 65536 - 4096}, "slots of 61440 bytes"),
         ({"slot_bytes": 65536 + 8}, "slots of 65544 bytes"),
         ({"slot_bytes": (64 << 20) + 4096}, "slots of"),
-        ({"slots": 64, "slot_bytes": 1 << 20}, f"the job needs {3 * 64 << 20} bytes of slots"),
-        ({"slots": 64, "slot_bytes": 1 << 20}, "raise it on the aggregator, or lower protocol.slots or protocol.slot"),
+        ({"slots": 64, "slot_bytes": 1 << 20}, f"the job needs {3 * 64 << 20} bytes of slots and state"),
+        ({"slots": 64, "slot_bytes": 1 << 20}, "raise it on the aggregator, or lower protocol.slots, protocol.slot"),
+        ({"state_bytes": 1 << 30}, "or protocol.state_bytes"),
         ({"job": ""}, "job ''; expected a string of 1 to 128 characters out of A-Z"),
         ({"job": "j" * 129}, "expected a string of 1 to 128 characters"),
         ({"job": "two\nlines"}, r"job 'two\nlines'; expected a string"),
@@ -267,7 +268,9 @@ def test_no_more_memory_than_allowed() -> None:
     membership = Membership(dataclasses.replace(LIMITS, max_bytes=2 * each))
     (running,) = join(membership, 0, 1, job="a")
     join(membership, 0, job="b")
-    reason = f"{2 * each} bytes of slots of other jobs and {each} of this one are more than aggregator.max_bytes"
+    reason = (
+        f"{2 * each} bytes of slots and state of other jobs and {each} of this one are more than aggregator.max_bytes"
+    )
     assert reason in refusal(join(membership, 0, job="c"))
     membership.gone(("b", 0), 0.0)
     assert isinstance(join(membership, 0, job="c")[0], Answer)

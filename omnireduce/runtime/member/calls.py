@@ -78,7 +78,8 @@ class WithPool(Protocol):
 class Place(NamedTuple):
     """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
     elements; `dealing`: which shard gets what; parts that travel in packets have up to `part_bytes`; `with_pool` lends
-    memory for results; sums of float32 travel by `codec`, and `codec_seed` is that of what it draws."""
+    memory for results; sums of float32 travel by `codec`, and `codec_seed` is that of what it draws. `in_memory`:
+    ranks exchange in memory that they share."""
 
     rank: int
     size: int
@@ -89,6 +90,7 @@ class Place(NamedTuple):
     with_pool: WithPool
     codec: str = NONE
     codec_seed: int = 0
+    in_memory: bool = False
 
     def layout(self, descriptor: Descriptor) -> Layout:
         return self.dealing.layout(descriptor)

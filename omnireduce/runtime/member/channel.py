@@ -94,6 +94,7 @@ def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Po
         ),
         part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),
         codec=protocol.codec, codec_seed=protocol.codec_seed,
+        in_memory=len(joined.neighbours.ranks) > 1 or joined.neighbours.hosts > 1,
     )  # fmt: skip
 
 

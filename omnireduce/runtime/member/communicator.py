@@ -24,9 +24,10 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.calls import check_codec_of
 from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
-from omnireduce.runtime.member.collectives import Collectives, Member
+from omnireduce.runtime.member.collectives import Member
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
+from omnireduce.runtime.member.fused import FusedCollectives
 from omnireduce.runtime.member.launcher import Launch, job_name, launch_id
 from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.parts_of_job import check_group, config_of_group
@@ -53,7 +54,7 @@ class Statistics:
     shard_bytes: tuple[int, ...]
 
 
-class Communicator(Collectives):
+class Communicator(FusedCollectives):
     """Membership of this process in one job; every rank must call the same collectives in the same order. (Urgent ones
     have an order of their own: see `allreduce`.)
 
@@ -189,18 +190,19 @@ class Communicator(Collectives):
             hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
         self._form(hello)
 
-    def create_group(self, ranks: Sequence[int] | None = None, *, name: str) -> Communicator:
+    def create_group(self, ranks: Sequence[int] | None = None, *, name: str, state_bytes: int = 0) -> Communicator:
         """A communicator of their own for these ranks (None: all) on the same aggregators. They call this together.
 
         The first of `ranks` is rank 0 there, and so on. What goes through it is apart from what goes through this one:
         so each may have an order of its own. `name`: letters, digits, "." and "-"; no other group of this communicator
         has it. It ends with this one, and with `reform`. It knows nothing of `protocol.urgent_bytes` and `elastic`.
+        `state_bytes` is its `protocol.state_bytes`.
 
         Raises UsageError for ranks or a name that cannot be, or without this rank; otherwise what construction raises.
         """
         ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
         check_group(ranks, self.rank, self.size)
-        config = config_of_group(self.config, self._hello.launch)
+        config = config_of_group(self.config, self._hello.launch, whole(state_bytes, "state_bytes"))
         job = f"{self._job}+{name}.{self.generation}"
         found = Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _parent=self)
         self._groups.add(found)

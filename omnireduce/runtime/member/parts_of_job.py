@@ -19,11 +19,11 @@ def check_group(ranks: Sequence[int], own: int, size: int) -> None:
         raise UsageError(f"ranks {list(ranks)}: this is rank {own}, which is not among them")
 
 
-def config_of_group(config: Config, launch: str) -> Config:
-    """With which they join: the launch is that of the job."""
+def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
+    """With which they join: the launch is that of the job. Programs may keep so much on each shard."""
     return replace(
         config,
         cluster=replace(config.cluster, launch=launch),
         elastic=Elastic(),
-        protocol=replace(config.protocol, urgent_bytes=0),
+        protocol=replace(config.protocol, urgent_bytes=0, state_bytes=state_bytes),
     )

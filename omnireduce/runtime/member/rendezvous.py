@@ -61,7 +61,8 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
         tcp_message_bytes=config.protocol.tcp_message_bytes,
         urgent_bytes=config.protocol.urgent_bytes,
         launch=launch,
-        memory="" if config.transport.host_exchange == "off" else memory_key(),
+        state_bytes=config.protocol.state_bytes,
+        memory="" if config.transport.host_exchange == "off" or config.protocol.state_bytes else memory_key(),
     )
 
 

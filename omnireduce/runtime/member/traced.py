@@ -87,6 +87,9 @@ class TracedOperand:
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
         self.union += indices.size
 
+    def take_totals(self, shard: int, totals: Array) -> None:
+        self._operand.take_totals(shard, totals)
+
     def finish(self) -> None:
         start = now()
         self._operand.finish()

@@ -24,6 +24,7 @@ from omnireduce.protocol.hosts import Dealing, delegates_of, readers_of
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.protocol.relay import RelayMachine
+from omnireduce.protocol.shard_states import ShardStates
 from omnireduce.protocol.welcomes import members_of, placed, welcomes_of
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
@@ -175,6 +176,7 @@ class Job:
             reduction=Reduction if self._trace is None else self._trace.reduction,
             numbers=[hello.rank for hello in hellos],
             codecs=self._codecs,
+            states=ShardStates(spec.state_bytes),
         )
 
     def _below(self, above: Above, undo: ExitStack) -> Callable[..., AggregatorMachine]:

@@ -1,0 +1,146 @@
+"""What a shard does with the sum of each block before it leaves: a short program of checked instructions.
+
+A program works on one block at a time. Its operands are arrays of float32, one number for each element of the block:
+
+    register 0       the sum or mean of the block. What it holds in the end is what all ranks get
+    registers 1-7    numbers that are forgotten after the block
+    columns          numbers that the shard keeps for each element, in the state that the program names
+
+A state also has cells: one number for each block. Totals are sums over all blocks of the collective. An instruction has
+four bytes: the operation, its target, its operand, and the number of a scalar, a cell, a total or a third operand.
+There are no jumps and no addresses. So whatever a rank sends as a program, a shard can bound what it costs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from omnireduce.errors import UsageError
+
+INSTRUCTION_BYTES = 4
+MAX_INSTRUCTIONS, MAX_SCALARS = 64, 16
+REGISTERS = 8  # the first one holds the sum
+FIRST_COLUMN = REGISTERS  # operand numbers from here on are columns
+MAX_COLUMNS, MAX_CELLS, MAX_TOTALS = 8, 4, 4
+MAX_STATE = (1 << 16) - 1
+PROGRAM_ELEMENTS = 1 << 14  # most of a block: a shard runs a program on a whole block in one step
+TOTAL_BYTES = 8  # of one total, a float64
+
+
+class Operation(IntEnum):
+    """What an instruction does with its target d, its operand a and the scalar s, for each element. t: the next scalar.
+
+    Some do what others could do one after the other: each instruction is one pass over the block.
+    """
+
+    COPY = 0  # d = a
+    ADD = 1  # d += a
+    SUBTRACT = 2  # d -= a
+    SUBTRACT_FROM = 3  # d = a - d
+    MULTIPLY = 4  # d *= a
+    DIVIDE = 5  # d /= a
+    DIVIDE_INTO = 6  # d = a / d
+    MINIMUM = 7  # d = the smaller of d and a
+    MAXIMUM = 8  # d = the larger of d and a
+    GREATER = 9  # d = 1 where d > a, else 0
+    ADD_SCALED = 10  # d += a * s
+    MIX = 11  # d = d * s + a * t
+    MIX_SQUARE = 12  # d = d * s + a * a * t
+    ROOT = 13  # d = square root of a * s + t
+    SELECT = 14  # d = a where d is not 0, else the operand whose number stands in place of a scalar
+    FILL = 15  # d = s
+    ADD_SCALAR = 16  # d += s
+    SCALE = 17  # d *= s
+    SQUARE = 18  # d *= d
+    SQUARE_ROOT = 19
+    ABSOLUTE = 20
+    NEGATE = 21
+    RECIPROCAL = 22  # d = 1 / d
+    EXPONENTIAL = 23
+    LOGARITHM = 24
+    TANH = 25
+    BLOCK_SUM = 26  # each d = the sum of d over the elements of the block
+    LOAD_CELL = 27  # each d = the cell
+    STORE_CELL = 28  # the cell = the first d
+    ADD_TO_TOTAL = 29  # the total += the sum of d over the elements of the block, in float64
+
+
+TWO_OPERANDS = range(Operation.COPY, Operation.SELECT + 1)
+ONE_SCALAR = (Operation.ADD_SCALED, Operation.FILL, Operation.ADD_SCALAR, Operation.SCALE)
+TWO_SCALARS = (Operation.MIX, Operation.MIX_SQUARE, Operation.ROOT)
+WITH_CELL = (Operation.LOAD_CELL, Operation.STORE_CELL)
+
+
+class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
+    """A program, and the state that it works on. Raises UsageError for one that cannot be.
+
+    `state`: the number that the ranks have given to the state. It comes into being, all zeros, when a program first
+    names it, and ends with its generation of the job. `columns`, `cells`: how many numbers it keeps for each element,
+    and for each block. `code`: INSTRUCTION_BYTES for each instruction. `scalars`: its constants, of this time.
+    `every_block`: it also runs on blocks that no rank has brought, whose sum is zero, and all blocks are results; else
+    those blocks stay as they are. `totals`: how many it adds up. `drops`: the state ends after this time. `returns`
+    False: no block is a result, the ranks get the totals only.
+    """
+
+    state: int
+    columns: int
+    cells: int
+    code: bytes
+    scalars: tuple[float, ...] = ()
+    every_block: bool = False
+    totals: int = 0
+    drops: bool = False
+    returns: bool = True
+
+    def __post_init__(self) -> None:
+        wrong = self._wrong_size() or next(filter(None, map(self._wrong_at, range(len(self)))), "")
+        if wrong:
+            raise UsageError(f"a block program that cannot be: {wrong}")
+
+    def __len__(self) -> int:
+        return len(self.code) // INSTRUCTION_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """What stands behind the last result of a shard."""
+        return self.totals * TOTAL_BYTES
+
+    def _wrong_size(self) -> str:
+        if len(self.code) % INSTRUCTION_BYTES or len(self) > MAX_INSTRUCTIONS:
+            most = MAX_INSTRUCTIONS * INSTRUCTION_BYTES
+            return f"code of {len(self.code)} bytes; expected a multiple of {INSTRUCTION_BYTES} up to {most}"
+        limits = {
+            "state": (self.state, MAX_STATE), "columns": (self.columns, MAX_COLUMNS), "cells": (self.cells, MAX_CELLS),
+            "scalars": (len(self.scalars), MAX_SCALARS), "totals": (self.totals, MAX_TOTALS),
+        }  # fmt: skip
+        for what, (found, most) in limits.items():
+            if not 0 <= found <= most:
+                return f"{what} {found}; expected 0 to {most}"
+        return ""
+
+    def _wrong_at(self, at: int) -> str:
+        """What is wrong with instruction `at`; empty for nothing."""
+        number, target, operand, third = self.code[at * INSTRUCTION_BYTES : (at + 1) * INSTRUCTION_BYTES]
+        where = f"instruction {at}"
+        if number > max(Operation):
+            return f"{where} has operation {number}; expected 0 to {max(Operation)}"
+        operation = Operation(number)
+        used = [
+            target,
+            *([operand] if number in TWO_OPERANDS else []),
+            *([third] if number == Operation.SELECT else []),
+        ]
+        if max(used) >= FIRST_COLUMN + self.columns:
+            return f"{where} ({operation.name}) uses operand {max(used)} of {FIRST_COLUMN + self.columns}"
+        if len(set(used)) < len(used):
+            return f"{where} ({operation.name}) uses an operand twice"
+        kinds = (
+            ("scalar", ONE_SCALAR, len(self.scalars)), ("scalar", TWO_SCALARS, len(self.scalars) - 1),
+            ("cell", WITH_CELL, self.cells), ("total", (Operation.ADD_TO_TOTAL,), self.totals),
+        )  # fmt: skip
+        for what, those, count in kinds:
+            if operation in those and third >= count:
+                return f"{where} ({operation.name}) uses {what} {third} of {count}"
+        return ""

@@ -1,0 +1,259 @@
+"""The aggregator's side of a block program: add up the ranks' blocks, and run the program on each sum.
+
+A block stays in the nearest cache while all instructions work on it. Target and operand of an instruction are never the
+same array, so its loop vectorises.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.block_program import FIRST_COLUMN, Operation
+from omnireduce.dtypes import Array
+from omnireduce.kernels.jit import LINE_BYTES, inlined, kernel, prefetch_to_write, row_of, span_of
+from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.reduce import reduce_block
+
+LINE = LINE_BYTES // 4  # float32
+COPY, ADD, SUBTRACT, SUBTRACT_FROM, MULTIPLY, DIVIDE, DIVIDE_INTO = (int(Operation(each)) for each in range(7))
+MINIMUM, MAXIMUM, GREATER, ADD_SCALED, MIX, MIX_SQUARE, ROOT, SELECT = (int(Operation(each)) for each in range(7, 15))
+FILL, ADD_SCALAR, SCALE, SQUARE, SQUARE_ROOT = (int(Operation(each)) for each in range(15, 20))
+ABSOLUTE, NEGATE, RECIPROCAL, EXPONENTIAL, LOGARITHM, TANH = (int(Operation(each)) for each in range(20, 26))
+BLOCK_SUM, LOAD_CELL, STORE_CELL, ADD_TO_TOTAL = (int(Operation(each)) for each in range(26, 30))
+
+
+@kernel
+def _with_operand(operation: int, d: Array, a: Array) -> None:  # noqa: C901  a branch for each
+    """An instruction that has two arrays."""
+    if operation == COPY:
+        for i in range(d.size):
+            d[i] = a[i]
+    elif operation == ADD:
+        for i in range(d.size):
+            d[i] += a[i]
+    elif operation == SUBTRACT:
+        for i in range(d.size):
+            d[i] -= a[i]
+    elif operation == SUBTRACT_FROM:
+        for i in range(d.size):
+            d[i] = a[i] - d[i]
+    elif operation == MULTIPLY:
+        for i in range(d.size):
+            d[i] *= a[i]
+    elif operation == DIVIDE:
+        for i in range(d.size):
+            d[i] /= a[i]
+    elif operation == DIVIDE_INTO:
+        for i in range(d.size):
+            d[i] = a[i] / d[i]
+    else:
+        _compare(operation, d, a)
+
+
+@kernel
+def _mixed(operation: int, d: Array, a: Array, s: float, t: float) -> None:
+    """An instruction that has two arrays and scalars."""
+    if operation == ADD_SCALED:
+        for i in range(d.size):
+            d[i] += a[i] * s
+    elif operation == MIX:
+        for i in range(d.size):
+            d[i] = d[i] * s + a[i] * t
+    elif operation == MIX_SQUARE:
+        for i in range(d.size):
+            d[i] = d[i] * s + a[i] * a[i] * t
+    elif operation == ROOT:
+        for i in range(d.size):
+            d[i] = np.sqrt(a[i]) * s + t
+
+
+@kernel
+def _compare(operation: int, d: Array, a: Array) -> None:
+    """NaN wins in minimum and maximum, as in NumPy, and is not greater than anything."""
+    one, zero = d.dtype.type(1), d.dtype.type(0)
+    if operation == MINIMUM:
+        for i in range(d.size):
+            d[i] = d[i] if d[i] < a[i] or d[i] != d[i] else a[i]
+    elif operation == MAXIMUM:
+        for i in range(d.size):
+            d[i] = d[i] if d[i] > a[i] or d[i] != d[i] else a[i]
+    elif operation == GREATER:
+        for i in range(d.size):
+            d[i] = one if d[i] > a[i] else zero
+
+
+@kernel
+def _select(d: Array, a: Array, b: Array) -> None:
+    for i in range(d.size):
+        d[i] = a[i] if d[i] != 0 else b[i]
+
+
+@kernel
+def _alone(operation: int, d: Array, scalar: float) -> None:  # noqa: C901  a branch for each
+    """An instruction that has one array."""
+    if operation == FILL:
+        for i in range(d.size):
+            d[i] = scalar
+    elif operation == ADD_SCALAR:
+        for i in range(d.size):
+            d[i] += scalar
+    elif operation == SCALE:
+        for i in range(d.size):
+            d[i] *= scalar
+    elif operation == SQUARE:
+        for i in range(d.size):
+            d[i] *= d[i]
+    elif operation == SQUARE_ROOT:
+        for i in range(d.size):
+            d[i] = np.sqrt(d[i])
+    elif operation == ABSOLUTE:
+        for i in range(d.size):
+            d[i] = abs(d[i])
+    elif operation == NEGATE:
+        for i in range(d.size):
+            d[i] = -d[i]
+    else:
+        _function(operation, d)
+
+
+@kernel
+def _function(operation: int, d: Array) -> None:
+    one = d.dtype.type(1)
+    if operation == RECIPROCAL:
+        for i in range(d.size):
+            d[i] = one / d[i]
+    elif operation == EXPONENTIAL:
+        for i in range(d.size):
+            d[i] = np.exp(d[i])
+    elif operation == LOGARITHM:
+        for i in range(d.size):
+            d[i] = np.log(d[i])
+    elif operation == TANH:
+        for i in range(d.size):
+            d[i] = np.tanh(d[i])
+
+
+@kernel
+def _sum_of(d: Array, valid: int) -> float:
+    """The sum of the first `valid` elements in float64: of every fourth one, and then of these four."""
+    a, b, c, e, whole = 0.0, 0.0, 0.0, 0.0, valid // 4 * 4
+    for i in range(0, whole, 4):
+        a += d[i]
+        b += d[i + 1]
+        c += d[i + 2]
+        e += d[i + 3]
+    for i in range(whole, valid):
+        a += d[i]
+    return float((a + b) + (c + e))
+
+
+@inlined
+def _operand(number: int, block: Array, registers: Array, kept: Array) -> Array:
+    """The array that an instruction names: register 0 is `block`."""
+    if number >= FIRST_COLUMN:
+        return span_of(kept, (number - FIRST_COLUMN) * block.size, block.size)
+    if number > 0:
+        return row_of(registers, number)
+    return block
+
+
+@inlined
+def _run(
+    code: Array,
+    scalars: Array,
+    block: Array,
+    kept: Array,
+    later: Array,
+    registers: Array,
+    totals: Array,
+    columns: int,
+    valid: int,
+) -> None:
+    """Run a program on one block. `kept`: what the state keeps for it; `later`: for the next one, which is fetched
+    meanwhile, a share with each instruction: all at once would be more than the processor takes."""
+    fetched, share = 0, (later.size // LINE // max(1, code.shape[0]) + 1) * LINE
+    for at in range(code.shape[0]):
+        for i in range(fetched, min(fetched + share, later.size), LINE):
+            prefetch_to_write(later, i)
+        fetched += share
+        operation, third = code[at, 0], code[at, 3]
+        d = _operand(code[at, 1], block, registers, kept)
+        s, t = scalars[min(third, scalars.size - 1)], scalars[min(third + 1, scalars.size - 1)]
+        if operation < ADD_SCALED:
+            _with_operand(operation, d, _operand(code[at, 2], block, registers, kept))
+        elif operation < SELECT:
+            _mixed(operation, d, _operand(code[at, 2], block, registers, kept), s, t)
+        elif operation == SELECT:
+            other = _operand(third, block, registers, kept)
+            _select(d, _operand(code[at, 2], block, registers, kept), other)
+        elif operation < BLOCK_SUM:
+            _alone(operation, d, s)
+        else:
+            _with_numbers(operation, d, kept, columns * block.size + third, totals, third, valid)
+
+
+@kernel
+def _with_numbers(operation: int, d: Array, kept: Array, cell: int, totals: Array, total: int, valid: int) -> None:
+    """An instruction that has an array and one number."""
+    if operation == BLOCK_SUM:
+        _alone(FILL, d, d.dtype.type(_sum_of(d, valid)))
+    elif operation == LOAD_CELL:
+        _alone(FILL, d, kept[cell])
+    elif operation == STORE_CELL:
+        kept[cell] = d[0]
+    else:
+        totals[total] += _sum_of(d, valid)
+
+
+@kernel
+def run_on_blocks(
+    op: int,
+    arena: Array,
+    parts: Array,
+    out: Array,
+    divisor: int,
+    numbers: Array,
+    shards: int,
+    stripe_blocks: int,
+    elements: int,
+    code: Array,
+    scalars: Array,
+    state: Array,
+    columns: int,
+    registers: Array,
+    totals: Array,
+) -> None:
+    """Reduce the entries of `parts` into `out`, as `reduce_blocks` does, and run the program on each.
+
+    `numbers`: int64 (entries,), the blocks; `shards`, `stripe_blocks`: how blocks are dealt to shards; `elements`: of
+    the whole tensor. `code`: uint8 (instructions, 4); `scalars`: float32,
+    those of the program, and one more. `state`: float32 (blocks of this shard, row),
+    a row is `columns` times the block size, and the cells. `registers`: float32 (REGISTERS, block size), the first of
+    which is not used; `totals`: float64.
+    """
+    size, last = out.shape[1], out.shape[0] - 1
+    for k in range(out.shape[0]):
+        block, part = row_of(out, k), row_of(parts, k)
+        kept = row_of(state, _place_of(numbers[k], shards, stripe_blocks))
+        later = row_of(state, _place_of(numbers[min(k + 1, last)], shards, stripe_blocks))
+        if _is_there(part):
+            reduce_block(op, arena, part, block, block, divisor)
+        else:
+            block[:] = 0
+        valid = min(size, elements - numbers[k] * size)
+        _run(code, scalars, block, kept, later, registers, totals, columns, valid)
+
+
+@inlined
+def _is_there(part: Array) -> bool:
+    """Whether any rank has brought the block."""
+    present = 0
+    for r in range(part.size):
+        present += part[r] != ABSENT
+    return present > 0
+
+
+@inlined
+def _place_of(number: int, shards: int, stripe_blocks: int) -> int:
+    """Where among the blocks of its shard a block is."""
+    return number // (shards * stripe_blocks) * stripe_blocks + number % stripe_blocks

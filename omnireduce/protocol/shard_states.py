@@ -1,0 +1,83 @@
+"""What a shard keeps for block programs: the states of one job, and a program that is about to run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.block_program import FIRST_COLUMN, INSTRUCTION_BYTES, BlockProgram
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.interpret import run_on_blocks
+from omnireduce.layout import Stripes
+
+NUMBER_BYTES = 4  # of a float32
+
+
+def row_numbers(program: BlockProgram, block_size: int) -> int:
+    """How many numbers a state keeps for one block."""
+    return program.columns * block_size + program.cells
+
+
+class ShardStates:
+    """The states of one job on one shard, by number. Together they take no more than `most_bytes`."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self.nbytes = most_bytes, 0
+        self._states: dict[int, tuple[tuple[object, ...], Array]] = {}
+
+    def begin(self, descriptor: Descriptor, program: BlockProgram, stripes: Stripes) -> Running:
+        """Make a program ready for a collective whose blocks are dealt as `stripes` says. Raises ProtocolError when its
+        state was made for another tensor, or finds no room."""
+        layout = descriptor.layout
+        kind = layout, stripes, program.columns, program.cells
+        if program.state not in self._states:
+            self._states[program.state] = kind, self._new(program, stripes.count(layout.blocks), layout.block_size)
+        made_for, state = self._states[program.state]
+        if made_for != kind:
+            raise ProtocolError(
+                f"state {program.state} keeps {program.columns} columns and {program.cells} cells of a tensor of "
+                f"{layout.elements} elements in blocks of {layout.block_size}; it was made for another one"
+            )
+        return Running(program, state, stripes, layout.elements, layout.block_size)
+
+    def _new(self, program: BlockProgram, blocks: int, block_size: int) -> Array:
+        width = row_numbers(program, block_size)
+        wanted = blocks * width * NUMBER_BYTES
+        if self.nbytes + wanted > self._most_bytes:
+            raise ProtocolError(
+                f"state {program.state} needs {wanted} bytes; {self.nbytes} of the {self._most_bytes} that this job "
+                "may keep on a shard are taken: raise protocol.state_bytes"
+            )
+        self.nbytes += wanted
+        return np.zeros((blocks, width), np.float32)  # no memory before it is used
+
+    def drop(self, number: int) -> None:
+        """Forget a state."""
+        self.nbytes -= self._states.pop(number)[1].nbytes
+
+
+class Running:
+    """A program during one collective. `totals`: float64, what it has added up so far."""
+
+    def __init__(self, program: BlockProgram, state: Array, stripes: Stripes, elements: int, block_size: int) -> None:
+        self.program, self._state, self._stripes, self._elements = program, state, stripes, elements
+        self._code = np.frombuffer(program.code, np.uint8).reshape(-1, INSTRUCTION_BYTES)
+        self._scalars = np.array((*program.scalars, 0.0), np.float32)
+        self._registers = np.zeros((FIRST_COLUMN, block_size), np.float32)
+        self.totals = np.zeros(program.totals, np.float64)
+
+    @property
+    def work(self) -> int:
+        """How many numbers it touches for each element."""
+        return 1 + len(self.program) + self.program.columns
+
+    def run(self, op: int, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array) -> None:
+        """Combine `parts`, as `Union.plan` lists them, of `slots` into `out`, (blocks, block size), and run on each
+        block. `numbers`: of the blocks."""
+        run_on_blocks(
+            op, slots, parts, out, divisor,
+            numbers=numbers, shards=self._stripes.shards, stripe_blocks=self._stripes.stripe_blocks,
+            elements=self._elements, code=self._code, scalars=self._scalars, state=self._state,
+            columns=self.program.columns, registers=self._registers, totals=self.totals,
+        )  # fmt: skip

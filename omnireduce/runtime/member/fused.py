@@ -1,0 +1,62 @@
+"""Collectives whose sums go through a block program on the shards, before all ranks get what comes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnireduce.block_program import BlockProgram
+from omnireduce.descriptor import RowOp
+from omnireduce.dtypes import Array
+from omnireduce.runtime.member.collectives import Collectives
+from omnireduce.runtime.member.fused_calls import Fused, FusedRows, fused_reduction, fused_rows
+from omnireduce.runtime.member.handle import Handle
+
+
+class FusedCollectives(Collectives):
+    """Every rank calls the same ones in the same order, as other collectives, with the same program.
+
+    They go through the aggregators, also between ranks of one host. So the job has `protocol.state_bytes`, or the
+    communicator is one that `create_group` has made with `state_bytes`.
+    """
+
+    def fused_allreduce(
+        self, x: Array | None, program: BlockProgram,
+        *, out: Array, op: RowOp = "sum", name: str = "", block_size: int | None = None, wanted: bool = True,
+    ) -> Fused:  # fmt: skip
+        """Sum `x` of all ranks, let each shard run `program` on the sum of each of its blocks, and put what comes of it
+        into `out`, the same on all ranks. Source: FusedAllReduce of CoCoNet (https://arxiv.org/abs/2105.05720).
+
+        `x`, `out`: C-contiguous arrays of float32 of one shape, which do not overlap. `x` None: this rank brings
+        nothing. Blocks that are zero on all ranks are neither sent nor run, and stay in `out` as they are, unless
+        `program.every_block`. `op`: sum or mean. `wanted` False: this rank drops the results, and `out` only gives the
+        shape. `name`, `block_size`: as for `allreduce`; a block has up to 16,384 elements.
+
+        Raises UsageError for unsuitable arguments, and where ranks exchange in memory; otherwise what `allreduce`
+        raises. A program whose state finds no room ends the job.
+        """
+        return self._start(
+            fused_reduction, x, program, out=out, op=op, name=name, block_size=block_size, wanted=wanted
+        ).wait()
+
+    def fused_allreduce_async(self, x: Array | None, program: BlockProgram, **options: Any) -> Handle[Fused]:
+        """Start a `fused_allreduce`, which has the same options; see `allreduce_async`."""
+        options = {"op": "sum", "name": "", "block_size": None, "wanted": True} | options
+        return self._start_async(fused_reduction, x, program, **options)
+
+    def fused_allreduce_rows(
+        self, indices: Array, values: Array, program: BlockProgram,
+        *, n_rows: int, out: Array | None = None, op: RowOp = "sum", name: str = "",
+    ) -> FusedRows:  # fmt: skip
+        """As `fused_allreduce`, of rows of a tall matrix as `allreduce_rows` takes them. A block is a row.
+
+        `out`, (n_rows, row length): what comes of each row is also written there; the other rows stay as they are.
+        Raises what `fused_allreduce` raises.
+        """
+        return self._start(fused_rows, indices, values, program, n_rows=n_rows, out=out, op=op, name=name).wait()
+
+    def fused_allreduce_rows_async(
+        self, indices: Array, values: Array, program: BlockProgram, **options: Any
+    ) -> Handle[FusedRows]:
+        """Start a `fused_allreduce_rows`, which has the same options; see `allreduce_async`."""
+        options = {"out": None, "op": "sum", "name": ""} | options
+        return self._start_async(fused_rows, indices, values, program, **options)

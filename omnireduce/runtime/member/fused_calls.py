@@ -1,0 +1,100 @@
+"""Calls whose sums go through a block program on the shards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnireduce.block_program import BlockProgram
+from omnireduce.descriptor import describe
+from omnireduce.dtypes import Array, element_type
+from omnireduce.errors import UsageError
+from omnireduce.protocol.programmed import ProgrammedRows, ProgrammedTensor, Totals
+from omnireduce.runtime.member.arguments import (
+    check_array,
+    check_name,
+    check_op,
+    check_rows,
+    combine_duplicates,
+    flat_view,
+)
+from omnireduce.runtime.member.calls import Call, Place, once
+from omnireduce.runtime.member.numbers import whole
+
+FLOAT = element_type(np.float32)
+
+
+class Fused(NamedTuple):
+    """What came of a fused all-reduce: the array with the results, and the totals of the program, float64."""
+
+    out: NDArray[np.float32]
+    totals: NDArray[np.float64]
+
+
+class FusedRows(NamedTuple):
+    """What came of a fused all-reduce of rows: their numbers, int64 (m,), ascending; the results, (m, row length); the
+    totals of the program, float64."""
+
+    indices: NDArray[np.int64]
+    rows: NDArray[np.float32]
+    totals: NDArray[np.float64]
+
+
+def fused_reduction(
+    place: Place, x: Array | None, program: BlockProgram,
+    *, out: Array, op: str, name: str, block_size: int | None, wanted: bool,
+) -> Call[Fused]:  # fmt: skip
+    """The sum of `x`, through `program`, in `out`."""
+    _check_program(place, program)
+    target = flat_view(check_float(out, "out"), "out", writable=wanted)
+    source = None if x is None else flat_view(check_float(x, "x"), "x", writable=False)
+    if source is not None and x is not None and x.shape != out.shape:
+        raise UsageError(f"out has the shape {list(out.shape)}, x has {list(x.shape)}: expected the same")
+    if source is not None and np.may_share_memory(source, target):
+        raise UsageError("out overlaps x; a program needs two arrays")
+    called = describe(
+        "allreduce", check_name(name, place.owner), FLOAT.name, out.shape, check_op(op),
+        place.block_size if block_size is None else whole(block_size, "block_size"), program=program,
+    )  # fmt: skip
+    totals = Totals(program.totals)
+    operand = ProgrammedTensor(source, target, place.layout(called), FLOAT.zero_mask, totals, drops=not wanted)
+    reads = () if source is None else (source,)
+    return Call(called, operand, once(lambda: Fused(out, totals.sums)), reads, (target,) if wanted else ())
+
+
+def fused_rows(
+    place: Place, indices: Array, values: Array, program: BlockProgram,
+    *, n_rows: int, out: Array | None, op: str, name: str,
+) -> Call[FusedRows]:  # fmt: skip
+    """Rows of a tall matrix, added by number, through `program`."""
+    _check_program(place, program)
+    shape = check_rows(indices, check_float(values, "values"), n_rows), values.shape[1]
+    target = () if out is None else (flat_view(check_float(out, "out"), "out", writable=True),)
+    if out is not None and out.shape != shape:
+        raise UsageError(f"out has the shape {list(out.shape)}; expected {list(shape)}")
+    called = describe("allreduce_rows", check_name(name, place.owner), FLOAT.name, shape, check_op(op), program=program)
+    numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), FLOAT)
+    totals, layout = Totals(program.totals), place.layout(called)
+    operand = place.with_pool(lambda pool: ProgrammedRows(numbers, own, layout, pool.take, totals, out=out))
+    result = once(lambda: FusedRows(*operand.result, totals.sums))
+    return Call(called, operand, result, reads=(indices, values), writes=target)
+
+
+def check_float(array: Array, what: str) -> Array:
+    """Raises UsageError for anything but an array of float32."""
+    found = check_array(array, what)
+    if found.dtype != np.float32:
+        raise UsageError(f"{what} is an array of {found.dtype}; block programs work on float32")
+    return found
+
+
+def _check_program(place: Place, program: object) -> None:
+    if not isinstance(program, BlockProgram):
+        raise UsageError(f"program is a {type(program).__name__}; expected a BlockProgram")
+    if place.in_memory:
+        raise UsageError(
+            "ranks of this communicator exchange in memory, where no program runs; make one with "
+            "create_group(name=..., state_bytes=...), or set protocol.state_bytes"
+        )

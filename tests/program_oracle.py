@@ -1,0 +1,93 @@
+"""A slow, obvious interpreter of block programs, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from omnireduce.block_program import FIRST_COLUMN, INSTRUCTION_BYTES, REGISTERS, BlockProgram, Operation
+from omnireduce.dtypes import Array
+
+F = np.float32
+WITH_OPERAND: dict[Operation, Callable[[Array, Array, np.float32, np.float32], Array]] = {
+    Operation.COPY: lambda d, a, s, t: a.copy(),
+    Operation.ADD: lambda d, a, s, t: d + a,
+    Operation.SUBTRACT: lambda d, a, s, t: d - a,
+    Operation.SUBTRACT_FROM: lambda d, a, s, t: a - d,
+    Operation.MULTIPLY: lambda d, a, s, t: d * a,
+    Operation.DIVIDE: lambda d, a, s, t: d / a,
+    Operation.DIVIDE_INTO: lambda d, a, s, t: a / d,
+    Operation.MINIMUM: lambda d, a, s, t: np.minimum(d, a),
+    Operation.MAXIMUM: lambda d, a, s, t: np.maximum(d, a),
+    Operation.GREATER: lambda d, a, s, t: (d > a).astype(F),
+    Operation.ADD_SCALED: lambda d, a, s, t: d + a * s,
+    Operation.MIX: lambda d, a, s, t: d * s + a * t,
+    Operation.MIX_SQUARE: lambda d, a, s, t: d * s + a * a * t,
+    Operation.ROOT: lambda d, a, s, t: np.sqrt(a) * s + t,
+}
+ALONE: dict[Operation, Callable[[Array, np.float32], Array]] = {
+    Operation.FILL: lambda d, s: np.full_like(d, s),
+    Operation.ADD_SCALAR: lambda d, s: d + s,
+    Operation.SCALE: lambda d, s: d * s,
+    Operation.SQUARE: lambda d, s: d * d,
+    Operation.SQUARE_ROOT: lambda d, s: np.sqrt(d),
+    Operation.ABSOLUTE: lambda d, s: np.abs(d),
+    Operation.NEGATE: lambda d, s: -d,
+    Operation.RECIPROCAL: lambda d, s: F(1) / d,
+    Operation.EXPONENTIAL: lambda d, s: np.exp(d),
+    Operation.LOGARITHM: lambda d, s: np.log(d),
+    Operation.TANH: lambda d, s: np.tanh(d),
+}
+
+
+class Oracle:
+    """What a state keeps of a tensor of `elements`, in blocks of `block_size`, and what programs make of it."""
+
+    def __init__(self, elements: int, block_size: int, columns: int, cells: int) -> None:
+        self.elements, self.block_size = elements, block_size
+        self.blocks = -(-elements // block_size)
+        self.columns = np.zeros((columns, self.blocks, block_size), F)
+        self.cells = np.zeros((cells, self.blocks), F)
+
+    def run(self, program: BlockProgram, total: Array, out: Array) -> Array:
+        """Run on the sum of all ranks, float32 (elements,); put results into `out`, return the program's totals."""
+        padded = np.zeros((2, self.blocks * self.block_size), F)
+        padded[:, : self.elements] = total, out
+        sums, results = padded.reshape(2, self.blocks, self.block_size)
+        totals = np.zeros(program.totals)
+        with np.errstate(all="ignore"):
+            for block in range(self.blocks):
+                if program.every_block or (sums[block] != 0).any():
+                    results[block] = self._run_on(program, sums[block], block, totals)
+        out[:] = padded[1, : self.elements]
+        return totals
+
+    def _run_on(self, program: BlockProgram, block_sum: Array, block: int, totals: Array) -> Array:
+        """One block. Registers that were not set hold anything: programs of tests do not read them."""
+        operands = {0: block_sum.copy(), **{number: np.zeros(self.block_size, F) for number in range(1, REGISTERS)}}
+        operands |= {FIRST_COLUMN + at: self.columns[at, block].copy() for at in range(len(self.columns))}
+        valid = min(self.block_size, self.elements - block * self.block_size)
+        for at in range(0, len(program.code), INSTRUCTION_BYTES):
+            number, d, a, third = program.code[at : at + INSTRUCTION_BYTES]
+            operation = Operation(number)
+            s, t = np.array([*program.scalars, 0, 0], F)[
+                [min(each, len(program.scalars)) for each in (third, third + 1)]
+            ]
+            if operation in WITH_OPERAND:
+                operands[d] = WITH_OPERAND[operation](operands[d], operands[a], s, t)
+            elif operation is Operation.SELECT:
+                operands[d] = np.where(operands[d] != 0, operands[a], operands[third])
+            elif operation in ALONE:
+                operands[d] = ALONE[operation](operands[d], s)
+            elif operation is Operation.BLOCK_SUM:
+                operands[d] = np.full_like(operands[d], operands[d][:valid].astype(np.float64).sum())
+            elif operation is Operation.LOAD_CELL:
+                operands[d] = np.full_like(operands[d], self.cells[third, block])
+            elif operation is Operation.STORE_CELL:
+                self.cells[third, block] = operands[d][0]
+            else:
+                totals[third] += operands[d][:valid].astype(np.float64).sum()
+        for number in range(len(self.columns)):
+            self.columns[number, block] = operands[FIRST_COLUMN + number]
+        return operands[0]
