@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from omnireduce.kernels.codecs.base import Codec
     from omnireduce.launching.calls import run
+    from omnireduce.optimizers.sharded import ShardedOptimizer
     from omnireduce.runtime.member.calls import Rows
     from omnireduce.runtime.member.communicator import Communicator, Statistics
     from omnireduce.runtime.member.groups import Table
@@ -108,6 +109,7 @@ else:
         ),
         "omnireduce.kernels.codecs.base": ("Codec",),
         "omnireduce.launching.calls": ("run",),
+        "omnireduce.optimizers.sharded": ("ShardedOptimizer",),
         "omnireduce.runtime.member.calls": ("Rows",),
         "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
         "omnireduce.elastic": ("ElasticState", "run_elastic"),
@@ -147,6 +149,7 @@ __all__ = [
     "RefusedError",
     "RowOp",
     "Rows",
+    "ShardedOptimizer",
     "Statistics",
     "Table",
     "TransportError",

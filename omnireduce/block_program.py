@@ -144,3 +144,20 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
             if operation in those and third >= count:
                 return f"{where} ({operation.name}) uses {what} {third} of {count}"
         return ""
+
+
+class Assembly:
+    """Writes the instructions of a program, one after the other."""
+
+    def __init__(self) -> None:
+        self._code, self._scalars = bytearray(), list[float]()
+
+    def add(self, operation: Operation, target: int, operand: int = 0, *scalars: float, third: int = 0) -> None:
+        """An instruction with its scalars, or with the number of a cell or a total as `third`."""
+        place = len(self._scalars) if scalars else third
+        self._scalars += scalars
+        self._code += bytes([operation, target, operand, place])
+
+    def program(self, state: int, columns: int, cells: int, **options: object) -> BlockProgram:
+        """What a shard gets. `options` are fields of BlockProgram."""
+        return BlockProgram(state, columns, cells, bytes(self._code), tuple(self._scalars), **options)  # type: ignore[arg-type]

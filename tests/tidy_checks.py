@@ -23,6 +23,7 @@ LIBRARY = (
     "data_parallel",
     "planning",
     "launching",
+    "optimizers",
 )  # what users call, on top of a communicator
 FRONTS = ("torch", "keras", "switchml", "bench", "console", "ray")
 ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base

@@ -25,8 +25,8 @@ log = logging.getLogger("omnireduce")
 class State:
     """What a training has achieved: its attributes, which are plain data, such as `epoch` and `batch`.
 
-    A front adds what it knows: subclasses override `exchange`, `save`, `restore` and `sync`. They have all that these
-    need before they call this `__init__`, which saves.
+    A front adds what it knows: subclasses override `exchange`, `collect`, `save`, `restore` and `sync`. They have all
+    that these need before they call this `__init__`, which saves.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -64,6 +64,10 @@ class State:
         waiting = np.array([session.communicator().newcomers])
         if session.queue().allreduce_async(waiting, name="newcomers", op="max").wait()[0]:
             raise NewcomersError("other workers wait to join; form the job anew")
+
+    def collect(self) -> None:
+        """Fetch what would be forgotten when the job is formed anew, though nothing has failed. All ranks call this.
+        Here: nothing."""
 
     def save(self) -> None:
         """Keep the state as it is now, on this rank."""
@@ -118,5 +122,14 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
                 state.restore()
             except NewcomersError:
                 log.info("forming the job anew, with those who wait", extra=tagged("reforming"))
+                _collect(state)
 
     return wrapped
+
+
+def _collect(state: State) -> None:
+    """A rank may fail in this moment, too."""
+    try:
+        state.collect()
+    except (AbortedError, ClosedError):
+        state.restore()

@@ -77,6 +77,7 @@ from omnireduce.torch.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from omnireduce.torch.sharded import ShardedOptimizer
 from omnireduce.torch.states import (
     allgather_object,
     broadcast_object,
@@ -98,6 +99,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessSet",
     "Product",
+    "ShardedOptimizer",
     "State",
     "Sum",
     "SyncBatchNorm",

@@ -24,6 +24,7 @@ from omnireduce.data_parallel.elastic import State, run
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.errors import NewcomersError as HostsUpdatedInterrupt
+from omnireduce.torch.sharded import ShardedOptimizer
 from omnireduce.torch.states import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "TorchState", "run"]
@@ -114,6 +115,11 @@ class TorchState(State):
         for name, each in self._samplers.items():
             each.exchange(name)
 
+    def collect(self) -> None:
+        """Fetch what an optimizer keeps on the aggregators."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+
     def save(self) -> None:
         """Keep everything as it is now, on this rank."""
         super().save()
@@ -134,7 +140,9 @@ class TorchState(State):
         with torch.no_grad():
             if self.model is not None:
                 broadcast_parameters(self.model.state_dict(), root)
-            if self.optimizer is not None:
+            if isinstance(self.optimizer, ShardedOptimizer):
+                self.optimizer.restore(root)
+            elif self.optimizer is not None:
                 broadcast_optimizer_state(self.optimizer, root)
         for name, sampler in self._samplers.items():
             own = sampler.state_dict()

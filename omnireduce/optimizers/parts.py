@@ -1,0 +1,158 @@
+"""Parameters as they travel: each part has one state on the shards, and one exchange in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from omnireduce.block_program import PROGRAM_ELEMENTS, BlockProgram
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.layout import Layout
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.handle import Handle
+
+SMALL_BYTES = 1 << 19  # the largest array that is copied to travel with others
+
+
+class Parameter(NamedTuple):
+    """A name, and the weights: C-contiguous, float32."""
+
+    name: str
+    weights: Array
+
+
+class Part(Protocol):
+    """Some parameters. `layout`: of what travels; `state`: the number of their state on the shards."""
+
+    state: int
+    parameters: list[Parameter]
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
+        """Start the exchange of a step, with the gradients that this rank has."""
+        ...
+
+    def done(self) -> None:
+        """The exchange is over: what came goes to the parameters."""
+        ...
+
+    def send(self, comm: Communicator, program: BlockProgram, values: Mapping[str, Array] | None) -> None:
+        """Let `program` run on values of this rank, an array like the weights for each parameter. None: this rank
+        brings nothing. Results go to the parameters."""
+        ...
+
+    def receive(self, comm: Communicator, program: BlockProgram, *, wanted: bool) -> dict[str, Array]:
+        """What `program` makes of nothing, an array like the weights for each parameter; none if it is not `wanted`."""
+        ...
+
+
+class Dense:
+    """One parameter of any size, or several small ones in a buffer, each at the start of a block."""
+
+    def __init__(self, state: int, parameters: Sequence[Parameter], block_size: int) -> None:
+        self.state, self.parameters, self.block_size = state, list(parameters), block_size
+        sizes = [each.weights.size for each in parameters]
+        starts = np.cumsum([0, *(-(-size // block_size) * block_size for size in sizes)]).tolist()
+        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        self._is_alone = len(sizes) == 1
+        self._elements = sizes[0] if self._is_alone else starts[-1]
+        self._weights = parameters[0].weights.reshape(-1) if self._is_alone else np.zeros(self._elements, np.float32)
+        self._gradients = np.zeros(0 if self._is_alone else self._elements, np.float32)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self._elements, self.block_size)
+
+    def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
+        given = {
+            each.name: dense_gradient(each, gradients[each.name]) for each in self.parameters if each.name in gradients
+        }
+        own = next(iter(given.values()), None)
+        if own is not None and not self._is_alone:
+            own = self._fill(self._gradients, given)
+        return comm.fused_allreduce_async(own, program, out=self._weights, block_size=self.block_size)
+
+    def _fill(self, flat: Array, values: Mapping[str, Array]) -> Array:
+        """Put arrays at their places in `flat`, and zeros for those that are missing."""
+        for each, place in zip(self.parameters, self._places, strict=True):
+            flat[place] = values[each.name].reshape(-1) if each.name in values else 0
+        return flat
+
+    def done(self) -> None:
+        if not self._is_alone:
+            for each, place in zip(self.parameters, self._places, strict=True):
+                each.weights.reshape(-1)[:] = self._weights[place]
+
+    def send(self, comm: Communicator, program: BlockProgram, values: Mapping[str, Array] | None) -> None:
+        own = None if values is None else self._fill(np.zeros(self._elements, np.float32), values)
+        comm.fused_allreduce(own, program, out=self._weights, block_size=self.block_size)
+        self.done()
+
+    def receive(self, comm: Communicator, program: BlockProgram, *, wanted: bool) -> dict[str, Array]:
+        found = np.zeros(self._elements, np.float32) if wanted else self._weights
+        comm.fused_allreduce(None, program, out=found, block_size=self.block_size, wanted=wanted)
+        places = zip(self.parameters, self._places, strict=True)
+        return {each.name: found[place].reshape(each.weights.shape) for each, place in places if wanted}
+
+
+class Table:
+    """One parameter, (rows, row length), whose gradients come as rows."""
+
+    def __init__(self, state: int, parameter: Parameter) -> None:
+        self.state, self.parameters, self._weights = state, [parameter], parameter.weights
+        if parameter.weights.ndim != 2 or not 1 <= parameter.weights.shape[1] <= PROGRAM_ELEMENTS:
+            found = list(parameter.weights.shape)
+            raise UsageError(f"{parameter.name} is {found}; expected [rows, row length of up to {PROGRAM_ELEMENTS}]")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self._weights.size, self._weights.shape[1])
+
+    def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
+        name, n_rows = self.parameters[0].name, len(self._weights)
+        indices, values = gradients.get(name, self._no_rows())
+        return comm.fused_allreduce_rows_async(indices, values, program, n_rows=n_rows, out=self._weights)
+
+    def _no_rows(self) -> tuple[Array, Array]:
+        return np.zeros(0, np.int64), self._weights[:0]
+
+    def done(self) -> None:
+        """Rows go to their places at once."""
+
+    def send(self, comm: Communicator, program: BlockProgram, values: Mapping[str, Array] | None) -> None:
+        rows = self._no_rows()
+        if values is not None:
+            own = values[self.parameters[0].name]
+            rows = np.arange(len(own)), own.copy()
+        comm.fused_allreduce_rows(*rows, program, n_rows=len(self._weights), out=self._weights)
+
+    def receive(self, comm: Communicator, program: BlockProgram, *, wanted: bool) -> dict[str, Array]:
+        found = comm.fused_allreduce_rows(*self._no_rows(), program, n_rows=len(self._weights))
+        return {self.parameters[0].name: found.rows.copy()} if wanted else {}
+
+
+def dense_gradient(parameter: Parameter, given: Any) -> Array:
+    """A gradient that a user has given, flat. Raises UsageError."""
+    weights = parameter.weights
+    if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.shape != weights.shape:
+        what = f"{given.dtype}{list(given.shape)}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
+        raise UsageError(f"the gradient of {parameter.name} is {what}; expected float32{list(weights.shape)}")
+    return np.ascontiguousarray(given).reshape(-1)
+
+
+def parts_of(parameters: Sequence[Parameter], tables: set[str], block_size: int, *, apart: bool) -> list[Part]:
+    """The parameters as they travel: `tables` as rows, large ones by themselves, small ones together unless `apart`."""
+    found, small = list[Part](), list[Parameter]()
+    for each in parameters:
+        if each.name in tables:
+            found.append(Table(len(found), each))
+        elif apart or each.weights.nbytes > SMALL_BYTES:
+            found.append(Dense(len(found), [each], block_size))
+        else:
+            small.append(each)
+    return [*found, Dense(len(found), small, block_size)] if small else found

@@ -1,0 +1,279 @@
+"""How weights follow from gradients: the update rules, written as block programs.
+
+Where not said otherwise the formulas are those of torch.optim, and results agree up to rounding. `lr` is the learning
+rate. A block, or a row, that is zero in the sum of all ranks is skipped where the rule leaves it as it is. Where the
+rule changes it all the same, as a momentum that goes on does, it is updated, unless the rule is `lazy`: then what is
+kept for it stays as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
+from omnireduce.errors import UsageError
+
+SUM, SCRATCH, OTHER = 0, 1, 2  # registers
+WEIGHTS, FIRST, SECOND = FIRST_COLUMN, FIRST_COLUMN + 1, FIRST_COLUMN + 2  # columns
+
+
+@dataclass(frozen=True)
+class Step:
+    """Which step this is, counted from 1, of how many ranks, on which state; blocks have `width` elements."""
+
+    number: int
+    ranks: int
+    state: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What all rules have. Raises UsageError for numbers that cannot be.
+
+    `columns`: what a rule keeps for each weight; `cells`: for each block or row. `initial`: what is kept at first.
+    `by_norms`: a step needs norms of whole tensors, and then takes two exchanges.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ()
+    cells: ClassVar[tuple[str, ...]] = ()
+    by_norms: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = False
+    lr: float
+    weight_decay: float = 0.0
+    lazy: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least, below in self._limits():
+            found = getattr(self, name)
+            if not isinstance(found, int | float) or not least <= found < below:
+                most = "" if below == math.inf else f" and less than {below:g}"
+                raise UsageError(f"{name} is {found}; expected {least:g} or more{most}")
+
+    def _limits(self) -> list[tuple[str, float, float]]:
+        """The fields that have limits: name, the least, and what it is less than."""
+        return [("lr", 0, math.inf), ("weight_decay", 0, math.inf)]
+
+    @property
+    def initial(self) -> float:
+        return 0.0
+
+    @property
+    def changes_absent(self) -> bool:
+        """Whether it changes weights whose gradient is zero."""
+        return self.weight_decay > 0
+
+    def write(self, step: Step, code: Assembly) -> None:
+        """Write what happens to a block, whose sum over the ranks is in SUM. What all ranks get is added behind it."""
+        raise NotImplementedError
+
+    def program(self, step: Step) -> BlockProgram:
+        """The program of a step."""
+        code = Assembly()
+        self.write(step, code)
+        code.add(Operation.COPY, SUM, WEIGHTS)
+        every = self.changes_absent and not self.lazy
+        return code.program(step.state, 1 + len(self.columns), len(self.cells), every_block=every)
+
+    def _decayed(self, code: Assembly, scale: float) -> float:
+        """Add the weights to the gradient, as a penalty does. Returns by what SUM is to be scaled afterwards."""
+        if not self.weight_decay:
+            return scale
+        code.add(Operation.MIX, SUM, WEIGHTS, scale, self.weight_decay)
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Rule):
+    """Gradient descent, with momentum if `momentum` is not 0, Nesterov's if `nesterov`. See torch.optim.SGD."""
+
+    columns: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise UsageError("nesterov needs a momentum, and no dampening")
+
+    def _limits(self) -> list[tuple[str, float, float]]:
+        return [*super()._limits(), ("momentum", 0, math.inf), ("dampening", 0, math.inf)]
+
+    @property
+    def changes_absent(self) -> bool:
+        return super().changes_absent or self.momentum > 0
+
+    def write(self, step: Step, code: Assembly) -> None:
+        scale = self._decayed(code, 1 / step.ranks)
+        if not self.momentum:
+            code.add(Operation.ADD_SCALED, WEIGHTS, SUM, -self.lr * scale)
+            return
+        part = 1.0 if step.number == 1 else 1 - self.dampening
+        code.add(Operation.MIX, FIRST, SUM, self.momentum, part * scale)
+        if self.nesterov:
+            code.add(Operation.MIX, SUM, FIRST, scale, self.momentum)
+        code.add(Operation.ADD_SCALED, WEIGHTS, SUM if self.nesterov else FIRST, -self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(Rule):
+    """See torch.optim.Adagrad."""
+
+    columns: ClassVar[tuple[str, ...]] = ("sum",)
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def _limits(self) -> list[tuple[str, float, float]]:
+        return [*super()._limits(), *((name, 0, math.inf) for name in ("lr_decay", "initial_accumulator_value", "eps"))]
+
+    @property
+    def initial(self) -> float:
+        return self.initial_accumulator_value
+
+    def write(self, step: Step, code: Assembly) -> None:
+        scale = self._decayed(code, 1 / step.ranks)
+        rate = self.lr / (1 + (step.number - 1) * self.lr_decay)
+        code.add(Operation.MIX_SQUARE, FIRST, SUM, 1.0, scale * scale)
+        code.add(Operation.ROOT, SCRATCH, FIRST, 1.0, self.eps)
+        code.add(Operation.DIVIDE_INTO, SCRATCH, SUM)
+        code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -rate * scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowAdagrad(Rule):
+    """Adagrad with one number for each row of a table: the mean of the squares of its elements is added to it.
+
+    For rows of embeddings. Source: "exact row-wise Adagrad" of FBGEMM (Naumov et al., arXiv:1906.00091, use it).
+    """
+
+    cells: ClassVar[tuple[str, ...]] = ("sum",)
+    needs_rows: ClassVar[bool] = True
+    lr: float = 1e-2
+    eps: float = 1e-10
+
+    def _limits(self) -> list[tuple[str, float, float]]:
+        return [*super()._limits(), ("eps", 0, math.inf)]
+
+    def write(self, step: Step, code: Assembly) -> None:
+        scale = self._decayed(code, 1 / step.ranks)
+        code.add(Operation.COPY, SCRATCH, SUM)
+        code.add(Operation.SQUARE, SCRATCH)
+        code.add(Operation.BLOCK_SUM, SCRATCH)
+        code.add(Operation.LOAD_CELL, OTHER)
+        code.add(Operation.ADD_SCALED, OTHER, SCRATCH, scale * scale / step.width)
+        code.add(Operation.STORE_CELL, OTHER)
+        code.add(Operation.ROOT, SCRATCH, OTHER, 1.0, self.eps)
+        code.add(Operation.DIVIDE_INTO, SCRATCH, SUM)
+        code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Rule):
+    """See torch.optim.Adam."""
+
+    columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    beta1: float = field(init=False, repr=False)
+    beta2: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta1", self.betas[0])
+        object.__setattr__(self, "beta2", self.betas[1])
+        super().__post_init__()
+
+    def _limits(self) -> list[tuple[str, float, float]]:
+        return [*super()._limits(), ("eps", 0, math.inf), ("beta1", 0, 1), ("beta2", 0, 1)]
+
+    @property
+    def changes_absent(self) -> bool:
+        return True
+
+    def _moments(self, step: Step, code: Assembly, scale: float) -> None:
+        code.add(Operation.MIX, FIRST, SUM, self.beta1, (1 - self.beta1) * scale)
+        code.add(Operation.MIX_SQUARE, SECOND, SUM, self.beta2, (1 - self.beta2) * scale * scale)
+
+    def _direction(self, step: Step, code: Assembly) -> float:
+        """Put the first moment over the root of the second one into SCRATCH. Returns by what it is to be scaled."""
+        correction = math.sqrt(1 - self.beta2**step.number)
+        code.add(Operation.ROOT, SCRATCH, SECOND, 1 / correction, self.eps)
+        code.add(Operation.DIVIDE_INTO, SCRATCH, FIRST)
+        return 1 / (1 - self.beta1**step.number)
+
+    def write(self, step: Step, code: Assembly) -> None:
+        self._moments(step, code, self._decayed(code, 1 / step.ranks))
+        rate = self._direction(step, code)
+        code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAdam(Adam):
+    """Adam that is lazy, and adds eps before it corrects the second moment. See torch.optim.SparseAdam."""
+
+    lazy: bool = True
+
+    def _direction(self, step: Step, code: Assembly) -> float:
+        code.add(Operation.ROOT, SCRATCH, SECOND, 1.0, self.eps)
+        code.add(Operation.DIVIDE_INTO, SCRATCH, FIRST)
+        return math.sqrt(1 - self.beta2**step.number) / (1 - self.beta1**step.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam whose weight decay is apart from the gradient. See torch.optim.AdamW."""
+
+    weight_decay: float = 1e-2
+
+    def write(self, step: Step, code: Assembly) -> None:
+        if self.weight_decay:
+            code.add(Operation.SCALE, WEIGHTS, 0, 1 - self.lr * self.weight_decay)
+        self._moments(step, code, 1 / step.ranks)
+        rate = self._direction(step, code)
+        code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lamb(Adam):
+    """Adam whose step is as long as a part of the tensor's norm (You et al., arXiv:1904.00962, algorithm 2).
+
+    The shards add up the squares of the weights and of the step in a first exchange. The second one needs no gradient.
+    It has no lazy form.
+    """
+
+    by_norms: ClassVar[bool] = True
+    eps: float = 1e-6
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lazy:
+            raise UsageError("Lamb has no lazy form: norms are those of whole tensors")
+
+    def norms(self, step: Step) -> BlockProgram:
+        """The program of the first exchange. Its totals are the squares of the norms of the weights and of the step."""
+        code = Assembly()
+        self._moments(step, code, 1 / step.ranks)
+        self._step(step, code)
+        code.add(Operation.COPY, OTHER, WEIGHTS)
+        for at, register in enumerate((OTHER, SCRATCH)):
+            code.add(Operation.SQUARE, register)
+            code.add(Operation.ADD_TO_TOTAL, register, third=at)
+        return code.program(step.state, 3, 0, every_block=True, totals=2, returns=False)
+
+    def _step(self, step: Step, code: Assembly) -> None:
+        rate = self._direction(step, code)
+        code.add(Operation.MIX, SCRATCH, WEIGHTS, rate, self.weight_decay)
+
+    def apply(self, step: Step, weights: float, length: float) -> BlockProgram:
+        """The program of the second exchange, for weights and a step of these norms."""
+        code, ratio = Assembly(), weights / length if weights > 0 and length > 0 else 1.0
+        self._step(step, code)
+        code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * ratio)
+        code.add(Operation.COPY, SUM, WEIGHTS)
+        return code.program(step.state, 3, 0, every_block=True)

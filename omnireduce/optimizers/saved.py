@@ -1,0 +1,119 @@
+"""The state of an optimizer in files: each rank writes its share of every array, so no rank writes all of it.
+
+    FOLDER/part-0-of-3.npz    the first third of each array, flat, and the number of steps
+    FOLDER/part-1-of-3.npz    ...
+
+Any number of ranks may read a folder. They share the files among themselves, and add up what they have read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+
+STEP = "step"
+PART = re.compile(r"part-(\d+)-of-(\d+)\.npz")
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""By parameter and what is kept of it."""
+
+
+def _file(folder: Path, part: int, parts: int) -> Path:
+    return folder / f"part-{part}-of-{parts}.npz"
+
+
+def _present(folder: Path) -> dict[int, set[int]]:
+    """The numbers of the parts that are there, by how many there shall be."""
+    found = dict[int, set[int]]()
+    for name in os.listdir(folder):
+        if match := PART.fullmatch(name):
+            found.setdefault(int(match[2]), set()).add(int(match[1]))
+    return found
+
+
+def _starts(size: int, parts: int) -> list[int]:
+    """Where the parts of a flat array begin, and the last one ends: as equal as can be."""
+    return [0, *np.cumsum([len(each) for each in np.array_split(np.empty(size, np.bool_), parts)]).tolist()]
+
+
+def save_part(folder: str | Path, state: Mapping[str, Any], rank: int, size: int) -> None:
+    """Write the part of `rank` of a `state_dict`. Raises UsageError when it cannot be written."""
+    place, arrays = Path(folder), {STEP: np.array(state[STEP])}
+    for name, kept in state["state"].items():
+        for what, values in kept.items():
+            start, stop = _starts(values.size, size)[rank : rank + 2]
+            arrays[f"{name}/{what}"] = values.reshape(-1)[start:stop]
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if others := sorted(set(_present(place)) - {size}):
+            raise UsageError(
+                f"{folder} has a state in {others[0]} parts; expected an empty folder, or one of {size} parts"
+            )
+        unfinished = place / f".part-{rank}.npz"
+        np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
+        unfinished.replace(_file(place, rank, size))
+    except OSError as error:
+        raise UsageError(f"the state cannot be written to {folder}: {error.strerror}") from error
+
+
+class SavedParts:
+    """A folder that holds a whole state of arrays of these `shapes`. `steps`: after how many.
+
+    Raises UsageError for one that does not; all ranks come to the same, as all look at all parts.
+    """
+
+    def __init__(self, folder: str | Path, shapes: Shapes) -> None:
+        self._folder, self._shapes = Path(folder), shapes
+        try:
+            present = _present(self._folder)
+        except OSError as error:
+            raise UsageError(f"no state can be read from {folder}: {error.strerror}") from error
+        whole = [parts for parts, numbers in present.items() if numbers == set(range(parts))]
+        if len(present) != 1 or not whole:
+            raise UsageError(f"{folder} has no whole state; expected part-0-of-N.npz to part-(N - 1)-of-N.npz")
+        self._parts = whole[0]
+        steps = {self._steps_of(part) for part in range(self._parts)}
+        if len(steps) > 1:
+            raise UsageError(f"{folder} has parts of different steps, {sorted(steps)}: the last save has not ended")
+        self.steps = steps.pop()
+
+    def _steps_of(self, part: int) -> int:
+        """The steps of a part, whose arrays fit. Raises UsageError."""
+        file = _file(self._folder, part, self._parts)
+        try:
+            with np.load(file) as arrays:
+                for name, what, size in self._sizes():
+                    start, stop = _starts(size, self._parts)[part : part + 2]
+                    found = arrays.get(f"{name}/{what}")
+                    if found is None or found.shape != (stop - start,) or found.dtype != np.float32:
+                        raise UsageError(f"{file} has no {what} of {name} with {stop - start} numbers of float32")
+                return int(arrays[STEP])
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise UsageError(f"{file} is no part of a state: {error}") from error
+
+    def _sizes(self) -> Iterator[tuple[str, str, int]]:
+        for name, kept in self._shapes.items():
+            for what, shape in kept.items():
+                yield name, what, math.prod(shape)
+
+    def read(self, name: str, what: str, rank: int, size: int) -> Array | None:
+        """An array with the parts that `rank` of `size` reads, and zeros in the rest; None if it reads none."""
+        mine = range(rank, self._parts, size)
+        if not mine:
+            return None
+        found = np.zeros(self._shapes[name][what], np.float32)
+        places = list(pairwise(_starts(found.size, self._parts)))
+        for part in mine:
+            with np.load(_file(self._folder, part, self._parts)) as arrays:
+                found.reshape(-1)[slice(*places[part])] = arrays[f"{name}/{what}"]
+        return found

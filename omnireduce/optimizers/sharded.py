@@ -1,0 +1,291 @@
+"""An optimizer whose state lives on the aggregator shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.layout import Stripes
+from omnireduce.optimizers.parts import Parameter, Part, parts_of
+from omnireduce.optimizers.rules import SCRATCH, SUM, WEIGHTS, Lamb, Rule, Step
+from omnireduce.optimizers.saved import STEP, SavedParts, save_part
+from omnireduce.protocol.shard_states import NUMBER_BYTES, row_numbers
+from omnireduce.runtime.member import world
+from omnireduce.runtime.member.arguments import two_that_share
+from omnireduce.runtime.member.communicator import Communicator
+
+
+class ShardedOptimizer:
+    """Updates `params` on the aggregators. In a step each rank sends blocks of its gradients, and gets blocks of new
+    weights. What the rule keeps lives on the shards only, each part once.
+
+    `params`: a dict, by name, or a list of C-contiguous arrays of float32, which are changed in place; the same names
+    and shapes on all ranks. At the first use all ranks get the weights of rank `root`. `rule`: such as `Adam(lr=1e-3)`;
+    it may be replaced between two steps, on all ranks alike, by one of the same kind: to change the learning rate, for
+    instance. `tables`: names of matrices whose gradients are given as rows, as those of embeddings. `comm`: the ranks
+    (None: the global communicator). `name` tells it from other optimizers of `comm`. All ranks call all methods in the
+    same order.
+
+    Construction raises UsageError for parameters that cannot be. The first use raises RefusedError when the shards have
+    no room for what the rule keeps (`aggregator.max_job_bytes`), and what `Communicator.create_group` raises.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Array] | Sequence[Array], rule: Rule,
+        *, tables: Collection[str] = (), comm: Communicator | None = None, root: int = 0, name: str = "optimizer",
+    ) -> None:  # fmt: skip
+        self.comm = world.running() if comm is None else comm
+        self._name, self._rule, self.steps = name, rule, 0
+        named = params.items() if isinstance(params, Mapping) else ((str(at), each) for at, each in enumerate(params))
+        parameters = [checked(str(name), each) for name, each in named]
+        if not parameters:
+            raise UsageError("no parameters; expected at least one array")
+        names = [each.name for each in parameters]
+        if unknown := sorted(set(tables) - set(names)):
+            raise UsageError(f"tables names {', '.join(unknown)}; expected some of {', '.join(names)}")
+        shared = two_that_share([each.weights for each in parameters])
+        if shared:
+            first, second = (names[at] for at in sorted(shared))
+            raise UsageError(f"{first} and {second} share memory; expected each array once")
+        if rule.needs_rows and (others := sorted(set(names) - set(tables))):
+            raise UsageError(
+                f"{type(rule).__name__} is for rows: name {', '.join(others)} in tables, or leave them out"
+            )
+        block_size = self.comm.config.protocol.block_size
+        self._parts = parts_of(parameters, set(tables), block_size, apart=rule.by_norms)
+        self._root, self._kept_here = root, dict[str, Any]()
+        self._group: Communicator | None = None
+        self._formation: object = None
+
+    @property
+    def rule(self) -> Rule:
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Rule) -> None:
+        if type(rule) is not type(self._rule):
+            raise UsageError(f"rule is a {type(rule).__name__}; expected a {type(self._rule).__name__}, as before")
+        self._rule = rule
+
+    @property
+    def state_bytes(self) -> int:
+        """What the shard with the most of it keeps, weights included. Ranks keep nothing."""
+        dealing, rule = self.comm.config.protocol.stripe_blocks, self._rule
+        program = Assembly().program(0, 1 + len(rule.columns), len(rule.cells))
+        total = 0
+        for part in self._parts:
+            blocks = part.layout.blocks
+            own = Stripes(0, len(self.comm.config.cluster.aggregators), dealing).count(blocks)
+            whole = blocks * part.layout.block_size * NUMBER_BYTES <= self.comm.config.protocol.whole_bytes
+            total += (blocks if whole else own) * row_numbers(program, part.layout.block_size) * NUMBER_BYTES
+        return total
+
+    def _ready(self) -> Communicator:
+        """The communicator of the steps. Raises UsageError when its job was formed anew."""
+        if self._group is None:
+            self._group = self._open()
+            self._begin(self._group, self._root)
+        elif self._formation is not self.comm.formation:
+            raise UsageError("the job was formed anew, and the shards have forgotten what they kept; call restore")
+        return self._group
+
+    def _open(self) -> Communicator:
+        self._formation = self.comm.formation
+        return self.comm.create_group(name=self._name, state_bytes=self.state_bytes)
+
+    def step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> None:
+        """Make one step with the mean of the gradients of all ranks; afterwards all have the same weights.
+
+        `gradients`: by name, or in the order of the parameters: float32 arrays like them; of `tables` pairs (indices,
+        rows). One that is missing, or None, is zero on this rank. Raises UsageError for a gradient that does not fit;
+        otherwise what `allreduce` raises: after an error the weights of the ranks may differ, until `restore`.
+        """
+        given, group = self._given(gradients), self._ready()
+        self.steps += 1
+        if isinstance(self._rule, Lamb):
+            self._step_by_norms(group, self._rule, given)
+            return
+        handles = [part.start(group, self._rule.program(self._step_of(part)), given) for part in self._parts]
+        for part, handle in zip(self._parts, handles, strict=True):
+            handle.wait()
+            part.done()
+
+    def _given(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+        names = [each.name for part in self._parts for each in part.parameters]
+        if not isinstance(gradients, Mapping):
+            if len(gradients) != len(names):
+                raise UsageError(f"{len(gradients)} gradients; expected {len(names)}, None for one that is missing")
+            gradients = {str(at): each for at, each in enumerate(gradients)}
+        if unknown := sorted(set(gradients) - set(names)):
+            raise UsageError(f"gradients of {', '.join(unknown)}; expected some of {', '.join(names)}")
+        return {name: each for name, each in gradients.items() if each is not None}
+
+    def _step_of(self, part: Part) -> Step:
+        return Step(self.steps, self.comm.size, part.state, part.layout.block_size)
+
+    def _step_by_norms(self, group: Communicator, rule: Lamb, given: Mapping[str, Any]) -> None:
+        steps = [self._step_of(part) for part in self._parts]
+        first = [part.start(group, rule.norms(step), given) for part, step in zip(self._parts, steps, strict=True)]
+        norms = [np.sqrt(handle.wait().totals).tolist() for handle in first]
+        second = [
+            part.start(group, rule.apply(step, *lengths), {})
+            for part, step, lengths in zip(self._parts, steps, norms, strict=True)
+        ]
+        for part, handle in zip(self._parts, second, strict=True):
+            handle.wait()
+            part.done()
+
+    def close(self) -> None:
+        """Give back what the shards keep. The next use begins anew."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+    def __enter__(self) -> ShardedOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # what is kept
+
+    def state_dict(self, root: int | None = 0) -> dict[str, Any]:
+        """What the shards keep: {"step": steps, "state": {parameter: {what: array}}}, on rank `root`, or on all ranks
+        if that is None; elsewhere {}. One array after the other comes to that rank.
+
+        An array is like the parameter; what is kept for each row has one number for a row.
+        """
+        group, wanted = self._ready(), root is None or root == self.comm.rank
+        found: dict[str, Any] = {each.name: {} for part in self._parts for each in part.parameters}
+        for part in self._parts:
+            for what, at, is_cell in self._kept:
+                code = Assembly()
+                if is_cell:
+                    code.add(Operation.LOAD_CELL, SUM, third=at)
+                else:
+                    code.add(Operation.COPY, SUM, at)
+                for name, values in part.receive(group, self._of_all(part, code), wanted=wanted).items():
+                    found[name][what] = values[:, 0].copy() if is_cell else values
+        return {STEP: self.steps, "state": found} if wanted else {}
+
+    @property
+    def _kept(self) -> list[tuple[str, int, bool]]:
+        """What the rule keeps: its name, the number of its operand or cell, and whether it is a cell."""
+        columns = [(what, FIRST_COLUMN + at, False) for at, what in enumerate(self._rule.columns, 1)]
+        return columns + [(what, at, True) for at, what in enumerate(self._rule.cells)]
+
+    def _of_all(self, part: Part, code: Assembly, *, returns: bool = True) -> BlockProgram:
+        rule = self._rule
+        return code.program(part.state, 1 + len(rule.columns), len(rule.cells), every_block=True, returns=returns)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, root: int = 0) -> None:
+        """Go on from a `state_dict` and from the weights that rank `root` has; those of the others are ignored. None or
+        {} on that rank: begin anew.
+
+        Raises UsageError on the root for a state of another rule or other parameters, before anything is sent.
+        """
+        is_root = self.comm.rank == root
+        kept = check_state(state, self._parts, self._kept) if is_root and state else {}
+        steps = state[STEP] if is_root and state else 0
+        self._restart(root, steps, lambda name, what: kept[name][what] if kept else None)
+
+    def _restart(self, root: int, steps: int, kept: Callable[[str, str], Array | None]) -> None:
+        """Begin anew with the weights of `root`, after so many steps as that rank says. What is kept is the sum of what
+        all ranks have: `kept(parameter, what)` gives this rank's share, zeros in the rest, or None."""
+        if self._group is None or self._formation is not self.comm.formation:
+            self._group = self._open()
+        group = self._group
+        self._begin(group, root)
+        self.steps = int(group.broadcast(np.array([steps]), root)[0])
+        for part in self._parts if self.steps else ():
+            for what, at, is_cell in self._kept:
+                found = {each.name: (each, kept(each.name, what)) for each in part.parameters}
+                own = {name: as_weights(x, each) for name, (each, x) in found.items() if x is not None}
+                code = Assembly()
+                if is_cell:
+                    code.add(Operation.STORE_CELL, SUM, third=at)
+                else:
+                    code.add(Operation.COPY, at, SUM)
+                part.send(group, self._of_all(part, code, returns=False), own or None)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what the shards keep into `folder`, of which each rank writes a part; see `saved`. All ranks see it.
+
+        Raises UsageError when that cannot be; otherwise what `state_dict` raises.
+        """
+        state = self.state_dict(None)
+        save_part(folder, state, self.comm.rank, self.comm.size)
+        self.comm.barrier(name=f"{self._name}.saved")
+
+    def load(self, folder: str | Path, root: int = 0) -> None:
+        """Go on from a `folder` that `save` has written, with any number of ranks, and from the weights of rank `root`.
+
+        Raises UsageError on all ranks for a folder that has no whole state of these parameters.
+        """
+        shapes = {
+            each.name: {what: each.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
+            for part in self._parts for each in part.parameters
+        }  # fmt: skip
+        parts = SavedParts(folder, shapes)
+        self._restart(root, parts.steps, lambda name, what: parts.read(name, what, self.comm.rank, self.comm.size))
+
+    def commit(self) -> None:
+        """Keep on each rank what the shards keep, for `restore`. The weights are the caller's to keep."""
+        self._kept_here = self.state_dict(None)
+
+    def restore(self, root: int = 0) -> None:
+        """Go on from the last commit and the weights of rank `root`, after the job was formed anew or a step has
+        failed. A rank that has just joined calls it, too."""
+        self.load_state_dict(self._kept_here, root)
+
+    def _begin(self, group: Communicator, root: int) -> None:
+        """Give the shards and all ranks the weights of `root`, and begin with what the rule keeps at first."""
+        self.steps = 0
+        for part in self._parts:
+            code = Assembly()
+            for _, at, is_cell in self._kept:
+                code.add(Operation.FILL, SCRATCH if is_cell else at, 0, self._rule.initial)
+                if is_cell:
+                    code.add(Operation.STORE_CELL, SCRATCH, third=at)
+            code.add(Operation.COPY, WEIGHTS, SUM)
+            own = {each.name: each.weights for each in part.parameters} if self.comm.rank == root else None
+            part.send(group, self._of_all(part, code), own)
+
+
+def checked(name: str, weights: Any) -> Parameter:
+    """Raises UsageError for what cannot be a parameter."""
+    if not isinstance(weights, np.ndarray) or weights.dtype != np.float32:
+        what = str(weights.dtype) if isinstance(weights, np.ndarray) else f"a {type(weights).__name__}"
+        raise UsageError(f"parameter {name} is {what}; expected an array of float32")
+    if not weights.flags.c_contiguous or not weights.flags.writeable or not weights.size:
+        raise UsageError(f"parameter {name}: expected a C-contiguous array that may be written and is not empty")
+    return Parameter(name, weights)
+
+
+def check_state(
+    state: Mapping[str, Any] | None, parts: Sequence[Part], kept: Sequence[tuple[str, int, bool]]
+) -> dict[str, dict[str, Array]]:
+    """What a `state_dict` keeps, by parameter. Raises UsageError for one that is not of these parameters."""
+    if not isinstance(state, Mapping) or not {STEP, "state"} <= state.keys():
+        raise UsageError(f"the state is a {type(state).__name__}; expected what state_dict has returned on this rank")
+    for part in parts:
+        for parameter in part.parameters:
+            own = state["state"].get(parameter.name, {})
+            for what, _, is_cell in kept:
+                shape = parameter.weights.shape[: 1 if is_cell else None]
+                found = own.get(what)
+                if not isinstance(found, np.ndarray) or found.shape != shape or found.dtype != np.float32:
+                    raise UsageError(f"the state has no {what} of {parameter.name}: expected float32{list(shape)}")
+    return dict(state["state"])
+
+
+def as_weights(values: Array, parameter: Parameter) -> Array:
+    """An array like the weights: one number for each row is repeated."""
+    shape = parameter.weights.shape
+    return values if values.shape == shape else np.repeat(values[:, None], shape[1], axis=1)

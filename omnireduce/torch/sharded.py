@@ -1,0 +1,188 @@
+"""Optimizers of torch whose state lives on the aggregator shards.
+
+import omnireduce.torch as hvd
+from omnireduce.optimizers import Adam
+
+hvd.init()
+optimizer = hvd.ShardedOptimizer(model.parameters(), Adam(lr=1e-3))
+...
+loss.backward()
+optimizer.step()  # instead of an all-reduce of gradients and a step on each rank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnireduce.data_parallel.session import communicator
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.optimizers.rules import Rule
+from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
+from omnireduce.torch.tensors import array_of, staged
+
+FIXED = ("betas",)  # tuples; torch's schedulers may change the others
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Update parameters on the aggregators, with the mean of the gradients of all ranks.
+
+    `params`: tensors of float32, or groups of them as torch.optim takes them. A group may have a `rule` of its own,
+    other numbers for its rule (as `lr`, which schedulers may change), and `rows`: True for parameters whose gradients
+    are sparse (`nn.Embedding(..., sparse=True)`), which are updated row by row. A parameter without a gradient counts
+    as one whose gradient is zero.
+
+    At the first step all ranks get the weights of rank 0. All ranks call all methods in the same order. `state_dict`
+    has the form of torch's optimizers, and is the same on all ranks. Raises what `omnireduce.ShardedOptimizer` raises,
+    and UsageError before `init`.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], rule: Rule, *, name: str = "optimizer"
+    ) -> None:
+        if not isinstance(rule, Rule):
+            raise UsageError(f"rule is a {type(rule).__name__}; expected one of omnireduce.optimizers, such as Adam()")
+        self._name, self._parts = name, list[_Group]()
+        self._pending: dict[str, Any] | None = None  # a state that was loaded, and is not on the shards yet
+        super().__init__(params, {"rule": rule, "rows": False})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does."""
+        rule = param_group.get("rule", self.defaults["rule"])
+        super().add_param_group({**_numbers_of(rule), **param_group})
+        self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}"))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; returns what `closure` returns, which is called first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def _settle(self) -> None:
+        """Give the shards a state that was loaded before."""
+        if self._pending is not None:
+            self.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state on the shards, on all ranks, in the form of torch's optimizers."""
+        found: dict[str, Any] = super().state_dict()
+        kept = [] if self._pending is not None else [part.state() for part in self._parts]
+        numbers = (number for group in found["param_groups"] for number in group["params"])
+        states = (each for group in kept for each in group)
+        found["state"] = {number: each for number, each in zip(numbers, states, strict=False) if each}
+        found["state"] = found["state"] if self._pending is None else self._pending["state"]
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`. The shards get that of rank 0 at the next step, or at `restore`."""
+        super().load_state_dict(state_dict | {"state": {}})
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.group = group
+        self._pending = {"state": dict(state_dict["state"])}
+
+    @torch.no_grad()
+    def restore(self, root: int = 0) -> None:
+        """Give the shards the weights of rank `root`, and the state that it has loaded; all ranks call this. Elastic
+        training does, after the job was formed anew."""
+        pending, first = self._pending, 0
+        for part in self._parts:
+            last = first + len(part.params)
+            part.restore([pending["state"].get(at, {}) for at in range(first, last)] if pending else [], root)
+            first = last
+        self._pending = None
+
+    def close(self) -> None:
+        """Give back what the shards keep."""
+        for part in self._parts:
+            part.close()
+
+
+def _numbers_of(rule: Rule) -> dict[str, Any]:
+    return {each.name: getattr(rule, each.name) for each in dataclasses.fields(rule) if each.init}
+
+
+class _Group:
+    """A group of parameters, and its optimizer of arrays."""
+
+    def __init__(self, group: dict[str, Any], name: str) -> None:
+        self.group, self.params = group, list[Tensor](group["params"])
+        self._copies = [each.detach() if _is_plain(each) else staged(each).clone() for each in self.params]
+        weights = {str(at): array_of(each) for at, each in enumerate(self._copies)}
+        tables = weights if group["rows"] else ()
+        self._optimizer = OfArrays(weights, self._rule(), tables=tables, comm=communicator(), name=name)
+
+    def _rule(self) -> Rule:
+        own: Rule = self.group["rule"]
+        return dataclasses.replace(own, **{name: self.group[name] for name in _numbers_of(own)})
+
+    def step(self) -> None:
+        self._optimizer.rule = self._rule()
+        self._stage()
+        self._optimizer.step({str(at): self._gradient(at) for at in range(len(self.params))})
+        self._put_back()
+
+    def _stage(self) -> None:
+        """Before the first step: what weights on a GPU are now."""
+        if not self._optimizer.steps:
+            for own, copy in zip(self.params, self._copies, strict=True):
+                if own.data_ptr() != copy.data_ptr():
+                    copy.copy_(own)
+
+    def _put_back(self) -> None:
+        for own, copy in zip(self.params, self._copies, strict=True):
+            if own.data_ptr() != copy.data_ptr():
+                own.copy_(copy)
+
+    def _gradient(self, at: int) -> Array | tuple[Array, Array] | None:
+        found = self.params[at].grad
+        if found is None:
+            return None
+        if found.is_sparse != bool(self.group["rows"]):
+            kind = "sparse" if found.is_sparse else "dense"
+            raise UsageError(f"parameter {at} has a {kind} gradient; `rows` of its group is {self.group['rows']}")
+        if found.is_sparse:
+            found = found.coalesce()
+            return array_of(staged(found.indices()[0])), array_of(staged(found.values()))
+        return array_of(staged(found))
+
+    def state(self) -> list[dict[str, Any]]:
+        """As torch's optimizers have it, of each parameter; nothing before the first step."""
+        if not self._optimizer.steps:
+            return [{} for _ in self.params]
+        found = self._optimizer.state_dict(None)
+        return [
+            {what: torch.from_numpy(values) for what, values in found["state"][str(at)].items()}
+            | {"step": torch.tensor(float(found["step"]))}
+            for at in range(len(self.params))
+        ]
+
+    def restore(self, states: Sequence[Mapping[str, Any]], root: int) -> None:
+        steps = int(max((float(each.get("step", 1)) for each in states if each), default=0))
+        kept = {
+            str(at): {what: array_of(staged(x)) for what, x in each.items() if what != "step" and x is not None}
+            for at, each in enumerate(states)
+        }
+        for own, copy in zip(self.params, self._copies, strict=True):
+            if own.data_ptr() != copy.data_ptr():
+                copy.copy_(own)
+        self._optimizer.load_state_dict({"step": steps, "state": kept} if steps else None, root)
+        self._put_back()
+
+    def close(self) -> None:
+        self._optimizer.close()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the shards' results can go into its own memory."""
+    return bool(tensor.device.type == "cpu" and tensor.is_contiguous())

@@ -1,0 +1,297 @@
+"""Optimizers on the shards: what they keep is read, kept in files, restored; wrong use is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, run_job
+from msgspec.structs import replace
+
+from omnireduce import Communicator, ElasticState, RefusedError, UsageError, run_elastic
+from omnireduce.dtypes import Array
+from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd
+from omnireduce.optimizers.saved import SavedParts, save_part
+from omnireduce.optimizers.sharded import ShardedOptimizer
+
+RULES = [Sgd(lr=0.5, momentum=0.5), Adagrad(), Adam(), AdamW(lazy=True), Lamb()]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def params() -> dict[str, Array]:
+    rng = np.random.default_rng(1)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (600, 400)), ("b", (7,)))}
+
+
+def gradients(rank: int, step: int) -> dict[str, Array]:
+    rng = np.random.default_rng([rank, step])
+    return {"w": rng.standard_normal((600, 400)).astype(np.float32), "b": np.full(7, rank, np.float32)}
+
+
+def same(one: dict[str, Array], other: dict[str, Array]) -> bool:
+    return all((one[name].view(np.uint32) == other[name].view(np.uint32)).all() for name in one)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_a_training_goes_on_from_what_was_kept(daemon: Daemon, rule: Rule) -> None:
+    """Four steps are the same as two steps, a new optimizer that has the state of the first one, and two steps."""
+
+    def run(comm: Communicator) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
+        whole, parted = params(), params()
+        with ShardedOptimizer(whole, rule, comm=comm) as optimizer:
+            for step in range(4):
+                optimizer.step(gradients(comm.rank, step))
+        with ShardedOptimizer(parted, rule, comm=comm, name="first") as optimizer:
+            for step in range(2):
+                optimizer.step(gradients(comm.rank, step))
+            state = optimizer.state_dict(root=1)
+        if comm.rank != 1:
+            parted = {name: np.zeros_like(x) for name, x in parted.items()}
+        with ShardedOptimizer(parted, rule, comm=comm, name="second") as optimizer:
+            optimizer.load_state_dict(state, root=1)
+            for step in range(2, 4):
+                optimizer.step(gradients(comm.rank, step))
+            assert optimizer.steps == 4
+        return whole, parted, state
+
+    outcomes = run_job(configured(daemon.addresses), 3, run)
+    for rank, (whole, parted, state) in enumerate(outcomes):
+        assert same(whole, outcomes[0][0])
+        assert same(whole, parted)
+        assert (state != {}) == (rank == 1)
+    assert {name: x.shape for name, x in outcomes[1][2]["state"]["w"].items()} == dict.fromkeys(
+        rule.columns, (600, 400)
+    )
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_files_are_read_by_any_number_of_ranks(daemon: Daemon, tmp_path: Path, readers: int) -> None:
+    """Two ranks write; a table has one number for each row."""
+
+    def optimizer(comm: Communicator) -> ShardedOptimizer:
+        weights = params() | {"t": np.zeros((31, 5), np.float32)}
+        return ShardedOptimizer(weights, Adam(lr=0.1), tables=["t"], comm=comm)
+
+    def write(comm: Communicator) -> dict[str, Any]:
+        with optimizer(comm) as made:
+            for step in range(2):
+                rows = np.arange(comm.rank, 31), np.ones((31 - comm.rank, 5), np.float32)
+                made.step(gradients(comm.rank, step) | {"t": rows})
+            made.save(tmp_path / "state")
+            return made.state_dict(None)
+
+    def read(comm: Communicator) -> tuple[int, dict[str, Any]]:
+        with optimizer(comm) as made:
+            made.load(tmp_path / "state")
+            return made.steps, made.state_dict(None)
+
+    config = configured(daemon.addresses)
+    expected = run_job(config, 2, write)[0]
+    assert sorted(each.name for each in (tmp_path / "state").iterdir()) == ["part-0-of-2.npz", "part-1-of-2.npz"]
+    for steps, found in run_job(config, readers, read):
+        assert steps == 2
+        for name, kept in expected["state"].items():
+            assert same(kept, found["state"][name])
+
+
+def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
+    state = {"step": 3, "state": {"w": {"sum": np.ones(10, np.float32)}}}
+    shapes = {"w": {"sum": (10,)}}
+    for rank in range(2):
+        save_part(tmp_path, state, rank, 2)
+    assert SavedParts(tmp_path, shapes).steps == 3
+    with pytest.raises(UsageError, match="has a state in 2 parts; expected an empty folder"):
+        save_part(tmp_path, state, 0, 3)
+    for other, said in (({"w": {"sum": (11,)}}, "no sum of w with 6 numbers"), ({"v": {"sum": (10,)}}, "no sum of v")):
+        with pytest.raises(UsageError, match=said):
+            SavedParts(tmp_path, other)
+    save_part(tmp_path, state | {"step": 4}, 1, 2)
+    with pytest.raises(UsageError, match=r"parts of different steps, \[3, 4\]"):
+        SavedParts(tmp_path, shapes)
+    (tmp_path / "part-1-of-2.npz").write_bytes(b"PK")
+    with pytest.raises(UsageError, match="is no part of a state"):
+        SavedParts(tmp_path, shapes)
+    (tmp_path / "part-1-of-2.npz").unlink()
+    with pytest.raises(UsageError, match="has no whole state"):
+        SavedParts(tmp_path, shapes)
+    with pytest.raises(UsageError, match="No such file"):
+        SavedParts(tmp_path / "nowhere", shapes)
+    with pytest.raises(UsageError, match="cannot be written"):
+        save_part(tmp_path / "part-0-of-2.npz", state, 0, 2)
+
+
+def test_rows_keep_their_number(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        table = {"t": np.zeros((100, 6), np.float32)}
+        with ShardedOptimizer(table, RowAdagrad(lr=1.0, eps=0.0), tables=["t"], comm=comm) as optimizer:
+            optimizer.step({"t": (np.array([3, 3, comm.rank]), np.full((3, 6), 2, np.float32))})
+            state = optimizer.state_dict(None)
+            optimizer.load_state_dict(state)
+            again = optimizer.state_dict(None)
+            assert (again["state"]["t"]["sum"] == state["state"]["t"]["sum"]).all()
+            return table["t"], state["state"]["t"]["sum"]
+
+    for table, kept in run_job(configured(daemon.addresses), 2, run):
+        expected = np.zeros(100, np.float32)
+        expected[3], expected[:2] = 16, 1
+        assert (kept == expected).all()
+        assert (table[[0, 1, 3]] == -1).all()
+        assert not table[4:].any()
+
+
+def test_a_job_that_was_formed_anew_goes_on_from_the_last_commit(daemon: Daemon) -> None:
+    rule = Adam(lr=0.01)
+
+    def run(comm: Communicator) -> tuple[dict[str, Array], dict[str, Array]]:
+        expected, own = params(), params()
+        with ShardedOptimizer(expected, rule, comm=comm, name="expected") as optimizer:
+            for step in range(3):
+                optimizer.step(gradients(comm.rank, step))
+        optimizer = ShardedOptimizer(own, rule, comm=comm)
+        optimizer.step(gradients(comm.rank, 0))
+        optimizer.commit()
+        kept = {name: x.copy() for name, x in own.items()}
+        optimizer.step(gradients(comm.rank, 7))
+        comm.reform()
+        with pytest.raises(UsageError, match="the job was formed anew"):
+            optimizer.step(gradients(comm.rank, 1))
+        for name, x in kept.items():
+            own[name][...] = x
+        optimizer.restore()
+        for step in (1, 2):
+            optimizer.step(gradients(comm.rank, step))
+        optimizer.close()
+        return expected, own
+
+    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.smallest=3", "elastic.settle_s=0.1")
+    for expected, own in run_job(config, 3, run):
+        assert same(expected, own)
+
+
+def test_a_training_outlives_a_shard(stack: ExitStack) -> None:
+    """A shard is killed after the third step; its successor gets the state of the last commit, and the weights."""
+    daemon, killed = stack.enter_context(Daemon(2)), threading.Event()
+
+    def run(comm: Communicator) -> tuple[int, Array]:
+        weights = np.zeros(200_000, np.float32)
+        state = ElasticState(comm, {"weights": weights})
+        optimizer = ShardedOptimizer([weights], Sgd(lr=0.5, momentum=0.5), comm=comm)
+
+        def train(source: int) -> None:
+            optimizer.restore(source)
+            while state.step < 8:
+                optimizer.step([np.ones(200_000, np.float32)])
+                state.step += 1
+                if state.step == 3 and comm.rank == 0 and not killed.is_set():
+                    os.kill(daemon.shard_pids[1], signal.SIGKILL)
+                    killed.set()
+                optimizer.commit()
+                state.commit()
+
+        run_elastic(comm, state, train)
+        optimizer.close()
+        return comm.generation, weights
+
+    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.smallest=2", "elastic.settle_s=0.1")
+    weight = momentum = 0.0
+    for _ in range(8):
+        momentum = momentum / 2 + 1
+        weight -= momentum / 2
+    for generation, weights in run_job(config, 2, run):
+        assert killed.is_set()
+        assert generation > 1
+        assert (weights == weight).all()
+
+
+def test_the_learning_rate_may_change(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> Array:
+        weights = np.zeros(1000, np.float32)
+        with ShardedOptimizer([weights], Sgd(lr=1.0), comm=comm) as optimizer:
+            optimizer.step([np.ones(1000, np.float32)])
+            optimizer.rule = Sgd(lr=0.5)
+            optimizer.step([np.ones(1000, np.float32) if comm.rank else None])
+            with pytest.raises(UsageError, match="rule is a Adam; expected a Sgd"):
+                optimizer.rule = Adam()
+        return weights
+
+    assert all((each == -1.25).all() for each in run_job(configured(daemon.addresses), 2, run))
+
+
+def test_ranks_that_differ_are_told(daemon: Daemon) -> None:
+    """One rank has another learning rate."""
+
+    def run(comm: Communicator) -> str:
+        weights = np.zeros(1000, np.float32)
+        optimizer = ShardedOptimizer([weights], Sgd(lr=1.0 + comm.rank), comm=comm)
+        with pytest.raises(Exception, match="submitted different collectives") as caught:
+            optimizer.step([np.ones(1000, np.float32)])
+        optimizer.close()
+        return str(caught.value)
+
+    assert all("scalars" in each for each in run_job(configured(daemon.addresses), 2, run))
+
+
+def test_shards_without_room_refuse(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> str:
+        comm.barrier()
+        optimizer = ShardedOptimizer([np.zeros(1 << 22, np.float32)], Adam(), comm=comm)
+        with pytest.raises(RefusedError) as caught:
+            optimizer.step([np.zeros(1 << 22, np.float32)])
+        return str(caught.value)
+
+    with Daemon(1, "aggregator.max_job_bytes=16777216", "aggregator.max_bytes=33554432") as small:
+        for text in run_job(configured(small.addresses), 2, run):
+            assert "bytes of slots and state; aggregator.max_job_bytes is 16777216: raise it on the aggregator" in text
+
+
+W = np.zeros((4, 4), np.float32)
+WRONG: list[tuple[Callable[[Communicator], object], str]] = [
+    (lambda comm: ShardedOptimizer([], Sgd(lr=1), comm=comm), "no parameters; expected at least one array"),
+    (
+        lambda comm: ShardedOptimizer([np.zeros(3)], Sgd(lr=1), comm=comm),
+        "parameter 0 is float64; expected an array of",
+    ),
+    (lambda comm: ShardedOptimizer({"w": [1]}, Sgd(lr=1), comm=comm), "parameter w is a list"),  # type: ignore[dict-item]
+    (lambda comm: ShardedOptimizer([W.T[:, 1:]], Sgd(lr=1), comm=comm), "parameter 0: expected a C-contiguous"),
+    (lambda comm: ShardedOptimizer([W, W[:2]], Sgd(lr=1), comm=comm), "0 and 1 share memory"),
+    (lambda comm: ShardedOptimizer({"w": W}, Sgd(lr=1), tables=["v"], comm=comm), "tables names v; expected some of w"),
+    (lambda comm: ShardedOptimizer({"w": W}, RowAdagrad(), comm=comm), "RowAdagrad is for rows: name w in tables"),
+    (lambda comm: ShardedOptimizer([W[0]], Sgd(lr=1), tables=["0"], comm=comm), r"0 is \[4\]; expected \[rows"),
+    (lambda comm: Sgd(lr=-1), "lr is -1; expected 0 or more"),
+    (lambda comm: Adam(betas=(0.9, 1.0)), "beta2 is 1.0; expected 0 or more and less than 1"),
+    (lambda comm: Sgd(lr=1, nesterov=True), "nesterov needs a momentum"),
+    (lambda comm: Lamb(lazy=True), "Lamb has no lazy form"),
+]
+WRONG_STEPS: list[tuple[Any, str]] = [
+    ({"v": W}, "gradients of v; expected some of w"),
+    ({"w": W[0]}, r"the gradient of w is float32\[4\]; expected float32\[4, 4\]"),
+    ({"w": 3}, "the gradient of w is a int"),
+    ([W, W], "2 gradients; expected 1, None for one that is missing"),
+]
+
+
+def test_wrong_use_is_told(daemon: Daemon) -> None:
+    config = configured(daemon.addresses)
+    with Communicator(replace(config, cluster=replace(config.cluster, job="wrong")), rank=0, size=1) as comm:
+        for make, said in WRONG:
+            with pytest.raises(UsageError, match=said):
+                make(comm)
+        with ShardedOptimizer({"w": W.copy()}, Adam(), comm=comm) as optimizer:
+            for given, said in WRONG_STEPS:
+                with pytest.raises(UsageError, match=said):
+                    optimizer.step(given)
+            for state, said in (([1], "the state is a list"), ({"step": 1, "state": {}}, "no exp_avg of w")):
+                with pytest.raises(UsageError, match=said):
+                    optimizer.load_state_dict(state)  # type: ignore[arg-type]

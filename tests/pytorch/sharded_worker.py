@@ -1,0 +1,172 @@
+"""A rank of three whose optimizers keep their state on the shards. Arguments: rank, size, job, scenarios."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import omnireduce.torch as hvd
+from omnireduce import UsageError
+from omnireduce.optimizers import Adam, AdamW, RowAdagrad, Sgd, SparseAdam
+
+
+class Model(nn.Module):
+    """An embedding whose gradients are sparse, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=True)
+        self.hidden = nn.Linear(8, 300)
+        self.last = nn.Linear(300, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.hidden(self.table(words)))).mean()  # type: ignore[no-any-return]
+
+
+def made(seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def words(step: int) -> Tensor:
+    return torch.randint(0, 50, (4,), generator=torch.Generator().manual_seed(100 * hvd.rank() + step))
+
+
+def backward(model: Model, step: int) -> None:
+    model.zero_grad()
+    model(words(step)).backward()
+
+
+def all_alike(model: Model) -> bool:
+    """The weights of all ranks, bit for bit."""
+    flat = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    lowest, highest = (hvd.allreduce(flat.view(torch.int32), op=op) for op in (hvd.Min, hvd.Max))
+    return bool(torch.equal(lowest, highest))
+
+
+def groups_of(model: Model) -> list[dict[str, Any]]:
+    dense = [*model.hidden.parameters(), *model.last.parameters()]
+    return [
+        {"params": [model.table.weight], "rows": True, "rule": SparseAdam(lr=0.1)},
+        {"params": dense, "lr": 0.01, "weight_decay": 0.1},
+    ]
+
+
+def groups_with_rules_of_their_own() -> None:
+    """Against SparseAdam and AdamW with the mean of all gradients; at first only rank 0 has the right weights."""
+    model, expected = made(7 if hvd.rank() == 0 else 99 + hvd.rank()), made(7)
+    optimizer = hvd.ShardedOptimizer(groups_of(model), AdamW())
+    sparse = torch.optim.SparseAdam([expected.table.weight], lr=0.1)
+    dense = torch.optim.AdamW([*expected.hidden.parameters(), *expected.last.parameters()], lr=0.01, weight_decay=0.1)
+    model.load_state_dict(expected.state_dict())  # of the gradients of the first step
+    for step in range(6):
+        backward(model, step)
+        backward(expected, step)
+        for each in expected.parameters():
+            assert each.grad is not None
+            mean = hvd.allreduce(each.grad.to_dense() if each.grad.is_sparse else each.grad)
+            each.grad = mean.to_sparse(1) if each.grad.is_sparse else mean
+        optimizer.step()
+        sparse.step()
+        dense.step()
+    assert all_alike(model)
+    for name, each in model.state_dict().items():
+        torch.testing.assert_close(each, expected.state_dict()[name], rtol=0, atol=2e-5, msg=name)
+    optimizer.close()
+
+
+def a_schedule_and_a_closure() -> None:
+    weights = nn.Parameter(torch.zeros(1000))
+    optimizer = hvd.ShardedOptimizer([weights], Sgd(lr=1.0))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        weights.sum().backward()
+        return 3.5
+
+    for _ in range(3):
+        assert optimizer.step(closure) == 3.5
+        schedule.step()
+    assert torch.equal(weights.detach(), torch.full((1000,), -1.75))
+    optimizer.close()
+
+
+def states_like_those_of_torch() -> None:
+    """A training that begins on the shards goes on in torch, and the other way round."""
+    model, other = made(1), made(1)
+    optimizer = hvd.ShardedOptimizer([*model.hidden.parameters()], Adam(lr=0.1))
+    plain = torch.optim.Adam([*other.hidden.parameters()], lr=0.1)
+    assert optimizer.state_dict()["state"] == {}
+    gradients = [torch.full_like(each, 0.5) for each in model.hidden.parameters()]
+
+    def steps(model: Model, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            for each, gradient in zip(model.hidden.parameters(), gradients, strict=True):
+                each.grad = gradient
+            optimizer.step()
+
+    steps(model, optimizer)
+    found = optimizer.state_dict()
+    assert sorted(found["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
+    other.load_state_dict(model.state_dict())
+    plain.load_state_dict({"state": found["state"], "param_groups": plain.state_dict()["param_groups"]})
+    steps(model, optimizer)
+    steps(other, plain)
+    again = hvd.ShardedOptimizer([*model.hidden.parameters()], Adam(lr=0.1), name="again")
+    again.load_state_dict({"state": plain.state_dict()["state"], "param_groups": again.state_dict()["param_groups"]})
+    steps(model, again)
+    steps(other, plain)
+    for one, two in zip(model.hidden.parameters(), other.hidden.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
+    assert float(again.state_dict()["state"][1]["step"]) == 6
+    optimizer.close()
+    again.close()
+
+
+def rows_by_adagrad() -> None:
+    model = made(3)
+    optimizer = hvd.ShardedOptimizer([{"params": [model.table.weight], "rows": True}], RowAdagrad(lr=0.1))
+    before = model.table.weight.detach().clone()
+    backward(model, 0)
+    optimizer.step()
+    touched = {int(each) for rank in hvd.allgather(words(0)) for each in rank.reshape(-1)}
+    changed = torch.any(model.table.weight.detach() != before, dim=1).nonzero().reshape(-1).tolist()
+    assert set(changed) == touched
+    assert optimizer.state_dict()["state"][0]["sum"].shape == (50,)
+    optimizer.close()
+
+
+def wrong_use() -> None:
+    weights = nn.Parameter(torch.zeros(10))
+    with pytest.raises(UsageError, match=r"rule is a float; expected one of omnireduce\.optimizers"):
+        hvd.ShardedOptimizer([weights], 0.1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="parameter 0 is float64"):
+        hvd.ShardedOptimizer([nn.Parameter(torch.zeros(10, dtype=torch.float64))], Adam())
+    with pytest.raises(UsageError, match="lr is -1"):
+        hvd.ShardedOptimizer([{"params": [weights], "lr": -1}], Adam())
+    model = made(1)
+    optimizer = hvd.ShardedOptimizer(model.parameters(), Adam())
+    backward(model, 0)
+    with pytest.raises(UsageError, match="parameter 0 has a sparse gradient; `rows` of its group is False"):
+        optimizer.step()
+    optimizer.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hvd.init(rank=int(sys.argv[1]), size=int(sys.argv[2]), job=sys.argv[3])
+    scenarios: dict[str, Callable[[], None]] = globals()
+    for scenario in sys.argv[4:]:
+        sys.stderr.write(f"{scenario}\n")
+        scenarios[scenario]()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Torch's optimizers whose state lives on the shards, in processes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import ExitStack
+
+import pytest
+from elastic_ranks import Ranks, until
+from local_cluster import ROOT, WAIT_S, Daemon, Process, unique_job
+
+SCRIPT = str(ROOT / "tests" / "pytorch" / "sharded_worker.py")
+ELASTIC = str(ROOT / "tests" / "pytorch" / "sharded_elastic.py")
+SIZE = 3
+SCENARIOS = (
+    "groups_with_rules_of_their_own", "a_schedule_and_a_closure", "states_like_those_of_torch", "rows_by_adagrad",
+    "wrong_use",
+)  # fmt: skip
+
+
+def test_shards_update_the_parameters_of_torch(daemon: Daemon) -> None:
+    """One scenario after the other: the log of a rank ends with the one that failed."""
+    job, environ = unique_job("sharded"), {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Process(sys.executable, SCRIPT, str(rank), str(SIZE), job, *SCENARIOS, environ=environ))
+            for rank in range(SIZE)
+        ]
+        for each in ranks:
+            assert each.wait(2 * WAIT_S) == 0, each.log
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_training_outlives_its_ranks(daemon: Daemon, victim: int) -> None:
+    """A rank is killed, the others go on from the last commit; it comes back, and they go on from where they are."""
+    with ExitStack() as stack:
+        ranks = Ranks(daemon, stack, 3, 1, ELASTIC, "3", "12")
+        processes = [ranks.start(rank) for rank in range(3)]
+        until(processes[victim], ": step 5")
+        processes[victim].signal(signal.SIGKILL)
+        others = [each for rank, each in enumerate(processes) if rank != victim]
+        until(others[0], "of 2 goes on at step")
+        processes[victim] = ranks.start(victim)
+        until(processes[victim], "of 3 goes on at step")
+        for each in processes:
+            assert "weights right: True" in until(each, "is done after")
+            assert each.wait() == 0, each.log
