@@ -18,6 +18,7 @@ from benchmarks.selectors import measure as measure_selectors
 from benchmarks.shaped import RATE
 from benchmarks.testbed import TestbedError
 from benchmarks.threads import measure as measure_threads
+from benchmarks.updates import measure as measure_updates
 from benchmarks.urgent import measure as measure_urgent
 from omnireduce.errors import OmniReduceError
 
@@ -83,6 +84,15 @@ def queue(turns: int, rate: str) -> None:
     _expect_met(lambda console, turns: measure_queues(console, turns, rate), turns)
 
 
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=9, show_default=True)
+def updates(turns: int) -> None:
+    """Time updates on the shards against an all-reduce and an update on each rank: Adam of 16 Mi weights, dense and
+    sparse, and a training step of an embedding against DistributedDataParallel over gloo. Exit status 3 when one is not
+    as fast as it should be."""
+    _expect_met(measure_updates, turns)
+
+
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
     """Measure; end the program if an aim is missed."""
     try:
@@ -95,4 +105,4 @@ def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
         sys.exit(3)
 
 
-SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue)
+SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue, updates)

@@ -67,6 +67,7 @@ class Operation(IntEnum):
     ADD_TO_TOTAL = 29  # the total += the sum of d over the elements of the block, in float64
 
 
+LAST_OPERATION = int(max(Operation))
 TWO_OPERANDS = range(Operation.COPY, Operation.SELECT + 1)
 ONE_SCALAR = (Operation.ADD_SCALED, Operation.FILL, Operation.ADD_SCALAR, Operation.SCALE)
 TWO_SCALARS = (Operation.MIX, Operation.MIX_SQUARE, Operation.ROOT)
@@ -124,8 +125,8 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
         """What is wrong with instruction `at`; empty for nothing."""
         number, target, operand, third = self.code[at * INSTRUCTION_BYTES : (at + 1) * INSTRUCTION_BYTES]
         where = f"instruction {at}"
-        if number > max(Operation):
-            return f"{where} has operation {number}; expected 0 to {max(Operation)}"
+        if number > LAST_OPERATION:
+            return f"{where} has operation {number}; expected 0 to {LAST_OPERATION}"
         operation = Operation(number)
         used = [
             target,

@@ -19,6 +19,7 @@ from omnireduce.protocol.shard_states import NUMBER_BYTES, row_numbers
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.arguments import two_that_share
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.handle import Handle
 
 
 class ShardedOptimizer:
@@ -97,7 +98,9 @@ class ShardedOptimizer:
 
     def _open(self) -> Communicator:
         self._formation = self.comm.formation
-        return self.comm.create_group(name=self._name, state_bytes=self.state_bytes)
+        found = self.comm.create_group(name=self._name, state_bytes=self.state_bytes)
+        found.drives_in_background = False  # the thread that ends a step drives it
+        return found
 
     def step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> None:
         """Make one step with the mean of the gradients of all ranks; afterwards all have the same weights.
@@ -106,12 +109,19 @@ class ShardedOptimizer:
         rows). One that is missing, or None, is zero on this rank. Raises UsageError for a gradient that does not fit;
         otherwise what `allreduce` raises: after an error the weights of the ranks may differ, until `restore`.
         """
+        self.begin_step(gradients)()
+
+    def begin_step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> Callable[[], None]:
+        """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
+        optimizers may have a step under way."""
         given, group = self._given(gradients), self._ready()
         self.steps += 1
         if isinstance(self._rule, Lamb):
-            self._step_by_norms(group, self._rule, given)
-            return
+            return self._begin_step_by_norms(group, self._rule, given)
         handles = [part.start(group, self._rule.program(self._step_of(part)), given) for part in self._parts]
+        return lambda: self._end_step(handles)
+
+    def _end_step(self, handles: Sequence[Handle[Any]]) -> None:
         for part, handle in zip(self._parts, handles, strict=True):
             handle.wait()
             part.done()
@@ -129,17 +139,19 @@ class ShardedOptimizer:
     def _step_of(self, part: Part) -> Step:
         return Step(self.steps, self.comm.size, part.state, part.layout.block_size)
 
-    def _step_by_norms(self, group: Communicator, rule: Lamb, given: Mapping[str, Any]) -> None:
-        steps = [self._step_of(part) for part in self._parts]
-        first = [part.start(group, rule.norms(step), given) for part, step in zip(self._parts, steps, strict=True)]
-        norms = [np.sqrt(handle.wait().totals).tolist() for handle in first]
-        second = [
-            part.start(group, rule.apply(step, *lengths), {})
-            for part, step, lengths in zip(self._parts, steps, norms, strict=True)
-        ]
-        for part, handle in zip(self._parts, second, strict=True):
-            handle.wait()
-            part.done()
+    def _begin_step_by_norms(self, group: Communicator, rule: Lamb, given: Mapping[str, Any]) -> Callable[[], None]:
+        each = [(part, self._step_of(part)) for part in self._parts]
+        first = [part.start(group, rule.norms(step), given) for part, step in each]
+
+        def end() -> None:
+            norms = [np.sqrt(handle.wait().totals).tolist() for handle in first]
+            second = [
+                part.start(group, rule.apply(step, *lengths), {})
+                for (part, step), lengths in zip(each, norms, strict=True)
+            ]
+            self._end_step(second)
+
+        return end
 
     def close(self) -> None:
         """Give back what the shards keep. The next use begins anew."""

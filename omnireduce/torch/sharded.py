@@ -65,8 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
-        for part in self._parts:
-            part.step()
+        for end in [part.begin_step() for part in self._parts]:
+            end()
         return loss
 
     def _settle(self) -> None:
@@ -126,11 +126,17 @@ class _Group:
         own: Rule = self.group["rule"]
         return dataclasses.replace(own, **{name: self.group[name] for name in _numbers_of(own)})
 
-    def step(self) -> None:
+    def begin_step(self) -> Callable[[], None]:
+        """Start a step; what this returns ends it."""
         self._optimizer.rule = self._rule()
         self._stage()
-        self._optimizer.step({str(at): self._gradient(at) for at in range(len(self.params))})
-        self._put_back()
+        end = self._optimizer.begin_step({str(at): self._gradient(at) for at in range(len(self.params))})
+
+        def end_step() -> None:
+            end()
+            self._put_back()
+
+        return end_step
 
     def _stage(self) -> None:
         """Before the first step: what weights on a GPU are now."""
@@ -152,8 +158,7 @@ class _Group:
             kind = "sparse" if found.is_sparse else "dense"
             raise UsageError(f"parameter {at} has a {kind} gradient; `rows` of its group is {self.group['rows']}")
         if found.is_sparse:
-            found = found.coalesce()
-            return array_of(staged(found.indices()[0])), array_of(staged(found.values()))
+            return array_of(staged(found._indices()[0])), array_of(staged(found._values()))  # a row may be there twice
         return array_of(staged(found))
 
     def state(self) -> list[dict[str, Any]]:

@@ -1,0 +1,278 @@
+"""What it gains to update weights on the shards: Adam of a dense and of a sparse gradient, and an embedding.
+
+The others sum the gradient, and then each rank makes the whole step: with NumPy, an operation after the other over
+arrays that are there; with one loop that Numba has compiled; with torch's Adam, which has one loop, too. All are given
+one thread of a rank each, as the ranks fill the processors.
+
+`python -m benchmarks.updates KIND SOCKET OPTIONS` is one rank of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numba
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import omnireduce as omni
+from benchmarks.group import Group, PeerError, daemon, service_group
+from benchmarks.orders import Order, serve
+from benchmarks.outcomes import show_verdicts
+from benchmarks.peak_memory import memory_mib
+from benchmarks.targets import Verdict, at_least, below
+from omnireduce.data_parallel import session
+from omnireduce.dtypes import Array
+from omnireduce.optimizers import Adam, RowAdagrad, Sgd, SparseAdam
+
+FUSED, NUMPY, COMPILED, TORCH = (
+    "updates on the shards",
+    "NumPy on each rank",
+    "one compiled loop",
+    "torch's Adam, fused",
+)
+WAYS = FUSED, NUMPY, COMPILED, TORCH
+ELEMENTS, BLOCK, SPARSE = 16 << 20, 256, 0.01
+LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
+DENSE_TARGET, SPARSE_TARGET, EMBEDDING_TARGET = 1.15, 3.0, 2.0
+SHARDED, DDP = "row-wise Adagrad on the shards", "DDP over gloo, SparseAdam"
+WORDS, WIDTH, LOOKED_UP = 200_000, 64, 16384
+TOLERANCE = 1e-4  # of weights after some steps of 1e-3
+
+
+@numba.njit(error_model="numpy")
+def compiled_adam(g: Array, m: Array, v: Array, w: Array, rate: Any, root: Any) -> None:
+    """A step of Adam in one pass. `rate`: lr over the first correction; `root`: of the second one."""
+    one, b1, b2, eps = np.float32(1), np.float32(0.9), np.float32(0.999), np.float32(1e-8)
+    for i in range(g.size):
+        m[i] = m[i] * b1 + g[i] * (one - b1)
+        v[i] = v[i] * b2 + g[i] * g[i] * (one - b2)
+        w[i] -= rate * m[i] / (np.sqrt(v[i]) * root + eps)
+
+
+class Weights:
+    """What each way needs for its own weights."""
+
+    def __init__(self) -> None:
+        self.w, self.m, self.v, self.a, self.b = np.zeros((5, ELEMENTS), np.float32)
+        self.steps = 0
+
+    def corrections(self) -> tuple[np.float32, np.float32]:
+        self.steps += 1
+        first, second = (1 - beta**self.steps for beta in BETAS)
+        return np.float32(LR / first), np.float32(1 / np.sqrt(second))
+
+    def numpy_step(self, g: Array) -> None:
+        """An operation after the other, without new arrays."""
+        rate, root = self.corrections()
+        m, v, a, b = self.m, self.v, self.a, self.b
+        m *= np.float32(BETAS[0])
+        np.multiply(g, np.float32(1 - BETAS[0]), out=a)
+        m += a
+        v *= np.float32(BETAS[1])
+        np.multiply(g, g, out=a)
+        a *= np.float32(1 - BETAS[1])
+        v += a
+        np.sqrt(v, out=b)
+        b *= root
+        b += np.float32(EPS)
+        np.divide(m, b, out=b)
+        b *= rate
+        self.w -= b
+
+    def compiled_step(self, g: Array) -> None:
+        rate, root = self.corrections()
+        compiled_adam(g, self.m, self.v, self.w, rate, root)
+
+
+class Updating:
+    """A rank with a gradient of which so many blocks are not zero."""
+
+    def __init__(self, options: dict[str, Any], density: float) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        _join(options)
+        rng = np.random.default_rng(options["rank"])
+        blocks = np.zeros((ELEMENTS // BLOCK, BLOCK), np.float32)
+        there = rng.random(len(blocks)) < density
+        blocks[there] = rng.standard_normal((int(there.sum()), BLOCK)).astype(np.float32)
+        self._gradient: Array = blocks.reshape(-1)
+        self._mean, self._own = np.zeros(ELEMENTS, np.float32), {way: Weights() for way in (NUMPY, COMPILED)}
+        self._weights = np.zeros(ELEMENTS, np.float32)
+        rule = Adam(lr=LR) if density == 1 else SparseAdam(lr=LR)
+        self._weights.fill(0)  # so that its memory is there
+        before = memory_mib("RssAnon")
+        self._optimizer = omni.ShardedOptimizer([self._weights], rule, comm=session.communicator())
+        self._optimizer.step([self._gradient])
+        self._kept_mib = memory_mib("RssAnon") - before
+        self._parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
+        self._torch = torch.optim.Adam([self._parameter], lr=LR, fused=True)
+        self._parameter.grad = torch.from_numpy(self._mean)
+
+    def turn(self, way: str) -> dict[str, float]:
+        """Milliseconds of one step, the exchange included."""
+        comm = session.communicator()
+        comm.barrier()
+        begin = perf_counter()
+        if way == FUSED:
+            self._optimizer.step([self._gradient])
+        else:
+            comm.allreduce(self._gradient, out=self._mean, op="mean")
+            exchanged = perf_counter()
+            if way == TORCH:
+                self._torch.step()
+            elif way == NUMPY:
+                self._own[way].numpy_step(self._mean)
+            else:
+                self._own[way].compiled_step(self._mean)
+            return {"ms": (perf_counter() - begin) * 1e3, "exchange_ms": (exchanged - begin) * 1e3}
+        return {"ms": (perf_counter() - begin) * 1e3, "exchange_ms": 0.0}
+
+    def check(self) -> dict[str, float]:
+        """How far the ways are from each other, each of which has made as many steps, but for one on the shards; and
+        how much memory a rank needs for what the shards keep, beside its own weights and gradient."""
+        self._own[NUMPY].numpy_step(self._mean)
+        self._own[COMPILED].compiled_step(self._mean)
+        self._torch.step()
+        others = [self._own[NUMPY].w, self._own[COMPILED].w, self._parameter.detach().numpy()]
+        dense = [each for each in others if isinstance(self._optimizer.rule, Adam) and not self._optimizer.rule.lazy]
+        return {
+            "apart": max((float(np.abs(self._weights - each).max()) for each in dense), default=0.0),
+            "kept_mib": self._kept_mib,
+        }
+
+
+class Embedding:
+    """A rank that trains an embedding and a layer, in two copies."""
+
+    def __init__(self, options: dict[str, Any], folder: str) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        import omnireduce.torch as hvd
+
+        torch.set_num_threads(1)
+        _join(options)
+        store = dist.FileStore(f"{folder}/gloo", options["size"])
+        dist.init_process_group("gloo", store=store, rank=options["rank"], world_size=options["size"])
+        self._rank, self._models = options["rank"], dict[str, Any]()
+        for way in (SHARDED, DDP):
+            torch.manual_seed(1)
+            table, layer = torch.nn.Embedding(WORDS, WIDTH, sparse=True), torch.nn.Linear(WIDTH, 1)
+            model = torch.nn.Sequential(table, layer)
+            if way == SHARDED:
+                groups = [
+                    {"params": [table.weight], "rows": True, "rule": RowAdagrad(lr=0.01)},
+                    {"params": layer.parameters()},
+                ]
+                steps = [hvd.ShardedOptimizer(groups, Sgd(lr=0.01))]
+            else:
+                steps = [torch.optim.SparseAdam([table.weight]), torch.optim.SGD(layer.parameters(), lr=0.01)]
+            self._models[way] = DistributedDataParallel(model) if way == DDP else model, steps
+        self._seed = 0
+
+    def turn(self, way: str) -> dict[str, float]:
+        """Milliseconds of a step: forward, backward, exchange and update."""
+        import torch
+
+        model, optimizers = self._models[way]
+        self._seed += 1
+        rng = np.random.default_rng([self._seed // 2, self._rank])
+        words = torch.from_numpy(np.minimum(rng.zipf(1.2, LOOKED_UP), WORDS) - 1)
+        session.communicator().barrier()
+        begin = perf_counter()
+        for each in optimizers:
+            each.zero_grad()
+        model(words).square().mean().backward()
+        for each in optimizers:
+            each.step()
+        return {"ms": (perf_counter() - begin) * 1e3}
+
+
+def _join(options: dict[str, Any]) -> None:
+    config = omni.load_config(overrides=options["set"], environ={})
+    session.init(config=config, job=options["job"], rank=options["rank"], size=options["size"])
+
+
+def measure(console: Console, turns: int) -> bool:
+    """Let the ways take turns; return whether the aims are met. Raises PeerError where one fails or gives other
+    weights, ImportError without torch."""
+    import torch  # noqa: F401  the ranks have the same environment
+
+    verdicts = []
+    for ranks in (2, 4):
+        for density, target in ((1.0, DENSE_TARGET), (SPARSE, SPARSE_TARGET)):
+            verdicts += _adam(console, ranks, density, target, turns)
+    verdicts.append(_embedding(console, turns))
+    show_verdicts(console, verdicts)
+    return all(each.met for each in verdicts)
+
+
+def _medians(group: Group, ways: tuple[str, ...], turns: int) -> dict[str, dict[str, float]]:
+    """Of each way what the slowest rank said, the median of all turns; the first two warm up."""
+    rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _ in range(turns + 2):
+        for way in ways:
+            rows[way].append(max(group.tell(do="turn", way=way), key=lambda row: row["ms"]))
+    return {
+        way: {key: float(np.median([row[key] for row in found[2:]])) for key in found[0]} for way, found in rows.items()
+    }
+
+
+def _adam(console: Console, ranks: int, density: float, target: float, turns: int) -> list[Verdict]:
+    program = "benchmarks.updates", f"adam-{density:g}"
+    with (
+        tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder,
+        daemon(1) as servers,
+        service_group(ranks, folder, servers.addresses, program=program) as group,
+    ):
+        found = _medians(group, WAYS, turns)
+        checks = group.tell(do="check")
+    apart, kept = (max(row[what] for row in checks) for what in ("apart", "kept_mib"))
+    if apart > TOLERANCE:
+        raise PeerError("updates", f"gave weights that are {apart:g} apart")
+    case = f"Adam of {ELEMENTS >> 20} Mi, density {density:g}, {ranks} ranks"
+    table = Table(box=None)
+    for name in (case, "ms", "of it the exchange", "times"):
+        table.add_column(name, justify="right" if name != case else "left")
+    ours = found[FUSED]["ms"]
+    for way, row in found.items():
+        table.add_row(way, f"{row['ms']:.1f}", f"{row['exchange_ms']:.1f}", f"{row['ms'] / ours:.2f}")
+    console.print(table, "")
+    return [
+        *(at_least(case, ours, way, found[way]["ms"], target) for way in WAYS[1:]),
+        below(f"{case}: memory of a rank for it", kept, 1.0, "MiB"),
+    ]
+
+
+def _embedding(console: Console, turns: int) -> Verdict:
+    with (
+        tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder,
+        daemon(1) as servers,
+        service_group(2, folder, servers.addresses, program=("benchmarks.updates", "embedding")) as group,
+    ):
+        found = _medians(group, (SHARDED, DDP), turns)
+    case = f"step of an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up"
+    console.print(f"{case}: {found[SHARDED]['ms']:.2f} ms; {DDP}: {found[DDP]['ms']:.2f} ms", "")
+    return at_least(case, found[SHARDED]["ms"], DDP, found[DDP]["ms"], EMBEDDING_TARGET)
+
+
+def _start(kind: str, options: dict[str, Any], path: str) -> tuple[int, Mapping[str, Order]]:
+    if kind == "embedding":
+        return options["rank"], {"turn": Embedding(options, str(Path(path).parent)).turn}
+    made = Updating(options, float(kind.removeprefix("adam-")))
+    return options["rank"], {"turn": made.turn, "check": made.check}
+
+
+if __name__ == "__main__":
+    kind, path, text = sys.argv[1:]
+    serve(path, lambda: _start(kind, json.loads(text), path))
