@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from program_oracle import Oracle
 from omnireduce.block_program import FIRST_COLUMN, BlockProgram, Operation
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.layout import Stripes
 from omnireduce.protocol.shard_states import ShardStates
@@ -108,3 +110,17 @@ def test_a_shard_keeps_only_its_own_blocks() -> None:
     assert states.nbytes == 5 * BLOCK * 4
     states.drop(0)
     assert states.nbytes == 0
+
+
+def test_states_have_a_limit_and_belong_to_one_tensor() -> None:
+    program = BlockProgram(0, 1, 0, b"")
+    called = Descriptor("allreduce", "", "float32", (BLOCK * BLOCKS,), block_size=BLOCK, program=program)
+    states = ShardStates(BLOCK * BLOCKS * 4)
+    states.begin(called, program, Stripes())
+    with pytest.raises(ProtocolError, match="state 1 needs 352 bytes; 352 of the 352 that this job may keep"):
+        states.begin(called, BlockProgram(1, 1, 0, b""), Stripes())
+    for other, stripes in ((called, Stripes(0, 2, 2)), (msgspec.structs.replace(called, block_size=16), Stripes())):
+        with pytest.raises(ProtocolError, match="it was made for another one"):
+            states.begin(other, program, stripes)
+    with pytest.raises(ProtocolError, match="it was made for another one"):
+        states.begin(called, BlockProgram(0, 2, 0, b""), Stripes())

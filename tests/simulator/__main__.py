@@ -37,6 +37,7 @@ def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str,
 )
 @click.option("--hosts", default=0, metavar="COUNT", help="Also run so many in which ranks share a host.")
 @click.option("--relays", default=0, metavar="COUNT", help="Also run so many in which there are relays.")
+@click.option("--programs", default=0, metavar="COUNT", help="Also run so many in which sums go through programs.")
 @click.option("--new", default=0, metavar="COUNT", help="Also run so many seeds that nobody ran, of all sorts.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default="cores", metavar="COUNT", help="Processes.")
 @click.option("--replay", type=int, metavar="SEED", help="Run one seed and show its plan and its last events.")
@@ -47,8 +48,8 @@ def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str,
 @click.option("--mutation", default="", metavar="NAME", help="Put this bug into the product first.")
 @click.option("--mutations", is_flag=True, help="Show that the simulator catches every deliberate bug.")
 def main(
-    seeds: list[range], hosts: int, relays: int, new: int, jobs: int, replay: int | None, fault: str, event: int,
-    failures: int, verbose: bool, mutation: str, mutations: bool,
+    seeds: list[range], hosts: int, relays: int, programs: int, new: int, jobs: int, replay: int | None, fault: str,
+    event: int, failures: int, verbose: bool, mutation: str, mutations: bool,
 ) -> None:  # fmt: skip
     """Run simulated clusters in virtual time; exit status 1 when one goes wrong."""
     if mutations:
@@ -56,7 +57,7 @@ def main(
     if mutation:
         mutate.install(_known(mutation))
     from . import campaign
-    from .draw import FIRST_OF_HOSTS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL
+    from .draw import FIRST_OF_HOSTS, FIRST_OF_PROGRAMS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL
     from .faults import FROM_THE_START
     from .plan import KINDS
 
@@ -68,9 +69,10 @@ def main(
     firsts = FIRST_OF_HOSTS, FIRST_OF_SEVERAL
     of_hosts = [first + number for number in range(hosts // 2) for first in firsts]
     of_relays = range(FIRST_OF_RELAYS, FIRST_OF_RELAYS + relays)
-    quarters = ((new // 4, each) for each in (*firsts, FIRST_OF_RELAYS))
-    fresh = [_new_seeds(count, first) for count, first in ((new - 3 * (new // 4), 0), *quarters)]
-    numbers = [*itertools.chain(*seeds, of_hosts, of_relays, *fresh)]
+    of_programs = range(FIRST_OF_PROGRAMS, FIRST_OF_PROGRAMS + programs)
+    fifths = ((new // 5, each) for each in (*firsts, FIRST_OF_RELAYS, FIRST_OF_PROGRAMS))
+    fresh = [_new_seeds(count, first) for count, first in ((new - 4 * (new // 5), 0), *fifths)]
+    numbers = [*itertools.chain(*seeds, of_hosts, of_relays, of_programs, *fresh)]
     total, more = campaign.Campaign(), f" --mutation {shlex.quote(mutation)}" if mutation else ""
     stopped = _stopped_by_ctrl_c()
     for outcome in campaign.run_all((campaign.Task(seed, fault, event) for seed in numbers), jobs):

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from .plan import KINDS, OF_A_SHARD, OF_JOINING, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
 from .tamper import LIES, RULES
-from .workload import draw_collective
+from .workload import PROGRAMS, STATE_BYTES, draw_collective
 
 FIRST_OF_HOSTS = 10**12  # from this seed on, the ranks of most jobs share a host; older seeds stay as they are
 FIRST_OF_SEVERAL = 2 * 10**12  # from this seed on, most jobs have several hosts
 FIRST_OF_RELAYS = 3 * 10**12  # from this seed on, there are relays
+FIRST_OF_PROGRAMS = 4 * 10**12  # from this seed on, most jobs have programs
 OFTEN = {"tampering": 6, "lying shard": 6}  # there are many ways to break a rule
 
 
@@ -33,6 +34,9 @@ def draw_plan(seed: int) -> Plan:
         relays = random.Random(f"{seed}/relays")
         above = relays.choice([(-1,), (-1, -1), (-1, -1), (-1, 0), (-1, 0, 1), (-1, 0, 0)])
         protocol = replace(protocol, relays=above, direct=relays.random() < 0.4)
+    if seed >= FIRST_OF_PROGRAMS:
+        programs = random.Random(f"{seed}/programs")
+        jobs = tuple(_draw_programs(programs, job) if programs.random() < 0.8 else job for job in jobs)
     options: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     if rng.random() < 0.85:
@@ -55,6 +59,17 @@ def _anywhere(rng: random.Random, fault: Fault, protocol: ProtocolPlan) -> Fault
     """What happens to a shard may happen to one of a relay, too."""
     shard = rng.randrange(protocol.shards * (1 + len(protocol.relays)))
     return replace(fault, shard=shard) if fault.kind in OF_A_SHARD else fault
+
+
+def _draw_programs(rng: random.Random, job: JobPlan) -> JobPlan:
+    """Let sums of a job go through programs."""
+    found = []
+    for each in job.collectives:
+        if each.kind == "allreduce" and rng.random() < 0.8:
+            name = rng.choice(list(PROGRAMS))
+            each = replace(each, op="sum", dtype="float32", codec="", program=name)
+        found.append(each)
+    return replace(job, collectives=tuple(found), state_bytes=STATE_BYTES)
 
 
 def _draw_elastic(rng: random.Random, job: JobPlan) -> JobPlan:

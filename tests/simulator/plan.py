@@ -117,6 +117,7 @@ class JobPlan:
     smallest: int = 0
     settle_s: float = 0.0
     launch: str = ""
+    state_bytes: int = 0  # what programs may keep on a shard; then no ranks share memory
     hosts: int = 0  # on which its ranks are, in turn, and exchange tensors in memory; 0: no two of them share one
 
     @property

@@ -14,7 +14,7 @@ import pytest
 
 from .campaign import Task, report, run_all
 from .cluster import Cluster
-from .draw import FIRST_OF_HOSTS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL, draw_plan, fault_at
+from .draw import FIRST_OF_HOSTS, FIRST_OF_PROGRAMS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL, draw_plan, fault_at
 from .faults import FROM_THE_START
 from .plan import KINDS
 
@@ -118,6 +118,11 @@ def test_ranks_that_share_hosts(first: int, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_ranks_behind_relays(chunk: int) -> None:
     assert_good(range(FIRST_OF_RELAYS + chunk, FIRST_OF_RELAYS + SEEDS, CHUNKS))
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_sums_that_go_through_programs(chunk: int) -> None:
+    assert_good(range(FIRST_OF_PROGRAMS + chunk, FIRST_OF_PROGRAMS + SEEDS, CHUNKS))
 
 
 def test_seeds_that_failed_once() -> None:

@@ -196,7 +196,7 @@ class Worker(Process):
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
             protocol.timeout_s, whole_bytes=protocol.whole_bytes, tcp_message_bytes=protocol.message_bytes,
             smallest=self.job.smallest, settle_s=self.job.settle_s, launch=self.job.launch,
-            memory=self._memory_key,
+            memory=self._memory_key, state_bytes=self.job.state_bytes,
         )  # fmt: skip
         if seat is not None:
             hello = replace(hello, survived=seat.formation, ticket=seat.ticket)
@@ -208,7 +208,11 @@ class Worker(Process):
     def _memory_key(self) -> str:
         """The same for the ranks of one host."""
         job = self.job
-        return f"{zlib.crc32(f'{job.name}/{self.rank % job.hosts}'.encode()):032x}" if job.hosts else ""
+        return (
+            f"{zlib.crc32(f'{job.name}/{self.rank % job.hosts}'.encode()):032x}"
+            if job.hosts and not job.state_bytes
+            else ""
+        )
 
     def _visit(self) -> None:
         """Hear what the shards say, and what time it is."""

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
 from omnireduce.descriptor import REDUCING, Descriptor, describe
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Operand
+from omnireduce.protocol.programmed import ProgrammedTensor, Totals
 from omnireduce.protocol.rows import RowSet, RowsInto
 from omnireduce.runtime.member.pool import Pool
 from tests.oracle import is_number, reduce_by_tree
@@ -27,9 +29,24 @@ KINDS = {
     "allgather": 1,
     "barrier": 1,
 }  # and how often each is drawn
+STATE_BYTES = 1 << 19  # more than the states of a job take
 EXACT, LARGEST_EXACT = ("bf16", "fp16", "int8"), 127  # codecs that send integers of up to so much as they are
 GUARD, GUARD_BYTE = 512, 0xA5  # bytes around every target, to see what is written outside
 JUNK_BYTE = 0x5A  # what a target holds that only takes a result
+
+
+def twice(*, every: bool) -> BlockProgram:
+    """Twice the sum, by way of a state that is zero before, and of which every collective makes a new one."""
+    code = Assembly()
+    code.add(Operation.ADD, FIRST_COLUMN, 0)
+    code.add(Operation.ADD, FIRST_COLUMN, 0)
+    code.add(Operation.COPY, 0, FIRST_COLUMN)
+    code.add(Operation.FILL, 1, 0, 1.0)
+    code.add(Operation.ADD_TO_TOTAL, 1)
+    return code.program(7, 1, 0, every_block=every, totals=1, drops=True)
+
+
+PROGRAMS = {"union": twice(every=False), "every": twice(every=True)}
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,7 @@ class Collective:
     awkward: float = 0.0  # the share of blocks with NaN, infinities, subnormals or the limits of integers
     launch: int = 0  # launches bring other data to what looks the same
     codec: str = ""  # of those that send small integers exactly, so that the oracle need not know it
+    program: str = ""  # one of PROGRAMS, for a sum of float32
 
     def descriptor(self) -> Descriptor:
         kind: Any = self.kind
@@ -55,11 +73,16 @@ class Collective:
         rows = self.elements // self.block_size, self.block_size
         shape = rows if kind == "allreduce_rows" else (1, self.elements) if self.folded else (self.elements,)
         item_bytes = 0 if kind in REDUCING else 1
-        return describe(kind, f"x{self.seed}", self.dtype, shape, op, self.block_size, 0, item_bytes, codec=self.codec)
+        program = PROGRAMS.get(self.program)
+        return describe(
+            kind, f"x{self.seed}", self.dtype, shape, op, self.block_size, 0, item_bytes,
+            codec=self.codec, program=program,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         where = "" if self.root < 0 else f" from rank {self.root}"
         codec = f", codec {self.codec}" if self.codec else ""
+        codec += f", program {self.program}" if self.program else ""
         return f"{self.kind}{where} {self.op} {self.dtype}[{self.elements}], blocks of {self.block_size}{codec}"
 
 
@@ -113,7 +136,9 @@ def contribution(what: Collective, rank: int, ranks: int) -> Array:
 def expected(what: Collective, ranks: int, sums: Tree = ()) -> Array:
     """The oracle: all contributions combined by NumPy, in rank order, or as `sums` says."""
     brought = [_contribution(what, rank, ranks) for rank in range(ranks)]
-    return reduce_by_tree(sums or tuple(range(ranks)), brought, what.op)
+    found = reduce_by_tree(sums or tuple(range(ranks)), brought, what.op)
+    with np.errstate(all="ignore"):
+        return found + found if what.program else found
 
 
 def tree_of(places: Mapping[int, tuple[tuple[int, ...], int]]) -> Tree:
@@ -146,6 +171,7 @@ class Work:
         self._target = self._memory[GUARD : GUARD + self._brought.nbytes].view(self._brought.dtype)
         self._target.view(np.uint8)[:] = JUNK_BYTE
         self._source: Array | None = None  # an array that is only read
+        self.totals = Totals(1)
         self.operand: Operand
         if what.kind == "allreduce_rows":
             rows = self._brought.reshape(-1, what.block_size)
@@ -161,6 +187,10 @@ class Work:
         what, mask = self.what, ELEMENT_TYPES[self.what.dtype].zero_mask
         if what.root not in (-1, rank) or what.kind == "barrier":
             return DenseTensor(None, self._target, self.layout, mask)
+        if what.program:
+            self._target[:] = 0  # blocks that nobody brings stay so
+            self._source = self._brought.copy()
+            return ProgrammedTensor(self._source, self._target, self.layout, mask, self.totals)
         if what.kind == "allreduce" and (what.seed + rank) % 2:
             self._source = self._brought.copy()
             return DenseTensor(self._source, self._target, self.layout, mask)
@@ -176,7 +206,9 @@ class Work:
         return full.reshape(-1)
 
     def damage(self) -> str:
-        """What was written that had to stay as it was; empty if nothing was."""
+        """What was written that had to stay as it was, or a wrong total; empty if nothing was."""
+        if self.what.program == "every" and self.totals.sums[0] != self.what.elements:
+            return f"a program has counted {self.totals.sums[0]} of {self.what.elements} elements"
         outside: Sequence[Array] = (self._memory[:GUARD], self._memory[-GUARD:])
         if any((each != GUARD_BYTE).any() for each in outside):
             return "memory beside the target was written"

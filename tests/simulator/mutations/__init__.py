@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import aggregator, coding, hosts, joining, kernels, membership, relays, runtime, worker
+from . import aggregator, coding, hosts, joining, kernels, membership, programs, relays, runtime, worker
 from .base import Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Mutation"]
@@ -16,5 +16,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *runtime.MUTATIONS,
     *joining.MUTATIONS,
     *relays.MUTATIONS,
+    *programs.MUTATIONS,
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

@@ -174,8 +174,8 @@ MUTATIONS = (
         "the last result comes too early",
         _UNION,
         "a collective is complete although blocks are left that did not fit the result",
-        "        return self.watermark == self.shape.blocks and not any(self._unused)",
-        "        return self.watermark == self.shape.blocks",
+        "return self.watermark == self.shape.blocks and is_listed and not any(self._unused)",
+        "return self.watermark == self.shape.blocks and is_listed",
     ),
     Mutation(
         "a message counts as used one block early",

@@ -44,7 +44,7 @@ MUTATIONS = (
         "settings are not compared",
         _CHECKS,
         "ranks deal blocks to shards in different ways, or have slots of other sizes",
-        'for name in ("urgent_bytes", "slots", "slot_bytes", "stripe_blocks")',
+        'for name in ("urgent_bytes", "slots", "slot_bytes", "stripe_blocks", "state_bytes")',
         "for name in ()",
         within=2000,
     ),

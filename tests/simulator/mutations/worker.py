@@ -73,8 +73,8 @@ MUTATIONS = (
         "worker takes results of any collective",
         _STREAM,
         "a result that belongs to another collective is put into this one",
-        "if not self._incoming or header.collective != self._incoming[0].number or message_extra",
-        "if not self._incoming or message_extra",
+        "if not self._incoming or header.collective != self._incoming[0].number:",
+        "if not self._incoming:",
         within=2000,
     ),
     Mutation(
@@ -89,8 +89,8 @@ MUTATIONS = (
         "worker takes results that go back",
         _STREAM,
         "the frontier of results may go back",
-        "not self._result_frontier <= header.frontier <= packed",
-        "not header.frontier <= packed",
+        "if not (fits and self._result_frontier <= header.frontier <= packed):",
+        "if not (fits and header.frontier <= packed):",
         within=2000,
     ),
     Mutation(
