@@ -1,0 +1,56 @@
+"""Random programs mean the same before and after random rewrites: in the interpreter, and on real ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from local_cluster import Daemon, configured, run_job
+from random_programs import REWRITES, inputs_for, joined, own_parts, programs, results_of, rewritten
+
+from omnireduce import Communicator
+from omnireduce.dtypes import Array
+from omnireduce.programs import Pipeline
+
+
+def test_rewrites_change_no_result() -> None:
+    """Bit for bit, in the interpreter, with parts that differ in size. Each rewrite was legal often: else this would
+    prove nothing."""
+    legal: Counter[str] = Counter()
+
+    @settings(max_examples=400)
+    @given(st.data(), programs(), st.integers(0, 99), st.integers(2, 4))
+    def check(data: st.DataObject, pipeline: Pipeline, seed: int, ranks: int) -> None:
+        before = results_of(pipeline, seed, ranks)
+        after, done = rewritten(data.draw, pipeline)
+        legal.update(done)
+        found = results_of(after, seed, ranks)
+        assert found.keys() == before.keys()
+        for name in before:
+            np.testing.assert_array_equal(
+                found[name], before[name], err_msg=f"{name} after {done}\n{pipeline}\n{after}"
+            )
+
+    check()
+    assert all(legal[each] >= 10 for each in REWRITES), legal
+
+
+@settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # to shrink over real ranks takes long
+@given(st.data(), st.lists(programs(), min_size=4, max_size=4), st.integers(2, 3))
+def test_ranks_do_what_the_interpreter_says(
+    daemon: Daemon, data: st.DataObject, pipelines: list[Pipeline], ranks: int
+) -> None:
+    """With compound stages, which the interpreter does not know, over an aggregator."""
+    afters = [rewritten(data.draw, each)[0] for each in pipelines]
+
+    def run(comm: Communicator) -> list[dict[str, Array]]:
+        return [each.run(comm, own_parts(inputs_for(each, 1, ranks), comm.rank)) for each in afters]
+
+    outcomes = run_job(configured(daemon.addresses), ranks, run)
+    for at, (before, after) in enumerate(zip(pipelines, afters, strict=True)):
+        expected = results_of(before, 1, ranks)
+        for name, output in zip(after.output_names, after.outputs, strict=True):
+            found = joined([each[at][name] for each in outcomes], output.type.layout)
+            np.testing.assert_array_equal(found, expected[name], err_msg=f"{name}\n{before}\n{after}")
