@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.programs.expressions import Constant, Expression, Input, formula
+from omnireduce.programs.expressions import Expression, Input, formula
 from omnireduce.programs.stages import Stage, nodes_of
 from omnireduce.programs.text import title
 
@@ -27,22 +27,21 @@ def draw(pipeline: Pipeline, path: Path) -> None:
     except ImportError as error:
         raise ConfigError(f"a picture needs matplotlib: pip install 'omnireduce[plot]' ({error})") from None
     spots = places(pipeline)
-    columns = 1 + max(x for x, _ in spots.values())
-    rows = 1 + max(-y for _, y in spots.values())
-    figure = Figure(figsize=(WIDE * columns, HIGH * rows))
+    columns, rows = [x for x, _ in spots.values()], [y for _, y in spots.values()]
+    wide, high = 1 + max(columns) - min(columns), 1 + max(rows) - min(rows)
+    figure = Figure(figsize=(WIDE * wide, HIGH * high))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
-    axes.set_xlim(-0.5, columns - 0.5)
-    axes.set_ylim(0.5 - rows, 0.5)
+    axes.set_xlim(min(columns) - 0.5, max(columns) + 0.5)
+    axes.set_ylim(min(rows) - 0.5, max(rows) + 0.5)
     for stage in pipeline.stages:
         if not isinstance(stage, Expression):
             _frame(axes, stage, spots)
+    boxes = {node: _box(axes, pipeline, node, spot) for node, spot in spots.items()}
     for node, spot in spots.items():
-        _box(axes, pipeline, node, spot)
         for each in _needed(pipeline, node):
-            x, y = spots[each]
-            arrow = {"arrowstyle": "->", "color": "#555555", "shrinkA": 16, "shrinkB": 16}
-            axes.annotate("", xy=spot, xytext=(x, y), arrowprops=arrow, zorder=1)
+            ends = {"patchA": boxes[each], "patchB": boxes[node], "arrowstyle": "->", "color": "#555555"}
+            axes.annotate("", xy=spot, xytext=spots[each], arrowprops=ends, zorder=3)
     try:
         figure.savefig(path, format="svg")
     except OSError as error:
@@ -50,19 +49,22 @@ def draw(pipeline: Pipeline, path: Path) -> None:
 
 
 def places(pipeline: Pipeline) -> dict[Expression, Spot]:
-    """Where inputs and stages stand: one layer below the lowest of those that they need, and beside one another in the
-    order of the program."""
-    shown = [each for each in pipeline.nodes if each in pipeline.names and not isinstance(each, Constant)]
-    shown.sort(key=lambda each: not isinstance(each, Input))
+    """Where inputs and stages stand. A stage is one layer below the lowest of those that it needs, and beside others in
+    the order of the program. Inputs stand to the left of the first stage that needs them."""
     layers: dict[Expression, int] = {}
     filled: dict[int, int] = {}
     found: dict[Expression, Spot] = {}
-    for node in shown:
-        needed = _needed(pipeline, node)
-        layers[node] = 1 + max((layers[each] for each in needed), default=-1)
-        at = filled.setdefault(layers[node], 0)
-        filled[layers[node]] += 1
-        found[node] = float(at), float(-layers[node])
+    for node in pipeline.nodes:
+        if node in pipeline.names and not isinstance(node, Input):
+            layers[node] = 1 + max((layers[each] for each in _needed(pipeline, node) if each in layers), default=-1)
+            found[node] = float(filled.setdefault(layers[node], 0)), float(-layers[node])
+            filled[layers[node]] += 1
+    beside: dict[int, int] = {}
+    for each in pipeline.inputs:
+        layer = min(layers[node] for node in layers if each in _needed(pipeline, node))
+        beside[layer] = beside.get(layer, 0) + 1
+        raised = 0.5 * (beside[layer] % 2 == 0)  # so that an arrow passes beside the next box
+        found[each] = -0.6 * beside[layer] - 0.2, raised - layer
     return found
 
 
@@ -73,15 +75,15 @@ def _needed(pipeline: Pipeline, node: Expression) -> list[Expression]:
     return list(dict.fromkeys(found))
 
 
-def _box(axes: Any, pipeline: Pipeline, node: Expression, spot: Spot) -> None:
+def _box(axes: Any, pipeline: Pipeline, node: Expression, spot: Spot) -> Any:
+    """Draw the box of a stage or input; the frame around its text."""
     name, what = pipeline.names[node], formula(node, pipeline.names)
     what = what if len(what) <= LONGEST else f"{what[: LONGEST - 3]}..."
     text = f"{name}\n{node.type}" if isinstance(node, Input) else f"{name} = {what}\n{node.type}"
     colour = LAYOUT_COLOURS[node.type.layout.value]
     box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#555555"}
-    axes.text(
-        *spot, text, ha="center", va="center", fontsize=8, family="monospace", bbox=box, zorder=2, parse_math=False
-    )
+    font = {"fontsize": 8, "family": "monospace", "parse_math": False}
+    return axes.text(*spot, text, ha="center", va="center", bbox=box, zorder=2, **font).get_bbox_patch()
 
 
 def _frame(axes: Any, stage: Stage, spots: dict[Expression, Spot]) -> None:

@@ -18,17 +18,16 @@ from omnireduce.programs.expressions import Region
 def uniforms(seed: int, step: int, region: Region, shape: tuple[int, ...]) -> Array:
     """Numbers from 0 up to but not including 1, float32, for the elements of `region`, which has this shape."""
     out = np.empty(shape, np.float32)
+    if not out.size:
+        return out
     key = stream_key(seed, step, region.stream)
-    whole, starts = region.whole or (1,), region.starts or (0,)
-    runs = out.reshape(-1, shape[-1] if shape and shape[-1] != whole[-1] else max(out.size, 1))
-    steps = [math.prod(whole[at + 1 :]) for at in range(len(whole))]
-    origin = sum(start * each for start, each in zip(starts, steps, strict=True))
-    if len(runs) <= 1:
-        first = np.array([origin])
+    steps = [math.prod(region.whole[at + 1 :]) for at in range(len(region.whole))]
+    origin = sum(start * each for start, each in zip(region.starts, steps, strict=True))
+    if len(shape) < 2 or shape[-1] == region.whole[-1]:  # rows lie behind one another
+        firsts, runs = np.array([origin]), out.reshape(1, -1)
     else:
-        first = np.full(shape[:-1], origin)
-        for axis, size in enumerate(shape[:-1]):
-            first += (np.arange(size) * steps[axis]).reshape([-1 if each == axis else 1 for each in range(first.ndim)])
-    for run, own in zip(runs, block_keys(key, first.reshape(-1)), strict=False):
+        within = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
+        firsts, runs = origin + np.array(steps[:-1], np.int64) @ within, out.reshape(-1, shape[-1])
+    for run, own in zip(runs, block_keys(key, firsts), strict=True):
         fill_uniform(own, run)
     return out

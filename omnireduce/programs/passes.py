@@ -14,6 +14,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.programs.execution import Execution
 from omnireduce.programs.expressions import Expression, Region, Type
+from omnireduce.programs.layouts import Layout
 from omnireduce.programs.operations import Update
 from omnireduce.programs.pointwise import Pointwise
 from omnireduce.programs.stages import Fused
@@ -34,11 +35,11 @@ def run_fused(stage: Fused, run: Execution) -> None:
     for node in stage.nodes:
         if not node.type.shape:
             run.evaluate(node)  # once, not for each piece
-    first = next(each for each in shaped if isinstance(each, Pointwise))
-    region, shape = run.seat.region(first.type)
+    kind = kind_of(stage)
+    region, shape = run.seat.region(kind)
     wanted = [each for each in shaped if _is_needed_outside(each, stage, run)]
     results = {each: np.empty(shape, each.type.dtype) for each in wanted}
-    outside = _operands(shaped, first.type, run)
+    outside = _operands(shaped, kind, run)
     for piece in _pieces(shape, max(each.type.dtype.itemsize for each in shaped)):
         starts = (region.starts[0] + piece.start, *region.starts[1:])
         found = _evaluate(shaped, outside, piece, region._replace(starts=starts))
@@ -47,6 +48,12 @@ def run_fused(stage: Fused, run: Execution) -> None:
     for each, result in results.items():
         is_update = isinstance(each, Update)
         run.put(each, run.seat.fitting(result, each.operands[1].type, each.type) if is_update else result)
+
+
+def kind_of(stage: Fused) -> Type:
+    """The type of what the pass computes. What is Replicated among Sliced expressions is computed in parts, too."""
+    types = [each.type for each in stage.nodes if each.type.shape and isinstance(each, Pointwise)]
+    return next((each for each in types if each.layout is not Layout.REPLICATED), types[0])
 
 
 def _is_needed_outside(node: Expression, stage: Fused, run: Execution) -> bool:

@@ -149,7 +149,7 @@ def check_no_way_around(
     """Raises UsageError where a stage needs something that needs the stage."""
     way = way_around(set(stage.nodes), users)
     if way is not None:
-        called = [names.get(each) or type(each).__name__ for each in way]
+        called = [names[each] for each in way if each in names]  # the others belong to a stage with a name
         steps = ", ".join(f"{later} needs {earlier}" for earlier, later in pairwise(called))
         raise UsageError(
             f"together they would form a cycle, {' -> '.join(called)}: {steps}. Take {', '.join(called[1:-1])} along, "

@@ -33,9 +33,12 @@ def fuse(pipeline: Pipeline, stages: Sequence[Handle]) -> Pipeline:
     computed = [each for each in shaped if isinstance(each, Pointwise)]
     if len(shaped) < 2 or not computed:
         raise UsageError(f"cannot fuse {called(pipeline, nodes[-1])}: expected two operations on tensors at least")
-    first = computed[0]
+    first = next((each for each in computed if each.type.layout is not Layout.REPLICATED), computed[0])
+    members = set(nodes)
     for each in shaped:
         kept = each.value.type if isinstance(each, Update) else each.type
+        if first.type.layout.is_sliced and _is_used_in_parts(pipeline, each, members):
+            kept = kept._replace(layout=first.type.layout)
         if (kept.shape, kept.layout, kept.group) != (first.type.shape, first.type.layout, first.type.group):
             raise UsageError(
                 f"cannot fuse {called(pipeline, first)} and {called(pipeline, each)}: one is {first.type}, the other "
@@ -80,11 +83,23 @@ def _check_member(pipeline: Pipeline, node: Expression, members: set[Expression]
         raise UsageError(f"cannot fuse {called(pipeline, node)} into an AllReduce: expected element-wise stages")
     if isinstance(node, AllGather | Update) and node.operands[-1] not in members:
         raise UsageError(f"cannot fuse {called(pipeline, node)} into an AllReduce: what it takes is not computed there")
-    if isinstance(node, Pointwise) and node.type.shape and node.type.layout is not Layout.SLICED:
+    is_cut = node.type.layout is Layout.SLICED or _is_used_in_parts(pipeline, node, members)
+    if isinstance(node, Pointwise) and node.type.shape and not is_cut:
         raise UsageError(
             f"cannot fuse {called(pipeline, node)} into an AllReduce: it is {node.type.layout.value}; expected what is "
             "computed on the parts of the ReduceScatter"
         )
+
+
+def _is_used_in_parts(pipeline: Pipeline, node: Expression, members: set[Expression]) -> bool:
+    """Whether a Replicated operation on elements is only for others of `members`, and made of nothing that is gathered
+    there: then each rank can compute a part of it."""
+    if not isinstance(node, Pointwise) or node.type.layout is not Layout.REPLICATED or node in pipeline.outputs:
+        return False
+    inside = [each for each in node.operands if each in members and each.type.shape]
+    return all(isinstance(each, Pointwise) for each in inside) and all(
+        isinstance(each, Pointwise) and each in members for each in pipeline.users[node]
+    )
 
 
 def _members(pipeline: Pipeline, stages: Sequence[Handle], what: str) -> list[Expression]:
