@@ -72,6 +72,11 @@ class Meeting:
         """Whether the job is still the one for which these were made."""
         return comm.formation is self._formation
 
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Those that were made so far."""
+        return list(self._made.values())
+
     def group(self, comm: Communicator, groups: int) -> Communicator:
         """That of this rank's group. All ranks of the group call this together."""
         if groups == 1:
