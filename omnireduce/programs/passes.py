@@ -19,7 +19,7 @@ from omnireduce.programs.operations import Update
 from omnireduce.programs.pointwise import Pointwise
 from omnireduce.programs.stages import Fused
 
-PIECE_BYTES = 1 << 17  # of one operand: several of them fit into a second-level cache
+PIECE_BYTES = 1 << 18  # of one operand: several of them fit into a second-level cache
 
 
 class _Piece(NamedTuple):
@@ -27,6 +27,10 @@ class _Piece(NamedTuple):
 
     start: int
     stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
 
 
 def run_fused(stage: Fused, run: Execution) -> None:
@@ -40,11 +44,15 @@ def run_fused(stage: Fused, run: Execution) -> None:
     wanted = [each for each in shaped if _is_needed_outside(each, stage, run)]
     results = {each: np.empty(shape, each.type.dtype) for each in wanted}
     outside = _operands(shaped, kind, run)
-    for piece in _pieces(shape, max(each.type.dtype.itemsize for each in shaped)):
+    pieces = _pieces(shape, max(each.type.dtype.itemsize for each in shaped))
+    scratch = {each: np.empty((pieces[0].rows if pieces else 0, *shape[1:]), each.type.dtype) for each in shaped}
+    for piece in pieces:
         starts = (region.starts[0] + piece.start, *region.starts[1:])
-        found = _evaluate(shaped, outside, piece, region._replace(starts=starts))
-        for each, result in results.items():
-            result[piece.start : piece.stop] = found[each]
+        rooms = {
+            each: results[each][piece.start : piece.stop] if each in results else scratch[each][: piece.rows]
+            for each in shaped
+        }
+        _evaluate(shaped, outside, piece, region._replace(starts=starts), rooms)
     for each, result in results.items():
         is_update = isinstance(each, Update)
         run.put(each, run.seat.fitting(result, each.operands[1].type, each.type) if is_update else result)
@@ -80,16 +88,22 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> list[_Piece]:
 
 
 def _evaluate(
-    shaped: Collection[Expression], outside: Mapping[Expression, tuple[Array, bool]], piece: _Piece, region: Region
-) -> dict[Expression, Array]:
-    """One piece of each expression."""
-    found: dict[Expression, Array] = {}
+    shaped: Collection[Expression],
+    outside: Mapping[Expression, tuple[Array, bool]],
+    piece: _Piece,
+    region: Region,
+    rooms: Mapping[Expression, Array],
+) -> None:
+    """One piece of each expression, in its room."""
+    found: dict[Expression, Array] = dict(rooms)
     for each, (array, has_rows) in outside.items():
         found[each] = array[piece.start : piece.stop] if has_rows else array
     with np.errstate(all="ignore"):  # as in `compute`
         for node in shaped:
+            room = rooms[node]
             if isinstance(node, Update):
-                found[node] = found[node.value]
+                room[...] = found[node.value]
             elif isinstance(node, Pointwise):
-                found[node] = np.asarray(node.compute([found[each] for each in node.operands], region), node.type.dtype)
-    return found
+                made = node.compute([found[each] for each in node.operands], region, room)
+                if made is not room:
+                    room[...] = made

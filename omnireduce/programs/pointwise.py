@@ -54,8 +54,9 @@ class Pointwise(Expression):
         """The element type of the result. Raises UsageError for operands that the operation is not for."""
 
     @abstractmethod
-    def compute(self, arrays: Sequence[Array], region: Region) -> Any:
-        """The elements of the result that lie in `region`, from those of the operands that belong to them."""
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        """The elements of the result that lie in `region`, from those of the operands that belong to them. An operation
+        that can write its result to `out` does so, and returns that."""
 
     def derive(self) -> Type:
         dtype = self.result_dtype()
@@ -110,8 +111,8 @@ class Arithmetic(Pointwise):
             raise self.refuse("the operands are bool: expected numbers; Ite chooses by a condition")
         return Bool if self.symbol in COMPARISONS else dtype
 
-    def compute(self, arrays: Sequence[Array], region: Region) -> Any:
-        return ARITHMETIC[self.symbol](*arrays)
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        return ARITHMETIC[self.symbol](*arrays, out=out)
 
     def text(self, operands: Sequence[str]) -> str:
         return f"{operands[0]} {self.symbol} {operands[1]}"
@@ -132,8 +133,8 @@ class Sqrt(Pointwise):
             raise self.refuse(f"the operand is {dtype}: expected a float type; Cast it")
         return dtype
 
-    def compute(self, arrays: Sequence[Array], region: Region) -> Any:
-        return np.sqrt(arrays[0])
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        return np.sqrt(arrays[0], out=out)
 
 
 class Ite(Pointwise):
@@ -148,7 +149,7 @@ class Ite(Pointwise):
             raise self.refuse(f"the condition is {condition.type.dtype}: expected a comparison, such as a > b")
         return self._one_dtype(rest)
 
-    def compute(self, arrays: Sequence[Array], region: Region) -> Any:
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
         return np.where(*arrays)
 
 
@@ -164,7 +165,7 @@ class Cast(Pointwise):
     def result_dtype(self) -> DType:
         return self.dtype
 
-    def compute(self, arrays: Sequence[Array], region: Region) -> Any:
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
         return arrays[0].astype(self.dtype)
 
     def text(self, operands: Sequence[str]) -> str:
@@ -199,7 +200,7 @@ class Dropout(Pointwise):
             raise self.refuse(f"step is {step}: expected one integer, the same on all ranks")
         return x.dtype
 
-    def compute(self, arrays: Sequence[Array], region: Region) -> Any:
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
         x, step = arrays
         stays = uniforms(self.seed, int(step), region, x.shape) >= self.p
         scale = x.dtype.type(1 / (1 - self.p))
