@@ -20,7 +20,7 @@ def test_rewrites_change_no_result() -> None:
     prove nothing."""
     legal: Counter[str] = Counter()
 
-    @settings(max_examples=400)
+    @settings(max_examples=200)
     @given(st.data(), programs(), st.integers(0, 99), st.integers(2, 4))
     def check(data: st.DataObject, pipeline: Pipeline, seed: int, ranks: int) -> None:
         before = results_of(pipeline, seed, ranks)
@@ -33,8 +33,11 @@ def test_rewrites_change_no_result() -> None:
                 found[name], before[name], err_msg=f"{name} after {done}\n{pipeline}\n{after}"
             )
 
-    check()
-    assert all(legal[each] >= 10 for each in REWRITES), legal
+    for _ in range(10):
+        check()
+        if all(legal[each] >= 10 for each in REWRITES):
+            return
+    raise AssertionError(f"rewrites that were legal: {legal}")
 
 
 @settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # to shrink over real ranks takes long
