@@ -170,9 +170,6 @@ class Input(Expression):
 
     name: str
 
-    def _name(self, name: str) -> None:
-        self.__dict__.update(name=name)
-
     def text(self, operands: Sequence[str]) -> str:
         return self.name
 

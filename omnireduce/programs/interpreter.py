@@ -18,7 +18,7 @@ from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, R
 from omnireduce.programs.expressions import FLOATS, Constant, Expression, Input, Tensor
 from omnireduce.programs.operations import Reduction, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, check_value, compute, sizes_in
+from omnireduce.programs.placement import Seat, bound_sizes, compute, input_value, sizes_in
 
 PerRank = list[Array]
 
@@ -39,9 +39,7 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
     found: dict[Expression, PerRank] = {}
     for node in pipeline.nodes:
         if isinstance(node, Input):
-            if node.name not in values:
-                raise UsageError(f"no value for {node.name}: expected {node.type}")
-            found[node] = [check_value(node, given[seat.rank][node.name], seat, node.name) for seat in seats]
+            found[node] = [input_value(node, given[seat.rank], seat) for seat in seats]
         else:
             found[node] = _evaluate(node, [found[each] for each in node.operands], seats)
     outputs = zip(pipeline.output_names, pipeline.outputs, strict=True)

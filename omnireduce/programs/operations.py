@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -144,9 +145,9 @@ class WholeReduction(Expression):
         dtype = self.operands[0].type.dtype
         return Float64 if dtype in FLOATS else dtype
 
+    @abstractmethod
     def partial(self, array: Array) -> Array:
         """What a part gives: an array of one element."""
-        raise NotImplementedError
 
     def finish(self, combined: Array) -> Array:
         """The result, from what all parts give together."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllReduce, Broadcast, Send
-from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, Variable, short
+from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, short
 from omnireduce.programs.graph import in_order, users_of
 from omnireduce.programs.operations import Update
+from omnireduce.programs.placement import sizes_in
 from omnireduce.programs.places import names_of_user, place_of_user, wrong
 from omnireduce.programs.pointwise import Pointwise
 from omnireduce.programs.stages import Compound, Stage, in_stages
@@ -21,6 +22,7 @@ from omnireduce.programs.text import program_text
 if TYPE_CHECKING:
     from omnireduce.runtime.member.communicator import Communicator
 
+LONGEST_NAME = 40  # characters of a program's name: it begins the names of its collectives
 Handle = Expression | str
 """A stage, as the user wrote it or by its name."""
 
@@ -52,35 +54,14 @@ class Pipeline:
     def __init__(self, name: str, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
         self.name = name
         self._handles: dict[Expression, Expression] = {}
-        for each in (*inputs, *outputs):
-            if not isinstance(each, Expression):
-                raise wrong(place_of_user(), f"{each!r} is a {type(each).__name__}; expected lists of expressions")
-        self._check(inputs, outputs)
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+            raise wrong(place_of_user(), f"name {name!r}: expected a text of 1 to {LONGEST_NAME} characters")
+        _check_outputs(outputs)
+        _check_inputs(name, inputs, outputs)
         written = names_of_user()
         names = {each: written[id(each)] for each in in_order(outputs) if id(each) in written}
         self._set(inputs, outputs, (), names)
         self.output_names = tuple(self.names[each] for each in self.outputs)
-
-    def _check(self, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
-        place = place_of_user()
-        if not isinstance(self.name, str) or not self.name.isprintable() or not 0 < len(self.name) <= 40:
-            raise wrong(place, f"name {self.name!r}: expected a text of 1 to 40 characters")
-        if not outputs:
-            raise wrong(place, "no outputs: expected what a run returns, such as [w1]")
-        nodes = in_order(outputs)
-        given = {each.name for each in inputs if isinstance(each, Input)}
-        if len(given) < len(inputs):
-            raise wrong(place, "inputs have a name twice, or are no Tensors or Variables")
-        for used in nodes:
-            if isinstance(used, Input) and used not in inputs:
-                raise wrong(used.place, f"{used.name} is used, but is not among the inputs of {self.name}")
-        for each in inputs:
-            if each not in nodes:
-                raise wrong(place, f"{each.name} is an input, but the outputs do not need it: leave it out")
-        for output in outputs:
-            if output.is_under_way or isinstance(output, Input | Constant):
-                raise wrong(output.place, f"an output is {short(output)}: expected what a stage computes")
-        _check_updates(nodes)
 
     def _set(
         self,
@@ -98,8 +79,7 @@ class Pipeline:
     def _all_names(self, wanted: Mapping[Expression, str]) -> dict[Expression, str]:
         """The names of inputs and of all stages."""
         found: dict[Expression, str] = {each: each.name for each in self.inputs}
-        for size in (size for each in self.inputs for size in each.type.shape if isinstance(size, Variable)):
-            found[size] = size.name
+        found |= {size: size.name for size in sizes_in(self.inputs)}
         taken = set(found.values()) | set(wanted.values())
         count = 0
         for node in self.nodes:
@@ -241,12 +221,36 @@ class Pipeline:
         return overlap(self, stages, chunks=chunks)
 
 
-def _check_updates(nodes: Sequence[Expression]) -> None:
-    """Raises UsageError where a tensor would get two values."""
+def _check_outputs(outputs: Sequence[Expression]) -> None:
+    """Raises UsageError unless these are what stages compute, and no tensor would get two values."""
+    if not outputs:
+        raise wrong(place_of_user(), "no outputs: expected what a run returns, such as [w1]")
+    for each in outputs:
+        if not isinstance(each, Expression):
+            raise wrong(place_of_user(), f"{each!r} is a {type(each).__name__}; expected expressions as outputs")
+        if each.is_under_way or isinstance(each, Input | Constant):
+            raise wrong(each.place, f"an output is {short(each)}: expected what a stage computes")
     updated: dict[Tensor, Update] = {}
-    for each in nodes:
-        if isinstance(each, Update) and updated.setdefault(each.tensor, each) is not each:
-            raise each.refuse(f"{each.tensor.name} is updated twice; expected once in a program")
+    for node in in_order(outputs):
+        if isinstance(node, Update) and updated.setdefault(node.tensor, node) is not node:
+            raise node.refuse(f"{node.tensor.name} is updated twice; expected once in a program")
+
+
+def _check_inputs(program: str, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
+    """Raises UsageError unless these are all that the outputs need, and each has a name of its own."""
+    place, nodes = place_of_user(), in_order(outputs)
+    for each in inputs:
+        if not isinstance(each, Input):
+            raise wrong(place, f"an input is {each!r}: expected Tensors and Variables")
+        if each not in nodes:
+            raise wrong(place, f"{each.name} is an input, but the outputs do not need it: leave it out")
+    for used in nodes:
+        if isinstance(used, Input) and used not in inputs:
+            raise wrong(used.place, f"{used.name} is used, but is not among the inputs of {program}")
+    named: dict[str, Expression] = {}
+    for known in (*inputs, *sizes_in(nodes)):
+        if named.setdefault(known.name, known) is not known:
+            raise wrong(known.place, f"there is another {known.name}: expected one name for each input and size")
 
 
 def _unique(name: str, taken: set[str]) -> str:

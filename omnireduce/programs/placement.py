@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.programs.expressions import Dimension, Expression, Region, Tensor, Type, Variable
+from omnireduce.programs.expressions import Dimension, Expression, Input, Region, Tensor, Type, Variable
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import MatMul
 from omnireduce.programs.pointwise import Pointwise
@@ -112,8 +112,13 @@ def _size(value: object, name: str) -> int:
     return int(value)
 
 
-def check_value(each: Expression, value: object, seat: Seat, name: str) -> Array:
-    """What a rank gives for an input, as an array. Raises UsageError for one that does not fit."""
+def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
+    """What a rank gives for an input, as an array; a size that is used as a number need not be given. Raises UsageError
+    for what is missing or does not fit."""
+    name = each.name
+    value = values.get(name, seat.sizes.get(each) if isinstance(each, Variable) else None)
+    if value is None:
+        raise UsageError(f"no value for {name}: expected {each.type}")
     if isinstance(each, Variable):
         return _number(value, each.type, name)
     if not isinstance(value, np.ndarray):

@@ -17,7 +17,7 @@ from omnireduce.programs.operations import Update
 from omnireduce.programs.overlapped import run_overlapped
 from omnireduce.programs.passes import run_fused
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, check_value, sizes_in
+from omnireduce.programs.placement import Seat, bound_sizes, input_value, sizes_in
 from omnireduce.programs.ranks import Ranks, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
 from omnireduce.runtime.member.communicator import Communicator
@@ -51,9 +51,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
     own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
     execution = Execution(pipeline, seat, own, group, pair)
     for each in inputs:
-        if each.name not in values:
-            raise UsageError(f"no value for {each.name}: expected {each.type}")
-        execution.put(each, check_value(each, values[each.name], seat, each.name))
+        execution.put(each, input_value(each, values, seat))
     arrays = {each: execution.value(each.tensor) for each in here if isinstance(each, Update)}
     for update, array in arrays.items():
         if not array.flags.writeable:

@@ -140,11 +140,16 @@ def test_a_program_wants_what_it_uses() -> None:
         Pipeline("sgd", [w], [w])
     with pytest.raises(UsageError, match="no outputs"):
         Pipeline("sgd", [w], [])
-    with pytest.raises(UsageError, match="inputs have a name twice"):
-        Pipeline("sgd", [g, w, lr, Tensor(Float32, N, Local, "g")], [w1])
+    other, z = Tensor(Float32, N, Local, "g"), Tensor(Float32, Variable(Int32, "N"), Local, "z")
+    with pytest.raises(UsageError, match="there is another g: expected one name for each input and size"):
+        Pipeline("sgd", [g, w, lr, other], [w1, other * 2])
+    with pytest.raises(UsageError, match="there is another N: expected one name for each input and size"):
+        Pipeline("p", [w, z], [w + w, z + z])
+    with pytest.raises(UsageError, match=r"an input is <w \+ w: .*>: expected Tensors and Variables"):
+        Pipeline("p", [w + w], [w + w])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="w is updated twice; expected once in a program"):
         Pipeline("sgd", [g, w, lr], [w1, Update(w, w + w)])
-    with pytest.raises(UsageError, match="3 is a int; expected lists of expressions"):
+    with pytest.raises(UsageError, match="3 is a int; expected expressions as outputs"):
         Pipeline("sgd", [g, w, lr], [w1, 3])  # type: ignore[list-item]
 
 
@@ -153,6 +158,12 @@ def test_a_tensor_stands_for_its_value_at_the_start() -> None:
     later = w * 2 + w1
     found = Pipeline("p", [w], [w1, later]).interpret({"w": np.ones(2, np.float32)}, 1)
     np.testing.assert_array_equal(found["later"], [[4, 4]])
+
+
+def test_a_size_may_be_a_number_too() -> None:
+    mean = ReduceTensor(Summation, w) / Cast(Float32, N)
+    found = Pipeline("p", [w, N], [mean]).interpret({"w": np.array([1, 2, 6], np.float32)}, 2)
+    np.testing.assert_array_equal(found["mean"], [3, 3])
 
 
 def text_of(expression: Expression) -> str:

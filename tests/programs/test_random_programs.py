@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from local_cluster import Daemon, configured, run_job
@@ -12,7 +14,7 @@ from random_programs import REWRITES, inputs_for, joined, own_parts, programs, r
 
 from omnireduce import Communicator
 from omnireduce.dtypes import Array
-from omnireduce.programs import Pipeline
+from omnireduce.programs import Pipeline, passes
 
 
 def test_rewrites_change_no_result() -> None:
@@ -38,6 +40,14 @@ def test_rewrites_change_no_result() -> None:
         if all(legal[each] >= 10 for each in REWRITES):
             return
     raise AssertionError(f"rewrites that were legal: {legal}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """So that a pass takes several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "PIECE_BYTES", 64)
+        yield
 
 
 @settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # to shrink over real ranks takes long

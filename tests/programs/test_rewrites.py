@@ -135,6 +135,14 @@ def test_an_overlapped_stage_may_be_a_fused_all_reduce() -> None:
     assert "overlapped in 3 chunks {" in str(pipeline)
 
 
+def test_a_local_tensor_takes_what_is_gathered() -> None:
+    own = Tensor(Float32, N, Local, "own")
+    g1 = AllReduce(Summation, g)
+    own1 = Update(own, g1 * 2)
+    pipeline = Pipeline("p", [g, own], [own1]).split(g1).reorder([own1], g1)
+    assert isinstance(pipeline["own1"].operands[1], AllGather)
+
+
 def scalar() -> Pipeline:
     loss = Tensor(Float32, (), Local, "loss")
     total = AllReduce(Summation, loss)

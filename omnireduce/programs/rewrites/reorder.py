@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather
-from omnireduce.programs.expressions import Expression, Tensor
+from omnireduce.programs.expressions import Expression
 from omnireduce.programs.graph import between, reachable
-from omnireduce.programs.layouts import Layout
 from omnireduce.programs.operations import Update
 from omnireduce.programs.rewrites.parts import called, check_single, reason, stage_list
 
@@ -99,13 +98,15 @@ class _Reordering:
     def _move_update(self, node: Update, value: Expression) -> None:
         """Others that are moved take the new value in parts; the tensor takes it as it is kept."""
         tensor = self._whole[node.tensor]
-        assert isinstance(tensor, Tensor)
         if value.type.layout.is_sliced:
             self._parts[node] = value
-            if tensor.type.layout is Layout.REPLICATED:
+            if not tensor.type.layout.is_sliced:
                 value = self._gather_part(value, node)
-        self._whole[node] = node.with_operands([tensor, value])
+        try:
+            self._whole[node] = node.with_operands([tensor, value])
+        except UsageError as error:
+            self._refuse(node, reason(error))
 
-    def _refuse(self, node: Expression, why: str) -> None:
+    def _refuse(self, node: Expression, why: str) -> NoReturn:
         where = called(self._pipeline, self._gather)
         raise UsageError(f"cannot reorder {called(self._pipeline, node)} over {where}: on parts, {why}")
