@@ -30,9 +30,11 @@ from omnireduce.programs import (
     Maximum,
     Minimum,
     Pipeline,
+    Recv,
     ReduceScatter,
     ReduceTensor,
     Replicated,
+    Send,
     Sliced,
     Sliced_2,
     Summation,
@@ -141,6 +143,7 @@ _OPERATIONS: list[tuple[str, Callable[[_Growing, Expression, Expression], Expres
     ("", lambda _, x, y: ReduceScatter(Summation, x)),
     ("", lambda _, x, y: AllGather(x)),
     ("", lambda _, x, y: Broadcast(x, 1)),
+    ("", lambda _, x, y: Recv(Send(x, to=1 - (x.type.group or 0)))),
 ]  # fmt: skip
 
 
