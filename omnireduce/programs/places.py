@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from omnireduce.errors import UsageError
 
-HERE = str(Path(__file__).parent)
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
+READY = f"{PACKAGE}ready{os.sep}"  # programs that are written already: their variables name their stages
 
 
 class Place(NamedTuple):
@@ -27,19 +29,16 @@ class Place(NamedTuple):
 def place_of_user() -> Place:
     """The line outside of this package that is running now."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def names_of_user() -> dict[int, str]:
-    """By the id of an object, the variable of the user's function that holds it now. Of several it is the first."""
+    """By the id of an object, the variable that holds it in the function that makes a program now. Of several variables
+    it is the first one."""
     frame = sys._getframe(1)
-    while (
-        frame.f_back is not None
-        and frame.f_code.co_filename.startswith(f"{HERE}/")
-        and not _is_ready_made(frame.f_code.co_filename)
-    ):
+    while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     found: dict[int, str] = {}
     for name, value in frame.f_locals.items():
@@ -47,8 +46,8 @@ def names_of_user() -> dict[int, str]:
     return found
 
 
-def _is_ready_made(file: str) -> bool:
-    return file.startswith(f"{HERE}/ready/")
+def _is_machinery(file: str) -> bool:
+    return file.startswith(PACKAGE) and not file.startswith(READY)
 
 
 def wrong(place: Place, message: str) -> UsageError:

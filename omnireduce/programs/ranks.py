@@ -27,7 +27,7 @@ class Ranks(NamedTuple):
 
     def allreduce(self, x: Array, reduction: Reduction, stage: str) -> Array:
         """What the ranks have of `x`, combined."""
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         return self.comm.allreduce(x, out=np.empty_like(x), op=reduction.op, name=self.named(stage))
 
     def allreduce_async(self, x: Array, reduction: Reduction, stage: str) -> Handle[Array]:
@@ -36,12 +36,12 @@ class Ranks(NamedTuple):
 
     def reduce_scatter(self, x: Array, reduction: Reduction, stage: str) -> Array:
         """This rank's part of that."""
-        return self.comm.reduce_scatter(np.ascontiguousarray(x), op=reduction.op, name=self.named(stage))
+        return self.comm.reduce_scatter(np.asarray(x, order="C"), op=reduction.op, name=self.named(stage))
 
     def allgather(self, part: Array, layout: Layout, whole: tuple[int, ...], stage: str) -> Array:
         """All parts of an array of the shape `whole`."""
         axis, size = layout.axis(len(whole)), self.comm.size
-        part = np.ascontiguousarray(part)
+        part = np.asarray(part, order="C")
         if axis == 0 and whole[0] % size == 0:
             return self.comm.allgather(part, name=self.named(stage)).reshape(whole)
         found = self.comm.allgather_ragged(part.reshape(-1), name=self.named(stage))

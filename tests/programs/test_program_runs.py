@@ -184,7 +184,7 @@ def test_values_of_all_kinds_travel(daemon: Daemon) -> None:
     for rank in range(RANKS):
         for name, arrays in expected.items():
             np.testing.assert_array_equal(found[rank][name], arrays[rank], err_msg=name)
-            assert found[rank][name].dtype == arrays[rank].dtype
+            assert (found[rank][name].dtype, found[rank][name].shape) == (arrays[rank].dtype, arrays[rank].shape)
 
 
 def test_a_pass_takes_many_pieces(daemon: Daemon) -> None:

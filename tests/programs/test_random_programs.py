@@ -71,5 +71,6 @@ def test_ranks_do_what_the_interpreter_says(daemon: Daemon, data: st.DataObject,
         for name, output in zip(after.output_names, after.outputs, strict=True):
             first = (output.type.group or 0) * ranks
             found = joined([each[at][name] for each in outcomes[first : first + ranks]], output.type.layout)
+            assert np.shape(found) == np.shape(expected[name])
             np.testing.assert_array_equal(found, expected[name], err_msg=f"{name}\n{before}\n{after}")
             assert sum(name in each[at] for each in outcomes) == (4 if output.type.group is None else ranks)
