@@ -12,6 +12,8 @@ from benchmarks.codecs import measure as measure_codecs
 from benchmarks.elements import RATE as SLOW
 from benchmarks.elements import measure as measure_elements
 from benchmarks.group import PeerError
+from benchmarks.overlap import RATE as AS_LONG
+from benchmarks.overlap import measure as measure_overlap
 from benchmarks.queues import measure as measure_queues
 from benchmarks.replays import measure as measure_replays
 from benchmarks.selectors import measure as measure_selectors
@@ -93,6 +95,15 @@ def updates(turns: int) -> None:
     _expect_met(measure_updates, turns)
 
 
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--rate", default=AS_LONG, show_default=True, help="What each link carries, as tc writes it.")
+def overlap(turns: int, rate: str) -> None:
+    """Time a program's matrix product and its all-reduce, one after the other and overlapped in chunks, in shared
+    memory and on hosts with shaped links (as root). Exit status 3 when overlap does not gain what it should."""
+    _expect_met(lambda console, turns: measure_overlap(console, turns, rate), turns)
+
+
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
     """Measure; end the program if an aim is missed."""
     try:
@@ -105,4 +116,4 @@ def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
         sys.exit(3)
 
 
-SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue, updates)
+SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue, updates, overlap)

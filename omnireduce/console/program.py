@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from omnireduce.cli import Group, config_options, json_option
 from omnireduce.config import dump_config, load_config, override_config, reference_toml, split_list
+from omnireduce.console.programs.command import coconet
 from omnireduce.errors import UsageError
 from omnireduce.logs import start_logs
 from omnireduce.version import __version__
@@ -232,6 +233,9 @@ def test_compressor(name: str, arguments: tuple[str, ...]) -> None:
     from omnireduce.console.compressor_trial import report_trial
 
     sys.exit(0 if report_trial(name, arguments) else 1)
+
+
+main.add_command(coconet)
 
 
 @main.command("config", short_help="Print the effective configuration.")

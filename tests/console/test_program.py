@@ -114,7 +114,7 @@ def test_help_names_the_commands() -> None:
     assert status == 0
     named = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()]
     others = ["density", "doctor", "plan", "replay", "run", "slurm-script", "status", "trace", "train", "tune"]
-    assert named == ["aggregator", "allreduce-benchmark", "bench", "compression", "config", *others]
+    assert named == ["aggregator", "allreduce-benchmark", "bench", "coconet", "compression", "config", *others]
 
 
 def test_it_says_its_version() -> None:

@@ -1,0 +1,140 @@
+"""What it gains to reduce a matrix product while it is computed: a program's MatMul and AllReduce, one after the other
+and overlapped, in chunks.
+
+Two ranks on hosts with shaped links: there a rank waits for the link, and the processor is free. Between ranks that
+share memory and processors nobody waits, and chunks cost more than they gain.
+
+`python -m benchmarks.overlap SOCKET OPTIONS` is one rank of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import omnireduce as omni
+from benchmarks.cases import MEMORY
+from benchmarks.group import Group, PeerError, daemon, service_group
+from benchmarks.orders import serve_turns
+from benchmarks.outcomes import show_verdicts
+from benchmarks.shaped import OPEN, PORT, Setting
+from benchmarks.targets import at_least
+from omnireduce.programs import Pipeline
+from omnireduce.programs.layouts import bounds
+from omnireduce.programs.ready import model_parallel
+
+RANKS, ROWS, COLUMNS, INNER = 2, 1024, 1024, 16384
+RATE = "100mbit"  # with which a sum takes about as long as its product, on a processor of 2020
+CHUNKS = (2, 4, 8)
+SERIAL = "one after the other"
+LEAST = 1.1  # times as fast over shaped links, with the best number of chunks
+
+
+class Rank:
+    """One rank. All values are small whole numbers, so that sums are exact."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        config = omni.load_config(overrides=options["set"], environ={})
+        self._comm = omni.connect(config, job=options["job"], rank=options["rank"], size=options["size"])
+        start, stop = bounds(INNER, self._comm.rank, self._comm.size)
+        rng = np.random.default_rng(1)
+        x, weight = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((ROWS, INNER), (INNER, COLUMNS)))
+        self._values: dict[str, Any] = {
+            "x": np.ascontiguousarray(x[:, start:stop]),
+            "weight": np.ascontiguousarray(weight[start:stop]),
+            "bias": np.zeros(COLUMNS, np.float32),
+            "residual": np.zeros((ROWS, COLUMNS), np.float32),
+            "K": INNER,
+            "t": 1,
+        }
+        self._expected = x @ weight
+        self._pipelines = pipelines()
+
+    def turn(self, way: str) -> dict[str, float]:
+        """Milliseconds of one run, of the product alone on one rank, and how many elements are wrong."""
+        self._comm.barrier()
+        begin = time.perf_counter()
+        found = self._pipelines[way].run(self._comm, self._values)["out"]
+        ms = (time.perf_counter() - begin) * 1e3
+        begin = time.perf_counter()
+        np.matmul(self._values["x"], self._values["weight"])
+        product_ms = (time.perf_counter() - begin) * 1e3
+        return {"ms": ms, "product_ms": product_ms, "wrong": int(np.count_nonzero(found != self._expected))}
+
+
+def pipelines() -> dict[str, Pipeline]:
+    """The layer in each way. Nothing is dropped."""
+    serial = model_parallel(p=0.0)
+    found = {SERIAL: serial}
+    for chunks in CHUNKS:
+        found[f"{chunks} chunks"] = serial.overlap(["product", "total"], chunks=chunks)
+    return found
+
+
+def measure(console: Console, turns: int, rate: str) -> bool:
+    """Let the ways take turns, in shared memory and over shaped links; return whether the aim is met. Raises PeerError
+    where one fails or gives a wrong result, TestbedError where there can be no hosts with shaped links."""
+    verdicts = []
+    for place, group in ((MEMORY, _here()), (rate, _shaped(rate))):
+        rows: dict[str, list[dict[str, float]]] = {way: [] for way in pipelines()}
+        with group as ranks:
+            for turn in range(turns + 1):
+                for way, found in rows.items():
+                    both = ranks.tell(do="turn", way=way)
+                    if any(each["wrong"] for each in both):
+                        raise PeerError(way, "gave a wrong result")
+                    if turn:  # the first one warms up
+                        found.append(max(both, key=lambda each: each["ms"]))
+        ms = {way: float(np.median([each["ms"] for each in found])) for way, found in rows.items()}
+        product_ms = float(np.median([each["product_ms"] for found in rows.values() for each in found]))
+        _show(console, f"{RANKS} ranks, {place}; the product alone takes {product_ms:.0f} ms", ms)
+        best = min((way for way in ms if way != SERIAL), key=lambda way: ms[way])
+        if place == rate:
+            verdicts.append(at_least(f"overlap, {rate}, {best}", ms[best], SERIAL, ms[SERIAL], LEAST))
+    show_verdicts(console, verdicts)
+    return all(each.met for each in verdicts)
+
+
+def _show(console: Console, title: str, ms: dict[str, float]) -> None:
+    table = Table(box=None)
+    table.add_column(title)
+    table.add_column("ms", justify="right")
+    table.add_column("faster", justify="right")
+    for way, own in ms.items():
+        table.add_row(way, f"{own:.1f}", f"{ms[SERIAL] / own:.2f}")
+    console.print(table, "")
+
+
+@contextlib.contextmanager
+def _here() -> Iterator[Group]:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
+        addresses = stack.enter_context(daemon(1)).addresses
+        yield stack.enter_context(service_group(RANKS, folder, addresses, program=("benchmarks.overlap",)))
+
+
+@contextlib.contextmanager
+def _shaped(rate: str) -> Iterator[Group]:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
+        of_ranks, of_shards = stack.enter_context(Setting.of("dedicated", RANKS, rate).testbed())
+        daemons = [
+            stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
+            for host in of_shards
+        ]
+        addresses = [address for each in daemons for address in each.addresses]
+        prefixes = [host.prefix for host in of_ranks]
+        program = ("benchmarks.overlap",)
+        group = service_group(RANKS, folder, addresses, "transport.kind=tcp", prefixes=prefixes, program=program)
+        yield stack.enter_context(group)
+
+
+if __name__ == "__main__":
+    serve_turns(Rank)

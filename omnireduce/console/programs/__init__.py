@@ -1,0 +1,1 @@
+"""`omnireduce coconet`: programs of several ranks, from the command line."""

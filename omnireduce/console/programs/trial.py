@@ -1,0 +1,157 @@
+"""One schedule of a program on this rank: its values, some steps, and what it should have given."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.programs import Local, Pipeline, Tensor
+from omnireduce.programs.layouts import bounds
+from omnireduce.programs.ranks import meeting_of
+from omnireduce.programs.ready import schedules
+from omnireduce.programs.ready.schedules import STATE
+from omnireduce.runtime.member.communicator import Communicator
+
+RATE = 0.01
+CLOSE = 1e-6  # of the largest element, where ranks add up in another order than one process
+NOT_EXACT = ("lamb",)
+WRITTEN = ("w", "m", "v")  # what optimizers update
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says; see `omnireduce coconet run --help`."""
+
+    config_file: str | None
+    overrides: tuple[str, ...]
+    program: str
+    schedule: str | None
+    elements: int
+    steps: int
+    seed: int
+
+    @property
+    def is_optimizer(self) -> bool:
+        return self.program in STATE
+
+    def pipelines(self) -> dict[str, Pipeline]:
+        """The schedules to run. Raises UsageError for a program or a schedule that does not exist."""
+        found = schedules(self.program)
+        if self.schedule is None:
+            return found
+        if self.schedule not in found:
+            raise UsageError(f"--schedule {self.schedule}: expected one of {', '.join(found)} for {self.program}")
+        return {self.schedule: found[self.schedule]}
+
+
+def check_wanted(wanted: Wanted, ranks: int) -> None:
+    """Raises UsageError for what so many ranks cannot run."""
+    groups = max(each.groups for each in wanted.pipelines().values())
+    if ranks % groups:
+        raise UsageError(f"-np {ranks}: expected a multiple of {groups}, for so many groups of ranks")
+
+
+class Outcome(NamedTuple):
+    """What a schedule gave; None on a rank whose group does not have it. `step_ms`: the median of a step;
+    `state_bytes`: what is kept between steps; `up_bytes`: what was sent in a step."""
+
+    result: Array | None
+    step_ms: float
+    state_bytes: int
+    up_bytes: int
+
+
+class Values:
+    """The values of all inputs, which follow from the seed. `ranks` is how many a group has."""
+
+    def __init__(self, wanted: Wanted, ranks: int) -> None:
+        self._wanted, self._ranks = wanted, ranks
+        side = max(1, math.isqrt(wanted.elements))
+        self.sizes = {"N": wanted.elements, "T": side, "K": side, "H": side}
+
+    def whole(self, tensor: Tensor, step: int, rank: int = 0) -> Array:
+        """All of a tensor in this step. Of a Local one each rank has another one."""
+        shape = tuple(each if isinstance(each, int) else self.sizes[each.name] for each in tensor.type.shape)
+        if tensor.name in ("m", "v"):
+            return np.zeros(shape, np.float32)
+        varies = (rank, step) if tensor.type.layout is Local else (0, 0)
+        rng = np.random.default_rng([self._wanted.seed, *tensor.name.encode(), *varies])
+        if self._wanted.is_optimizer:
+            return rng.standard_normal(shape, np.float32)
+        return rng.integers(-3, 4, shape).astype(np.float32)  # so that sums are exact in any order
+
+    def part(self, tensor: Tensor, step: int, rank: int) -> Array:
+        """What `rank` has of it."""
+        whole, layout = self.whole(tensor, step, rank), tensor.type.layout
+        if not layout.is_sliced:
+            return whole
+        axis = layout.axis(whole.ndim)
+        start, stop = bounds(whole.shape[axis], rank, self._ranks)
+        return np.ascontiguousarray(whole.take(range(start, stop), axis=axis))
+
+    def numbers(self, pipeline: Pipeline, step: int) -> dict[str, Any]:
+        """The Variables of a step, and the sizes."""
+        known = {name for name in pipeline.names.values() if name in self.sizes}
+        names = {each.name for each in pipeline.inputs}
+        return {name: self.sizes[name] for name in known - names} | {
+            name: value for name, value in (("lr", RATE), ("t", step)) if name in names
+        }
+
+
+def run_schedule(wanted: Wanted, pipeline: Pipeline, comm: Communicator) -> Outcome:
+    """Run the steps, as all ranks do."""
+    ranks = comm.size // pipeline.groups
+    group, rank = divmod(comm.rank, ranks)
+    values = Values(wanted, ranks)
+    tensors = [each for each in pipeline.inputs if isinstance(each, Tensor) and each.type.group == group]
+    kept = {each.name: values.part(each, 1, rank) for each in tensors if each.type.layout is not Local}
+    found: dict[str, Array] = {}
+    times, sent = [], _sent_bytes(comm)
+    for step in range(1, wanted.steps + 1):
+        local = {each.name: values.part(each, step, rank) for each in tensors if each.type.layout is Local}
+        comm.barrier(name="coconet: step")
+        began = time.perf_counter()
+        found = pipeline.run(comm, {**kept, **local, **values.numbers(pipeline, step)})
+        times.append(time.perf_counter() - began)
+    sent = _sent_bytes(comm) - sent
+    state = sum(kept[name].nbytes for name in STATE.get(wanted.program, ()))
+    result = found.get(pipeline.output_names[0])
+    return Outcome(result, 1e3 * float(np.median(times)), state, sent // wanted.steps)
+
+
+def _sent_bytes(comm: Communicator) -> int:
+    """What this rank has sent so far, also in groups."""
+    return sum(each.statistics().sent_bytes for each in [comm, *meeting_of(comm).communicators])
+
+
+def reference(wanted: Wanted, size: int) -> Array:
+    """What a program gives by its definition, computed in this process."""
+    pipeline = next(iter(schedules(wanted.program).values()))
+    ranks = size // pipeline.groups
+    values = Values(wanted, ranks)
+    tensors = [each for each in pipeline.inputs if isinstance(each, Tensor)]
+    kept = {each.name: [values.part(each, 1, rank) for rank in range(ranks)] for each in tensors}
+    found: dict[str, list[Array]] = {}
+    for step in range(1, wanted.steps + 1):
+        local = {
+            each.name: [values.part(each, step, rank) for rank in range(ranks)]
+            for each in tensors
+            if each.type.layout is Local
+        }
+        found = pipeline.interpret({**kept, **local, **values.numbers(pipeline, step)}, ranks)
+        kept |= {name: found[f"{name}1"] for name in WRITTEN if f"{name}1" in found}
+    return found[pipeline.output_names[0]][0]
+
+
+def difference(found: Array | None, expected: Array) -> float:
+    """The largest difference of two arrays, as a share of the largest element of the expected one."""
+    assert found is not None
+    if np.array_equal(found, expected):
+        return 0.0
+    largest = float(np.abs(expected).max())
+    return float(np.abs(found.astype(np.float64) - expected).max()) / (largest or 1.0)

@@ -1,0 +1,98 @@
+"""A program as a picture: stages in layers, each below what it needs, with a frame around stages that are one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnireduce.errors import ConfigError, UsageError
+from omnireduce.programs.expressions import Expression, Input, formula
+from omnireduce.programs.stages import Stage, nodes_of
+from omnireduce.programs.text import title
+
+if TYPE_CHECKING:
+    from omnireduce.programs.pipeline import Pipeline
+
+LAYOUT_COLOURS = {"Local": "#f6d5c9", "Replicated": "#d9e6f5", "Sliced": "#d8ecd2", "Sliced_2": "#ece3c2"}
+LONGEST = 46  # characters of a formula
+WIDE, HIGH = 4.0, 0.9  # inches from one box to the next one
+Spot = tuple[float, float]
+
+
+def draw(pipeline: Pipeline, path: Path) -> None:
+    """Write the picture to `path`, as SVG. Raises UsageError where it cannot be written, ConfigError without
+    matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"a picture needs matplotlib: pip install 'omnireduce[plot]' ({error})") from None
+    spots = places(pipeline)
+    columns, rows = [x for x, _ in spots.values()], [y for _, y in spots.values()]
+    wide, high = 1 + max(columns) - min(columns), 1 + max(rows) - min(rows)
+    figure = Figure(figsize=(WIDE * wide, HIGH * high))
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_axis_off()
+    axes.set_xlim(min(columns) - 0.5, max(columns) + 0.5)
+    axes.set_ylim(min(rows) - 0.5, max(rows) + 0.5)
+    for stage in pipeline.stages:
+        if not isinstance(stage, Expression):
+            _frame(axes, stage, spots)
+    boxes = {node: _box(axes, pipeline, node, spot) for node, spot in spots.items()}
+    for node, spot in spots.items():
+        for each in _needed(pipeline, node):
+            ends = {"patchA": boxes[each], "patchB": boxes[node], "arrowstyle": "->", "color": "#555555"}
+            axes.annotate("", xy=spot, xytext=spots[each], arrowprops=ends, zorder=3)
+    try:
+        figure.savefig(path, format="svg")
+    except OSError as error:
+        raise UsageError(f"{path}: the picture cannot be written: {error.strerror}") from None
+
+
+def places(pipeline: Pipeline) -> dict[Expression, Spot]:
+    """Where inputs and stages stand. A stage is one layer below the lowest of those that it needs, and beside others in
+    the order of the program. Inputs stand to the left of the first stage that needs them."""
+    layers: dict[Expression, int] = {}
+    filled: dict[int, int] = {}
+    found: dict[Expression, Spot] = {}
+    for node in pipeline.nodes:
+        if node in pipeline.names and not isinstance(node, Input):
+            layers[node] = 1 + max((layers[each] for each in _needed(pipeline, node) if each in layers), default=-1)
+            found[node] = float(filled.setdefault(layers[node], 0)), float(-layers[node])
+            filled[layers[node]] += 1
+    beside: dict[int, int] = {}
+    for each in pipeline.inputs:
+        layer = min(layers[node] for node in layers if each in _needed(pipeline, node))
+        beside[layer] = beside.get(layer, 0) + 1
+        raised = 0.5 * (beside[layer] % 2 == 0)  # so that an arrow passes beside the next box
+        found[each] = -0.6 * beside[layer] - 0.2, raised - layer
+    return found
+
+
+def _needed(pipeline: Pipeline, node: Expression) -> list[Expression]:
+    """What has a name among the things that `node` is made from."""
+    inside = [node] if isinstance(node, Input) else pipeline.belonging_to(node)
+    found = [each for own in inside for each in own.operands if each in pipeline.names and each not in inside]
+    return list(dict.fromkeys(found))
+
+
+def _box(axes: Any, pipeline: Pipeline, node: Expression, spot: Spot) -> Any:
+    """Draw the box of a stage or input; the frame around its text."""
+    name, what = pipeline.names[node], formula(node, pipeline.names)
+    what = what if len(what) <= LONGEST else f"{what[: LONGEST - 3]}..."
+    text = f"{name}\n{node.type}" if isinstance(node, Input) else f"{name} = {what}\n{node.type}"
+    colour = LAYOUT_COLOURS[node.type.layout.value]
+    box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#555555"}
+    font = {"fontsize": 8, "family": "monospace", "parse_math": False}
+    return axes.text(*spot, text, ha="center", va="center", bbox=box, zorder=2, **font).get_bbox_patch()
+
+
+def _frame(axes: Any, stage: Stage, spots: dict[Expression, Spot]) -> None:
+    """A frame around the boxes of a stage, and what they are together."""
+    inside = [spots[each] for each in nodes_of(stage) if each in spots]
+    left, right = min(x for x, _ in inside) - 0.46, max(x for x, _ in inside) + 0.46
+    low, high = min(y for _, y in inside) - 0.42, max(y for _, y in inside) + 0.42
+    from matplotlib.patches import Rectangle
+
+    frame = Rectangle((left, low), right - left, high - low, fill=False, edgecolor="#aa3333", linestyle="--")
+    axes.add_patch(frame)
+    axes.text(left + 0.02, high - 0.02, title(stage), fontsize=7, color="#aa3333", va="top")

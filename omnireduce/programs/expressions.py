@@ -1,0 +1,315 @@
+"""What programs are made of: values that know their type and where they were written.
+
+An expression is a value: it never changes. Its operands are expressions, so a program is a graph without cycles. The
+type is derived when an expression is made, and again whenever a rewrite makes it anew from other operands. So no
+rewrite can make a program that the checker would refuse.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Self
+
+import numpy as np
+
+from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
+from omnireduce.errors import UsageError
+from omnireduce.programs.layouts import Layout
+from omnireduce.programs.places import Place, place_of_user, wrong
+
+DType = np.dtype[Any]
+
+Bool = BOOL.dtype
+Float16, Float32, Float64 = (ELEMENT_TYPES[name].dtype for name in ("float16", "float32", "float64"))
+BFloat16 = ELEMENT_TYPES["bfloat16"].dtype
+Int8, Int16, Int32, Int64 = (ELEMENT_TYPES[f"int{bits}"].dtype for bits in (8, 16, 32, 64))
+UInt8, UInt16, UInt32, UInt64 = (ELEMENT_TYPES[f"uint{bits}"].dtype for bits in (8, 16, 32, 64))
+
+FLOATS = frozenset({Float16, BFloat16, Float32, Float64})
+DTYPES = frozenset({Bool, *(each.dtype for each in ELEMENT_TYPES.values())})
+Number = int | float | bool
+LONGEST_FORMULA = 80  # characters, in a message
+
+
+class Region(NamedTuple):
+    """Which elements of a tensor an array has: those from `starts` on in a tensor of the shape `whole`. `stream` tells
+    apart the ranks whose tensors are different ones; it is 0 where they have the same one."""
+
+    whole: tuple[int, ...]
+    starts: tuple[int, ...]
+    stream: int = 0
+
+
+class Type(NamedTuple):
+    """What the checker knows of a value. `shape` is that of the whole tensor, also of a sliced one. `group`: the ranks
+    that have it; None: those that need it."""
+
+    dtype: DType
+    shape: tuple[Dimension, ...]
+    layout: Layout
+    group: int | None = None
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(each) if isinstance(each, int) else each.name for each in self.shape)
+        where = f" group {self.group}" if self.group else ""
+        return f"{self.dtype}[{sizes}] {self.layout.value}{where}"
+
+
+class Expression(ABC):
+    """A value of a program. `operands`: what it is made from; `type`; `place`: where the user wrote it."""
+
+    operands: tuple[Expression, ...]
+    type: Type
+    place: Place
+    is_under_way = False  # sent, and not yet received
+    takes_what_is_under_way = False
+    precedence = 9  # how tightly its text holds together
+    __array_ufunc__ = None  # numbers of NumPy leave operators to this class
+
+    def __init__(self, *operands: Expression) -> None:
+        self._form(operands, place_of_user())
+
+    def _form(self, operands: Sequence[Expression], place: Place) -> None:
+        self.__dict__.update(operands=tuple(operands), place=place)
+        if not self.takes_what_is_under_way and any(each.is_under_way for each in operands):
+            raise self.refuse("an operand is under way between two groups: Recv it first")
+        self.__dict__.update(type=self.derive())
+
+    def __repr__(self) -> str:
+        return f"<{formula(self, {})}: {self.type}>"
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"an expression does not change; {name} cannot be set")
+
+    @abstractmethod
+    def derive(self) -> Type:
+        """The type, from those of the operands. Raises UsageError where they do not go together."""
+
+    def with_operands(self, operands: Sequence[Expression], place: Place | None = None) -> Self:
+        """The same operation on other operands. Raises UsageError where these do not go together."""
+        if place is None and all(one is other for one, other in zip(operands, self.operands, strict=True)):
+            return self
+        made = copy.copy(self)
+        made._form(operands, place or self.place)
+        return made
+
+    def text(self, operands: Sequence[str]) -> str:
+        """The expression as a user would write it, from the texts of its operands."""
+        return f"{type(self).__name__}({', '.join(operands)})"
+
+    def least_precedence(self, at: int) -> int:
+        """Below which precedence the text of operand `at` wants brackets."""
+        return 0
+
+    def refuse(self, message: str) -> UsageError:
+        """An error about this expression, at its place."""
+        what = formula(self, {})
+        if len(what) > LONGEST_FORMULA:
+            what = self.text([short(each) for each in self.operands])
+        return wrong(self.place, f"{what}: {message}")
+
+    def __bool__(self) -> bool:
+        raise wrong(place_of_user(), "a value is not known while a program is written: use Ite(condition, a, b)")
+
+    def __add__(self, other: Expression | Number) -> Expression:
+        return _arithmetic("+", self, other)
+
+    def __radd__(self, other: Number) -> Expression:
+        return _arithmetic("+", other, self)
+
+    def __sub__(self, other: Expression | Number) -> Expression:
+        return _arithmetic("-", self, other)
+
+    def __rsub__(self, other: Number) -> Expression:
+        return _arithmetic("-", other, self)
+
+    def __mul__(self, other: Expression | Number) -> Expression:
+        return _arithmetic("*", self, other)
+
+    def __rmul__(self, other: Number) -> Expression:
+        return _arithmetic("*", other, self)
+
+    def __truediv__(self, other: Expression | Number) -> Expression:
+        return _arithmetic("/", self, other)
+
+    def __rtruediv__(self, other: Number) -> Expression:
+        return _arithmetic("/", other, self)
+
+    def __pow__(self, other: Expression | Number) -> Expression:
+        return _arithmetic("**", self, other)
+
+    def __rpow__(self, other: Number) -> Expression:
+        return _arithmetic("**", other, self)
+
+    def __gt__(self, other: Expression | Number) -> Expression:
+        return _arithmetic(">", self, other)
+
+    def __ge__(self, other: Expression | Number) -> Expression:
+        return _arithmetic(">=", self, other)
+
+    def __lt__(self, other: Expression | Number) -> Expression:
+        return _arithmetic("<", self, other)
+
+    def __le__(self, other: Expression | Number) -> Expression:
+        return _arithmetic("<=", self, other)
+
+    def __neg__(self) -> Expression:
+        return _arithmetic("-", 0, self)
+
+
+def _arithmetic(symbol: str, one: Expression | Number, other: Expression | Number) -> Expression:
+    from omnireduce.programs.pointwise import Arithmetic  # it is made of expressions
+
+    return Arithmetic(symbol, one, other)
+
+
+class Input(Expression):
+    """What a program is given by name when it runs."""
+
+    name: str
+
+    def text(self, operands: Sequence[str]) -> str:
+        return self.name
+
+
+class Variable(Input):
+    """A number that is known when a program runs: the size of a dimension, or a factor. `dtype` such as Float32."""
+
+    def __init__(self, dtype: DType, name: str) -> None:
+        self.__dict__.update(dtype=_check_dtype(dtype), name=_check_name(name))
+        super().__init__()
+
+    def derive(self) -> Type:
+        return Type(self.__dict__["dtype"], (), Layout.REPLICATED)
+
+
+Dimension = Variable | int
+"""The size of a dimension: a number, or a Variable of an integer type."""
+
+
+class Tensor(Input):
+    """An array that a program is given when it runs.
+
+    `dtype`: such as Float32; `shape`: a dimension, or a tuple of them, of the whole tensor; `layout`: Local,
+    Replicated, Sliced or Sliced_2; `group`: which group of ranks has it, where a program is for several.
+    """
+
+    def __init__(
+        self, dtype: DType, shape: Dimension | Sequence[Dimension], layout: Layout, name: str, *, group: int = 0
+    ) -> None:
+        sizes = (shape,) if isinstance(shape, Variable | int) else tuple(shape)
+        self.__dict__.update(name=_check_name(name))
+        self.__dict__.update(declared=Type(_check_dtype(dtype), sizes, layout, group))
+        super().__init__()
+
+    def derive(self) -> Type:
+        declared: Type = self.__dict__["declared"]
+        if not isinstance(declared.layout, Layout):
+            raise wrong(self.place, f"layout {declared.layout!r}: expected Local, Replicated, Sliced or Sliced_2")
+        for each in declared.shape:
+            if isinstance(each, bool) or not isinstance(each, Variable | int):
+                raise wrong(self.place, f"a dimension of {self.name} is {each!r}: expected an int or a Variable")
+            if isinstance(each, Variable) and each.type.dtype.kind not in "iu":
+                raise wrong(self.place, f"dimension {each.name} is {each.type.dtype}: expected an integer type, Int32")
+            if isinstance(each, int) and each < 1:
+                raise wrong(self.place, f"a dimension of {self.name} is {each}: expected at least 1")
+        if declared.layout.is_sliced and not declared.shape:
+            raise wrong(self.place, f"{self.name} has no dimension along which it could be {declared.layout.value}")
+        if isinstance(declared.group, bool) or not isinstance(declared.group, int) or declared.group < 0:
+            raise wrong(self.place, f"group {declared.group!r}: expected an int from 0 on")
+        return declared
+
+    def with_layout(self, layout: Layout) -> Tensor:
+        """The same tensor in another layout."""
+        made = copy.copy(self)
+        made.__dict__.update(declared=self.type._replace(layout=layout))
+        made._form((), self.place)
+        return made
+
+
+class Constant(Expression):
+    """A number that stands in the program; it has the type of what it meets there."""
+
+    def __init__(self, value: Number, dtype: DType) -> None:
+        self.__dict__.update(value=value, dtype=dtype)
+        super().__init__()
+
+    def derive(self) -> Type:
+        value, dtype = self.__dict__["value"], self.__dict__["dtype"]
+        if dtype.kind in "iu" and isinstance(value, float):
+            raise wrong(self.place, f"{value} meets {dtype}: expected an integer; Cast the other one to a float type")
+        if (dtype == Bool) != isinstance(value, bool | np.bool_):
+            raise wrong(self.place, f"{value} meets {dtype}: Cast one of them")
+        try:
+            self.__dict__.update(array=np.asarray(dtype.type(value)))
+        except OverflowError:
+            raise wrong(self.place, f"{value} is out of the range of {dtype}") from None
+        return Type(dtype, (), Layout.REPLICATED)
+
+    @property
+    def array(self) -> Array:
+        """The number as an array without dimensions."""
+        found: Array = self.__dict__["array"]
+        return found
+
+    def text(self, operands: Sequence[str]) -> str:
+        return repr(self.__dict__["value"])
+
+
+def formula(node: Expression, names: Mapping[Expression, str]) -> str:
+    """What an expression says. Operands that have a name are called by it, the others are written out."""
+    shown = []
+    for at, operand in enumerate(node.operands):
+        text = operand.text(()) if isinstance(operand, Input | Constant) else names.get(operand)
+        if text is None:
+            text = formula(operand, names)
+            if operand.precedence < node.least_precedence(at):
+                text = f"({text})"
+        shown.append(text)
+    return node.text(shown)
+
+
+def short(expression: Expression) -> str:
+    """A few words for an operand: its name, or what it is."""
+    if isinstance(expression, Input | Constant):
+        return expression.text(())
+    text = formula(expression, {})
+    return text if len(text) <= LONGEST_FORMULA // 2 else f"{text[: LONGEST_FORMULA // 2]}..."
+
+
+def as_expression(value: object, like: DType | None = None) -> Expression:
+    """`value` itself, or a number as a constant of the type that it meets. Raises UsageError for anything else."""
+    if isinstance(value, Expression):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if like is not None and isinstance(value, int | float):
+        return Constant(value, like)
+    expected = "an expression" if like is None else "an expression or a number"
+    raise wrong(place_of_user(), f"got {value!r}, a {type(value).__name__}; expected {expected}")
+
+
+def common_group(expression: Expression) -> int | None:
+    """The group of ranks that has all operands. Raises UsageError where no group does."""
+    found: int | None = None
+    for each in expression.operands:
+        if found is not None and each.type.group not in (None, found):
+            raise expression.refuse(
+                f"{short(each)} is in group {each.type.group}, other operands in group {found}: Send it there"
+            )
+        found = each.type.group if found is None else found
+    return found
+
+
+def _check_dtype(dtype: object) -> DType:
+    if not isinstance(dtype, np.dtype) or dtype not in DTYPES:
+        raise wrong(place_of_user(), f"type {dtype!r}: expected one such as Float32, Float16 or Int32")
+    return dtype
+
+
+def _check_name(name: object) -> str:
+    if not isinstance(name, str) or not name.isidentifier() or len(name) > 40:
+        raise wrong(place_of_user(), f"name {name!r}: expected a word of letters, digits and _, at most 40 long")
+    return name

@@ -1,0 +1,100 @@
+"""What a program means: each expression by its definition, for all ranks at once, in one process, on NumPy arrays.
+
+It is slow, and as obvious as it can be: the oracle for everything that runs programs otherwise. It knows nothing of
+compound stages. Values of ranks are combined in the order of ranks, as the service does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
+from omnireduce.programs.expressions import FLOATS, Constant, Expression, Input, Tensor
+from omnireduce.programs.operations import Reduction, Update, WholeReduction
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.placement import Seat, bound_sizes, compute, input_value, sizes_in
+
+PerRank = list[Array]
+
+
+def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict[str, PerRank]:
+    """Run `pipeline` on `ranks` ranks of each group, all of them in this process.
+
+    `values`: for each input by its name, and for sizes that follow from no whole array: a number of a Variable, a list
+    of one array for each rank of a Tensor, or one array where that is Replicated. Returns for each output one array for
+    each rank: what a run returns there. What is given is not changed. Raises UsageError for values that do not fit.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < pipeline.least_ranks:
+        raise UsageError(f"ranks is {ranks!r}: expected an int from {pipeline.least_ranks} on")
+    given = [{each: _of_rank(values, each, rank, ranks, pipeline) for each in values} for rank in range(ranks)]
+    seats = [
+        Seat(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, given[rank])) for rank in range(ranks)
+    ]
+    found: dict[Expression, PerRank] = {}
+    for node in pipeline.nodes:
+        if isinstance(node, Input):
+            found[node] = [input_value(node, given[seat.rank], seat) for seat in seats]
+        else:
+            found[node] = _evaluate(node, [found[each] for each in node.operands], seats)
+    outputs = zip(pipeline.output_names, pipeline.outputs, strict=True)
+    return {name: [array.copy() for array in found[each]] for name, each in outputs}
+
+
+def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeline: Pipeline) -> Any:
+    """What a rank is given."""
+    value = values[name]
+    if isinstance(value, list | tuple):
+        if len(value) != ranks:
+            raise UsageError(f"{name} has {len(value)} arrays; expected one for each of the {ranks} ranks")
+        return value[rank]
+    tensor = next((each for each in pipeline.inputs if each.name == name), None)
+    if isinstance(tensor, Tensor) and tensor.type.layout.value != "Replicated":
+        raise UsageError(f"{name} is {tensor.type.layout.value}: expected a list of {ranks} arrays, one for each rank")
+    return value
+
+
+def _evaluate(node: Expression, operands: Sequence[PerRank], seats: Sequence[Seat]) -> PerRank:
+    """What each rank has of `node`."""
+    ranks = len(seats)
+    if isinstance(node, Constant):
+        return [node.array] * ranks
+    if isinstance(node, AllReduce):
+        return [combined(node.reduction, operands[0])] * ranks
+    if isinstance(node, ReduceScatter):
+        whole = combined(node.reduction, operands[0])
+        return [seat.part(whole, node.type.layout) for seat in seats]
+    if isinstance(node, AllGather):
+        layout = node.operands[0].type.layout
+        return [np.concatenate(operands[0], axis=layout.axis(operands[0][0].ndim))] * ranks
+    if isinstance(node, Broadcast):
+        return [operands[0][node.root]] * ranks
+    if isinstance(node, Send | Recv):
+        return operands[0]
+    if isinstance(node, Update):
+        tensor, value = node.tensor.type, node.value.type
+        return [seat.fitting(array, value, tensor) for seat, array in zip(seats, operands[1], strict=True)]
+    if isinstance(node, WholeReduction):
+        return _reduced(node, operands[0])
+    return [compute(node, [each[seat.rank] for each in operands], seat) for seat in seats]
+
+
+def _reduced(node: WholeReduction, parts: PerRank) -> PerRank:
+    partial = [node.partial(each) for each in parts]
+    if node.operands[0].type.layout.is_sliced:
+        partial = [combined(node.reduction, partial)] * len(parts)
+    return [node.finish(each).reshape(()) for each in partial]
+
+
+def combined(reduction: Reduction, parts: PerRank) -> Array:
+    """The parts combined in their order; 16-bit floats in float32, rounded once."""
+    dtype = parts[0].dtype
+    is_half = dtype in FLOATS and dtype.itemsize == 2
+    wide = [each.astype(np.float32) if is_half else each for each in parts]
+    with np.errstate(all="ignore"):
+        return np.asarray(reduce(reduction.ufunc, wide)).astype(dtype)

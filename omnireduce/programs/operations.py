@@ -1,0 +1,209 @@
+"""Operations that are not done element by element: matrices, norms, sums, and the new value of a tensor."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array, number_type
+from omnireduce.programs.expressions import (
+    FLOATS,
+    Bool,
+    Expression,
+    Float64,
+    Tensor,
+    Type,
+    as_expression,
+    common_group,
+    short,
+)
+from omnireduce.programs.layouts import MATMUL, MOVES, UPDATE, Layout
+
+
+class Reduction(Enum):
+    """How values are combined."""
+
+    SUMMATION = "Summation"
+    MULTIPLICATION = "Multiplication"
+    MAXIMUM = "Maximum"
+    MINIMUM = "Minimum"
+
+    def __repr__(self) -> str:
+        return self.value
+
+    @property
+    def op(self) -> Op:
+        """What the service calls it."""
+        ops: dict[Reduction, Op] = {
+            Summation: "sum",
+            Multiplication: "prod",
+            Maximum: "max",
+            Minimum: "min",
+        }
+        return ops[self]
+
+    @property
+    def ufunc(self) -> np.ufunc:
+        """What combines two arrays."""
+        return {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[self.op]
+
+
+Summation, Multiplication = Reduction.SUMMATION, Reduction.MULTIPLICATION
+Maximum, Minimum = Reduction.MAXIMUM, Reduction.MINIMUM
+
+
+def check_reduction(found: Expression, reduction: object) -> Reduction:
+    """`reduction` itself. Raises UsageError unless it is one, and `found` has numbers to reduce."""
+    if not isinstance(reduction, Reduction):
+        raise found.refuse(f"{reduction!r}: expected Summation, Multiplication, Maximum or Minimum")
+    if found.operands[0].type.dtype == Bool:
+        raise found.refuse("the operand is bool: expected numbers; Cast it")
+    return reduction
+
+
+def moved(found: Expression) -> Layout:
+    """The layout of an operation of one operand. Raises UsageError where there is none."""
+    x = found.operands[0]
+    rule = MOVES[type(found).__name__][x.type.layout]
+    if not isinstance(rule, Layout):
+        raise found.refuse(f"{short(x)} is {x.type.layout.value}: {rule}")
+    return rule
+
+
+class Update(Expression):
+    """The new value of `tensor`, which is written in place when the program has run. Its value is `value`.
+
+    In the rest of the program the tensor itself stands for what it was at the start.
+    """
+
+    def __init__(self, tensor: Tensor, value: Expression) -> None:
+        super().__init__(as_expression(tensor), as_expression(value))
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = self.operands[0]
+        if not isinstance(tensor, Tensor):
+            raise self.refuse(f"{short(tensor)} is no Tensor: only those can be updated")
+        return tensor
+
+    @property
+    def value(self) -> Expression:
+        return self.operands[1]
+
+    def derive(self) -> Type:
+        tensor, value = self.tensor.type, self.value.type
+        if tensor.dtype != value.dtype or tensor.shape != value.shape:
+            raise self.refuse(f"the tensor is {tensor}, its new value {value}: expected the same type and shape")
+        rule = UPDATE[tensor.layout, value.layout]
+        if not isinstance(rule, Layout):
+            layouts = f"the tensor is {tensor.layout.value}, its new value {value.layout.value}"
+            raise self.refuse(f"{layouts}: {rule}")
+        common_group(self)
+        return tensor
+
+
+class MatMul(Expression):
+    """The matrix product of `left`, (..., K), and `right`, (K, M). Sums of 16-bit floats are kept in float32."""
+
+    def __init__(self, left: Expression, right: Expression) -> None:
+        super().__init__(as_expression(left), as_expression(right))
+
+    def derive(self) -> Type:
+        left, right = (each.type for each in self.operands)
+        if len(left.shape) < 2 or len(right.shape) != 2 or left.shape[-1] != right.shape[0]:
+            raise self.refuse(f"the factors are {left} and {right}: expected shapes (..., K) and (K, M)")
+        if left.dtype != right.dtype or left.dtype == Bool:
+            raise self.refuse(f"the factors are {left} and {right}: expected numbers of one type; Cast one of them")
+        rule = MATMUL[left.layout, right.layout]
+        if not isinstance(rule, Layout):
+            raise self.refuse(f"{left.layout.value} times {right.layout.value}: {rule}")
+        return Type(left.dtype, (*left.shape[:-1], right.shape[1]), rule, common_group(self))
+
+    def compute(self, arrays: Sequence[Array]) -> Array:
+        """The product of what a rank has of both."""
+        left, right = arrays
+        if self.type.dtype in FLOATS and self.type.dtype.itemsize == 2:
+            left, right = left.astype(np.float32), right.astype(np.float32)
+        found: Array = np.matmul(left, right).astype(self.type.dtype, copy=False)
+        return found
+
+
+class WholeReduction(Expression):
+    """One number of all elements of a tensor. Of a sliced one the ranks combine what their parts give, so that all have
+    it. Sums of floats are kept in float64 and rounded once."""
+
+    reduction: Reduction
+
+    @property
+    def partial_dtype(self) -> np.dtype[Any]:
+        """Of what a part gives."""
+        dtype = self.operands[0].type.dtype
+        return Float64 if dtype in FLOATS else dtype
+
+    @abstractmethod
+    def partial(self, array: Array) -> Array:
+        """What a part gives: an array of one element."""
+
+    def finish(self, combined: Array) -> Array:
+        """The result, from what all parts give together."""
+        found: Array = combined.astype(self.type.dtype)
+        return found
+
+
+class Norm(WholeReduction):
+    """The Euclidean norm of all elements of `x`, of a float type."""
+
+    reduction = Summation
+
+    def __init__(self, x: Expression) -> None:
+        super().__init__(as_expression(x))
+
+    def derive(self) -> Type:
+        x = self.operands[0].type
+        if x.dtype not in FLOATS:
+            raise self.refuse(f"the operand is {x.dtype}: expected a float type; Cast it")
+        return Type(x.dtype, (), moved(self), x.group)
+
+    def partial(self, array: Array) -> Array:
+        flat = array.astype(np.float64).reshape(-1)
+        return np.asarray(flat @ flat).reshape(1)
+
+    def finish(self, combined: Array) -> Array:
+        return super().finish(np.sqrt(combined))
+
+
+class ReduceTensor(WholeReduction):
+    """All elements of `x` combined to one number by `reduction`."""
+
+    def __init__(self, reduction: Reduction, x: Expression) -> None:
+        self.__dict__.update(reduction=reduction)
+        super().__init__(as_expression(x))
+
+    def derive(self) -> Type:
+        check_reduction(self, self.reduction)
+        x = self.operands[0].type
+        return Type(x.dtype, (), moved(self), x.group)
+
+    def partial(self, array: Array) -> Array:
+        flat = array.astype(self.partial_dtype).reshape(-1)
+        if not flat.size:
+            return np.full(1, _neutral(self.reduction, self.partial_dtype), self.partial_dtype)
+        return np.asarray(self.reduction.ufunc.reduce(flat, dtype=self.partial_dtype)).reshape(1)
+
+    def text(self, operands: Sequence[str]) -> str:
+        return f"ReduceTensor({self.reduction!r}, {operands[0]})"
+
+
+def _neutral(reduction: Reduction, dtype: np.dtype[Any]) -> float | int:
+    """What a rank without elements contributes."""
+    if reduction in (Summation, Multiplication):
+        return 0 if reduction is Summation else 1
+    if number_type(dtype).is_float:
+        return -np.inf if reduction is Maximum else np.inf
+    limits = np.iinfo(dtype)
+    return int(limits.min if reduction is Maximum else limits.max)

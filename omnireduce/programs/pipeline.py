@@ -1,0 +1,261 @@
+"""A program: its inputs, its outputs, and what lies between them, as it was written or as rewrites have changed it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.programs.communication import AllReduce, Broadcast, Send
+from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, short
+from omnireduce.programs.graph import in_order, users_of
+from omnireduce.programs.operations import Update
+from omnireduce.programs.placement import sizes_in
+from omnireduce.programs.places import names_of_user, place_of_user, wrong
+from omnireduce.programs.pointwise import Pointwise
+from omnireduce.programs.stages import Compound, Stage, in_stages
+from omnireduce.programs.text import program_text
+
+if TYPE_CHECKING:
+    from omnireduce.runtime.member.communicator import Communicator
+
+LONGEST_NAME = 40  # characters of a program's name: it begins the names of its collectives
+Handle = Expression | str
+"""A stage, as the user wrote it or by its name."""
+
+
+class Pipeline:
+    """A program on the ranks of a job.
+
+    `inputs`: all Tensors, and the Variables that are used as numbers; sizes of dimensions follow from the arrays.
+    `outputs`: what a run returns. A pipeline never changes: each rewrite returns another one. Its stages are known by
+    name, and by the expression from which they come, however often they were rewritten.
+
+    A stage has the name of the variable that holds it where the pipeline is made; others are t1, t2, ... What is
+    element-wise and used once needs no name: it belongs to the stage that uses it. Outputs keep the names that they
+    have at first, whatever stage gives them later.
+
+    Raises UsageError, with the file and line, for inputs and outputs that do not belong together.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Expression, ...]
+    compounds: tuple[Compound, ...]
+    nodes: tuple[Expression, ...]
+    users: Mapping[Expression, Sequence[Expression]]
+    names: Mapping[Expression, str]
+    stages: tuple[Stage, ...]
+    output_names: tuple[str, ...]
+
+    def __init__(self, name: str, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
+        self.name = name
+        self._handles: dict[Expression, Expression] = {}
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+            raise wrong(place_of_user(), f"name {name!r}: expected a text of 1 to {LONGEST_NAME} characters")
+        _check_outputs(outputs)
+        _check_inputs(name, inputs, outputs)
+        written = names_of_user()
+        names = {each: written[id(each)] for each in in_order(outputs) if id(each) in written}
+        self._set(inputs, outputs, (), names)
+        self.output_names = tuple(self.names[each] for each in self.outputs)
+
+    def _set(
+        self,
+        inputs: Iterable[Input],
+        outputs: Iterable[Expression],
+        compounds: Iterable[Compound],
+        names: Mapping[Expression, str],
+    ) -> None:
+        self.inputs, self.outputs, self.compounds = tuple(inputs), tuple(outputs), tuple(compounds)
+        self.nodes = tuple(in_order(self.outputs))
+        self.users = users_of(self.nodes)
+        self.names = self._all_names(names)
+        self.stages = tuple(in_stages(self.nodes, self.compounds, self.names))
+
+    def _all_names(self, wanted: Mapping[Expression, str]) -> dict[Expression, str]:
+        """The names of inputs and of all stages."""
+        found: dict[Expression, str] = {each: each.name for each in self.inputs}
+        found |= {size: size.name for size in sizes_in(self.inputs)}
+        taken = set(found.values()) | set(wanted.values())
+        count = 0
+        for node in self.nodes:
+            if isinstance(node, Input | Constant):
+                continue
+            name = wanted.get(node)
+            if name is None and self._needs_name(node):
+                while name is None or name in taken:
+                    count += 1
+                    name = f"t{count}"
+            if name is not None:
+                found[node] = _unique(name, set(found.values()))
+                taken.add(found[node])
+        return found
+
+    def _needs_name(self, node: Expression) -> bool:
+        return node in self.outputs or not isinstance(node, Pointwise) or len(self.users[node]) > 1
+
+    def __getitem__(self, stage: Handle) -> Expression:
+        """The stage with this name, or what an expression of the user's has become. Raises UsageError."""
+        if isinstance(stage, str):
+            for node, name in self.names.items():
+                if name == stage:
+                    return node
+            known = ", ".join(name for node, name in self.names.items() if not isinstance(node, Input))
+            raise UsageError(f"{self.name} has no stage '{stage}'; its stages are {known}")
+        found = self._handles.get(stage, stage)
+        if found not in self.users:
+            raise UsageError(f"{self.name} has no such stage: {stage.text(['...'] * len(stage.operands))}")
+        return found
+
+    def belonging_to(self, stage: Expression) -> list[Expression]:
+        """The expressions of a stage: its own, and those without a name that it is made of; in order."""
+        found, waiting = {stage}, [stage]
+        while waiting:
+            for each in waiting.pop().operands:
+                if each not in self.names and each not in found and not isinstance(each, Constant):
+                    found.add(each)
+                    waiting.append(each)
+        return [each for each in self.nodes if each in found]
+
+    def changed(
+        self,
+        changes: Mapping[Expression, Expression],
+        *,
+        outputs: Sequence[Expression] | None = None,
+        names: Mapping[Expression, str] | None = None,
+        compounds: Sequence[Compound] | None = None,
+    ) -> Pipeline:
+        """This program with each expression replaced as `changes` say. `outputs`: where they are replaced otherwise;
+        `names`: of new expressions."""
+        made = Pipeline.__new__(Pipeline)
+        made.name, made.output_names = self.name, self.output_names
+        kept = {changes.get(node, node): name for node, name in self.names.items() if not isinstance(node, Input)}
+        made._handles = {each: changes.get(now, now) for each, now in self._handles.items()}
+        for each, now in changes.items():
+            made._handles.setdefault(each, now)
+        if compounds is None:
+            compounds = [each.mapped({node: changes.get(node, node) for node in each.nodes}) for each in self.compounds]
+        inputs = [changes.get(each, each) for each in self.inputs]
+        if outputs is None:
+            outputs = [changes.get(each, each) for each in self.outputs]
+        made._set([each for each in inputs if isinstance(each, Input)], outputs, compounds, {**kept, **(names or {})})
+        return made
+
+    @property
+    def groups(self) -> int:
+        """How many groups of ranks the program is for."""
+        sent = [each.to for each in self.nodes if isinstance(each, Send)]
+        return 1 + max([0, *sent, *(each.type.group or 0 for each in self.inputs)])
+
+    @property
+    def least_ranks(self) -> int:
+        """How many ranks a group has at least."""
+        return 1 + max([0, *(each.root for each in self.nodes if isinstance(each, Broadcast))])
+
+    def __str__(self) -> str:
+        pairs = zip(self.output_names, self.outputs, strict=True)
+        outputs = [name if name == self.names[each] else f"{name} = {self.names[each]}" for name, each in pairs]
+        return program_text(self.name, self.inputs, outputs, self.stages, self.names)
+
+    def print(self, file: TextIO | None = None) -> None:
+        """Write the program to `file`, by default standard output: one line for each stage, with type and layout."""
+        (sys.stdout if file is None else file).write(f"{self}\n")
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture of the program to `path`, as SVG. Raises UsageError where it cannot be written, ConfigError
+        without matplotlib."""
+        from omnireduce.programs.drawing import draw
+
+        draw(self, Path(path))
+
+    def interpret(self, values: Mapping[str, Any], ranks: int) -> dict[str, list[Array]]:
+        """What a run on so many ranks of each group gives, computed here, slowly: see `interpreter.interpret`."""
+        from omnireduce.programs.interpreter import interpret
+
+        return interpret(self, values, ranks)
+
+    def run(self, comm: Communicator, values: Mapping[str, Any]) -> dict[str, Array]:
+        """Run the program on this rank, as all ranks of `comm` do: see `runner.run`."""
+        from omnireduce.programs.runner import run
+
+        return run(self, comm, values)
+
+    def split(self, stage: Handle) -> Pipeline:
+        """An AllReduce as ReduceScatter and AllGather: see `rewrites.split`."""
+        from omnireduce.programs.rewrites.split import split
+
+        return split(self, stage)
+
+    def reorder(self, stages: Sequence[Handle], gather: Handle) -> Pipeline:
+        """Compute stages on the parts, before `gather`: see `rewrites.reorder`."""
+        from omnireduce.programs.rewrites.reorder import reorder
+
+        return reorder(self, stages, gather)
+
+    def as_slice(self, tensors: Sequence[Handle]) -> Pipeline:
+        """Keep tensors in slices: see `rewrites.as_slice`."""
+        from omnireduce.programs.rewrites.slices import as_slice
+
+        return as_slice(self, tensors)
+
+    def fuse(self, stages: Sequence[Handle]) -> Pipeline:
+        """Evaluate element-wise stages in one pass: see `rewrites.fuse`."""
+        from omnireduce.programs.rewrites.fuse import fuse
+
+        return fuse(self, stages)
+
+    def fuse_into(self, stages: Sequence[Handle], operation: type[AllReduce] = AllReduce) -> Pipeline:
+        """Put ReduceScatter, computations and AllGathers into one AllReduce: see `rewrites.fuse_into`."""
+        from omnireduce.programs.rewrites.fuse import fuse_into
+
+        return fuse_into(self, stages, operation)
+
+    def overlap(self, stages: Sequence[Handle], *, chunks: int = 4) -> Pipeline:
+        """Compute a MatMul chunk by chunk while its last chunk is reduced: see `rewrites.overlap`."""
+        from omnireduce.programs.rewrites.overlap import overlap
+
+        return overlap(self, stages, chunks=chunks)
+
+
+def _check_outputs(outputs: Sequence[Expression]) -> None:
+    """Raises UsageError unless these are what stages compute, and no tensor would get two values."""
+    if not outputs:
+        raise wrong(place_of_user(), "no outputs: expected what a run returns, such as [w1]")
+    for each in outputs:
+        if not isinstance(each, Expression):
+            raise wrong(place_of_user(), f"{each!r} is a {type(each).__name__}; expected expressions as outputs")
+        if each.is_under_way or isinstance(each, Input | Constant):
+            raise wrong(each.place, f"an output is {short(each)}: expected what a stage computes")
+    updated: dict[Tensor, Update] = {}
+    for node in in_order(outputs):
+        if isinstance(node, Update) and updated.setdefault(node.tensor, node) is not node:
+            raise node.refuse(f"{node.tensor.name} is updated twice; expected once in a program")
+
+
+def _check_inputs(program: str, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
+    """Raises UsageError unless these are all that the outputs need, and each has a name of its own."""
+    place, nodes = place_of_user(), in_order(outputs)
+    for each in inputs:
+        if not isinstance(each, Input):
+            raise wrong(place, f"an input is {each!r}: expected Tensors and Variables")
+        if each not in nodes:
+            raise wrong(place, f"{each.name} is an input, but the outputs do not need it: leave it out")
+    for used in nodes:
+        if isinstance(used, Input) and used not in inputs:
+            raise wrong(used.place, f"{used.name} is used, but is not among the inputs of {program}")
+    named: dict[str, Expression] = {}
+    for known in (*inputs, *sizes_in(nodes)):
+        if named.setdefault(known.name, known) is not known:
+            raise wrong(known.place, f"there is another {known.name}: expected one name for each input and size")
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    found, count = name, 1
+    while found in taken:
+        count += 1
+        found = f"{name}_{count}"
+    return found

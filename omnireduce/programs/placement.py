@@ -1,0 +1,149 @@
+"""Which elements of a value a rank has, and what it computes from those of the operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.programs.expressions import Dimension, Expression, Input, Region, Tensor, Type, Variable
+from omnireduce.programs.layouts import Layout, bounds
+from omnireduce.programs.operations import MatMul
+from omnireduce.programs.pointwise import Pointwise
+
+Sizes = Mapping[Variable, int]
+
+
+class Seat(NamedTuple):
+    """One rank of `ranks` in its group, and the sizes of this run."""
+
+    rank: int
+    ranks: int
+    sizes: Sizes
+
+    def shape(self, shape: Sequence[Dimension]) -> tuple[int, ...]:
+        """The sizes of these dimensions."""
+        return tuple(each if isinstance(each, int) else self.sizes[each] for each in shape)
+
+    def region(self, kind: Type) -> tuple[Region, tuple[int, ...]]:
+        """Which part of a value of this type is here: the region, and its shape."""
+        whole = self.shape(kind.shape)
+        starts, shape = [0] * len(whole), list(whole)
+        if kind.layout.is_sliced:
+            axis = kind.layout.axis(len(whole))
+            start, stop = bounds(whole[axis], self.rank, self.ranks)
+            starts[axis], shape[axis] = start, stop - start
+        stream = self.rank + 1 if kind.layout is Layout.LOCAL else 0
+        return Region(whole, tuple(starts), stream), tuple(shape)
+
+    def own_shape(self, kind: Type) -> tuple[int, ...]:
+        """The shape of what is here of a value of this type."""
+        return self.region(kind)[1]
+
+    def fitting(self, array: Array, operand: Type, result: Type) -> Array:
+        """Of an operand the elements that belong to this rank's part of the result."""
+        if operand.layout is not Layout.REPLICATED or not result.layout.is_sliced:
+            return array
+        if result.layout is Layout.SLICED and len(operand.shape) < len(result.shape):
+            return array  # it is repeated along the dimension that is cut
+        if not operand.shape:
+            return array
+        axis = result.layout.axis(len(operand.shape))
+        if operand.shape[axis] != result.shape[result.layout.axis(len(result.shape))]:
+            return array
+        return self.part(array, result.layout)
+
+    def part(self, array: Array, layout: Layout) -> Array:
+        """This rank's part of a whole array."""
+        axis = layout.axis(array.ndim)
+        start, stop = bounds(array.shape[axis], self.rank, self.ranks)
+        return array[start:stop] if axis == 0 else array[..., start:stop]
+
+
+def compute(node: Expression, arrays: Sequence[Array], seat: Seat) -> Array:
+    """This rank's part of what a Pointwise or MatMul gives, from its parts of the operands."""
+    if isinstance(node, MatMul):
+        return node.compute(arrays)
+    assert isinstance(node, Pointwise)
+    fitting = [seat.fitting(array, each.type, node.type) for array, each in zip(arrays, node.operands, strict=True)]
+    region, _ = seat.region(node.type)
+    with np.errstate(all="ignore"):  # infinities and NaN are values, as they are in what is reduced
+        return np.asarray(node.compute(fitting, region), node.type.dtype)
+
+
+def sizes_in(nodes: Iterable[Expression]) -> list[Variable]:
+    """The Variables that are sizes of dimensions of `nodes`."""
+    return list(dict.fromkeys(size for each in nodes for size in each.type.shape if isinstance(size, Variable)))
+
+
+def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values: Mapping[str, Any]) -> Sizes:
+    """The sizes of dimensions: what is given by name, and what follows from arrays of `inputs` that are whole. Raises
+    UsageError where two of them differ, or one is not known."""
+    found: dict[Variable, int] = {}
+    said: dict[Variable, str] = {}
+    tensors = [each for each in inputs if isinstance(each, Tensor)]
+    for size in sizes:
+        if size.name in values:
+            found[size], said[size] = _size(values[size.name], size.name), "as given"
+    for tensor in tensors:
+        array = values.get(tensor.name)
+        if not isinstance(array, np.ndarray) or array.ndim != len(tensor.type.shape):
+            continue
+        for axis, dimension in enumerate(tensor.type.shape):
+            is_cut = tensor.type.layout.is_sliced and tensor.type.layout.axis(array.ndim) == axis
+            if isinstance(dimension, Variable) and not is_cut:
+                here = array.shape[axis]
+                if found.setdefault(dimension, here) != here:
+                    other = f"{found[dimension]} {said[dimension]}"
+                    raise UsageError(f"{dimension.name} is {here} in {tensor.name}, and {other}: expected one size")
+                said.setdefault(dimension, f"in {tensor.name}")
+    for size in sizes:
+        if size not in found:
+            raise UsageError(f"the size {size.name} follows from no whole array: give it as '{size.name}'")
+    return found
+
+
+def _size(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise UsageError(f"{name} is {value!r}: expected a size, an int from 1 on")
+    return int(value)
+
+
+def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
+    """What a rank gives for an input, as an array; a size that is used as a number need not be given. Raises UsageError
+    for what is missing or does not fit."""
+    name = each.name
+    value = values.get(name, seat.sizes.get(each) if isinstance(each, Variable) else None)
+    if value is None:
+        raise UsageError(f"no value for {name}: expected {each.type}")
+    if isinstance(each, Variable):
+        return _number(value, each.type, name)
+    if not isinstance(value, np.ndarray):
+        raise UsageError(f"{name} is a {type(value).__name__}; expected a numpy.ndarray, {each.type}")
+    if value.dtype != each.type.dtype:
+        raise UsageError(f"{name} is an array of {value.dtype}; expected {each.type}")
+    shape = seat.own_shape(each.type)
+    if value.shape != shape:
+        part = f", part {seat.rank} of {seat.ranks} of {list(seat.shape(each.type.shape))}"
+        raise UsageError(
+            f"{name} has the shape {list(value.shape)}; expected {list(shape)}"
+            f"{part if each.type.layout.is_sliced else ''}: {each.type}"
+        )
+    return value
+
+
+def _number(value: object, kind: Type, name: str) -> Array:
+    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    wanted = "an integer" if kind.dtype.kind in "iu" else "a number"
+    fits = integer or (kind.dtype.kind not in "iub" and isinstance(value, float | np.floating))
+    if kind.dtype.kind == "b":
+        fits, wanted = isinstance(value, bool | np.bool_), "True or False"
+    if not fits:
+        raise UsageError(f"{name} is {value!r}, a {type(value).__name__}; expected {wanted}: {kind.dtype}")
+    try:
+        return np.asarray(kind.dtype.type(value))
+    except OverflowError:
+        raise UsageError(f"{name} is {value}, which is out of the range of {kind.dtype}") from None

@@ -1,0 +1,56 @@
+"""Where in a user's file something was written, for messages that point there."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from omnireduce.errors import UsageError
+
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
+READY = f"{PACKAGE}ready{os.sep}"  # programs that are written already: their variables name their stages
+
+
+class Place(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    line: int
+
+    @property
+    def text(self) -> str:
+        """What stands there; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+def place_of_user() -> Place:
+    """The line outside of this package that is running now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def names_of_user() -> dict[int, str]:
+    """By the id of an object, the variable that holds it in the function that makes a program now. Of several variables
+    it is the first one."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
+        frame = frame.f_back
+    found: dict[int, str] = {}
+    for name, value in frame.f_locals.items():
+        found.setdefault(id(value), name)
+    return found
+
+
+def _is_machinery(file: str) -> bool:
+    return file.startswith(PACKAGE) and not file.startswith(READY)
+
+
+def wrong(place: Place, message: str) -> UsageError:
+    """An error about what stands at `place`: the file and line, the message, and the line itself."""
+    source = f"\n    {place.text}" if place.text else ""
+    return UsageError(f"{place.file}:{place.line}: {message}{source}")

@@ -1,0 +1,234 @@
+"""Operations that make each element of their result from the elements at the same place of their operands.
+
+Operands are broadcast by NumPy's rule: a dimension of 1, or one that is missing in front, is repeated.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.programs.draws import uniforms
+from omnireduce.programs.expressions import (
+    FLOATS,
+    Bool,
+    Constant,
+    Dimension,
+    DType,
+    Expression,
+    Number,
+    Region,
+    Type,
+    as_expression,
+    common_group,
+    short,
+)
+from omnireduce.programs.layouts import POINTWISE, Layout, folded
+
+COMPARISONS: dict[str, Callable[..., Any]] = {
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "<": np.less,
+    "<=": np.less_equal,
+}
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "+": np.add,
+    "-": np.subtract,
+    "*": np.multiply,
+    "/": np.true_divide,
+    "**": np.power,
+    **COMPARISONS,
+}
+PRECEDENCE = {**dict.fromkeys(COMPARISONS, 1), "+": 2, "-": 2, "*": 3, "/": 3, "**": 4}
+
+
+class Pointwise(Expression):
+    """An operation on each element."""
+
+    @abstractmethod
+    def result_dtype(self) -> DType:
+        """The element type of the result. Raises UsageError for operands that the operation is not for."""
+
+    @abstractmethod
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        """The elements of the result that lie in `region`, from those of the operands that belong to them. An operation
+        that can write its result to `out` does so, and returns that."""
+
+    def derive(self) -> Type:
+        dtype = self.result_dtype()
+        shape: tuple[Dimension, ...] = ()
+        for each in self.operands:
+            shape = self._broadcast(shape, each.type.shape)
+        layout = folded(POINTWISE, [each.type.layout for each in self.operands])
+        if not isinstance(layout, Layout):
+            raise self.refuse(f"{_layouts(self.operands)}: {layout}")
+        for each in self.operands:
+            if each.type.layout.is_sliced and not _is_whole_along(each.type.shape, shape, each.type.layout):
+                raise self.refuse(
+                    f"{short(each)}, {each.type}, is repeated along the dimension in which it is cut: "
+                    "AllGather it first"
+                )
+        return Type(dtype, shape, layout, common_group(self))
+
+    def _broadcast(self, one: tuple[Dimension, ...], other: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
+        longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+        found = list(longer)
+        for at in range(1, len(shorter) + 1):
+            sizes = {longer[-at], shorter[-at]}
+            if len(sizes) > 1:
+                rest = sizes - {1}
+                if len(rest) > 1:
+                    raise self.refuse(f"shapes {' and '.join(str(_names(each)) for each in (one, other))} do not fit")
+                found[-at] = rest.pop()
+        return tuple(found)
+
+    def _one_dtype(self, operands: Sequence[Expression]) -> DType:
+        dtypes = {each.type.dtype for each in operands}
+        if len(dtypes) > 1:
+            met = " and ".join(f"{short(each)} is {each.type.dtype}" for each in operands)
+            raise self.refuse(f"{met}: Cast one of them")
+        return dtypes.pop()
+
+
+class Arithmetic(Pointwise):
+    """`one symbol other`, such as a + b or a > b."""
+
+    symbol: str
+
+    def __init__(self, symbol: str, one: Expression | Number, other: Expression | Number) -> None:
+        self.__dict__.update(symbol=symbol, precedence=PRECEDENCE[symbol])
+        super().__init__(*_with_numbers(one, other))
+
+    def result_dtype(self) -> DType:
+        dtype = self._one_dtype(self.operands)
+        if self.symbol in ("/", "**") and dtype not in FLOATS:
+            raise self.refuse(f"the operands are {dtype}: expected a float type; Cast them")
+        if dtype == Bool:
+            raise self.refuse("the operands are bool: expected numbers; Ite chooses by a condition")
+        return Bool if self.symbol in COMPARISONS else dtype
+
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        return ARITHMETIC[self.symbol](*arrays, out=out)
+
+    def text(self, operands: Sequence[str]) -> str:
+        return f"{operands[0]} {self.symbol} {operands[1]}"
+
+    def least_precedence(self, at: int) -> int:
+        return self.precedence + (at == (0 if self.symbol == "**" else 1))  # a - (b - c), (a ** b) ** c
+
+
+class Sqrt(Pointwise):
+    """The square root of each element of `x`, of a float type."""
+
+    def __init__(self, x: Expression) -> None:
+        super().__init__(as_expression(x))
+
+    def result_dtype(self) -> DType:
+        dtype = self.operands[0].type.dtype
+        if dtype not in FLOATS:
+            raise self.refuse(f"the operand is {dtype}: expected a float type; Cast it")
+        return dtype
+
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        return np.sqrt(arrays[0], out=out)
+
+
+class Ite(Pointwise):
+    """If, then, else: each element of `one` where `condition` holds, of `other` elsewhere."""
+
+    def __init__(self, condition: Expression, one: Expression | Number, other: Expression | Number) -> None:
+        super().__init__(as_expression(condition), *_with_numbers(one, other))
+
+    def result_dtype(self) -> DType:
+        condition, *rest = self.operands
+        if condition.type.dtype != Bool:
+            raise self.refuse(f"the condition is {condition.type.dtype}: expected a comparison, such as a > b")
+        return self._one_dtype(rest)
+
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        return np.where(*arrays)
+
+
+class Cast(Pointwise):
+    """Each element of `x` as a `dtype`, such as Float32."""
+
+    dtype: DType
+
+    def __init__(self, dtype: DType, x: Expression) -> None:
+        self.__dict__.update(dtype=np.dtype(dtype))
+        super().__init__(as_expression(x))
+
+    def result_dtype(self) -> DType:
+        return self.dtype
+
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        return arrays[0].astype(self.dtype)
+
+    def text(self, operands: Sequence[str]) -> str:
+        return f"Cast({self.dtype}, {operands[0]})"
+
+
+class Dropout(Pointwise):
+    """Each element of `x` with probability `1 - p`, divided by that; zero otherwise.
+
+    What is dropped follows from `seed`, `step` and the place of the element in the whole tensor. So a sliced tensor
+    loses the same elements as a replicated one. Of Local tensors each rank's loses others. `step` is an int, or a
+    Variable or scalar of an integer type: another one in each step of a training. Two Dropouts of one program want two
+    seeds.
+    """
+
+    p: float
+    seed: int
+
+    def __init__(self, x: Expression, p: float, *, seed: int, step: Expression | int = 0) -> None:
+        self.__dict__.update(p=p, seed=seed)
+        super().__init__(as_expression(x), as_expression(step, np.dtype(np.int64)))
+
+    def result_dtype(self) -> DType:
+        x, step = (each.type for each in self.operands)
+        if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
+            raise self.refuse(f"p is {self.p!r}: expected from 0 up to but not including 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
+            raise self.refuse(f"seed is {self.seed!r}: expected an int from 0 up to 2**63 - 1")
+        if x.dtype not in FLOATS:
+            raise self.refuse(f"the operand is {x.dtype}: expected a float type; Cast it")
+        if step.shape or step.dtype.kind not in "iu" or step.layout is not Layout.REPLICATED:
+            raise self.refuse(f"step is {step}: expected one integer, the same on all ranks")
+        return x.dtype
+
+    def compute(self, arrays: Sequence[Array], region: Region, out: Array | None = None) -> Any:
+        x, step = arrays
+        stays = uniforms(self.seed, int(step), region, x.shape) >= self.p
+        scale = x.dtype.type(1 / (1 - self.p))
+        return np.where(stays, x * scale, np.zeros((), x.dtype))
+
+    def text(self, operands: Sequence[str]) -> str:
+        return f"Dropout({operands[0]}, {self.p}, seed={self.seed}, step={operands[1]})"
+
+
+def _with_numbers(one: object, other: object) -> tuple[Expression, Expression]:
+    """Both as expressions: a number gets the type of the other one."""
+    if not isinstance(one, Expression):
+        other = as_expression(other)
+        return as_expression(one, other.type.dtype), other
+    return one, as_expression(other, one.type.dtype)
+
+
+def _is_whole_along(own: tuple[Dimension, ...], whole: tuple[Dimension, ...], layout: Layout) -> bool:
+    """Whether an operand of this shape has all of the result's dimension along which both are cut."""
+    if layout is Layout.SLICED and len(own) != len(whole):
+        return False
+    return own[layout.axis(len(own))] == whole[layout.axis(len(whole))]
+
+
+def _layouts(operands: Sequence[Expression]) -> str:
+    varying = [each for each in operands if not isinstance(each, Constant)]
+    return ", ".join(f"{short(each)} is {each.type.layout.value}" for each in varying)
+
+
+def _names(shape: Sequence[Dimension]) -> list[str]:
+    return [str(each) if isinstance(each, int) else each.name for each in shape]

@@ -1,0 +1,118 @@
+"""The ranks of one group of a program, from one of them: what the language calls communication, over a communicator."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.programs.layouts import Layout, bounds
+from omnireduce.programs.operations import Reduction
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.handle import Handle
+
+
+class Ranks(NamedTuple):
+    """A group of ranks: those of `comm`. `names`: how the names of their collectives begin."""
+
+    comm: Communicator
+    names: str
+
+    def named(self, stage: str) -> str:
+        """The name of a collective."""
+        return f"{self.names}.{stage}"
+
+    def allreduce(self, x: Array, reduction: Reduction, stage: str) -> Array:
+        """What the ranks have of `x`, combined."""
+        x = np.asarray(x, order="C")
+        return self.comm.allreduce(x, out=np.empty_like(x), op=reduction.op, name=self.named(stage))
+
+    def allreduce_async(self, x: Array, reduction: Reduction, stage: str) -> Handle[Array]:
+        """Start to combine `x` of all ranks in place. `x` is contiguous."""
+        return self.comm.allreduce_async(x, op=reduction.op, name=self.named(stage))
+
+    def reduce_scatter(self, x: Array, reduction: Reduction, stage: str) -> Array:
+        """This rank's part of that."""
+        return self.comm.reduce_scatter(np.asarray(x, order="C"), op=reduction.op, name=self.named(stage))
+
+    def allgather(self, part: Array, layout: Layout, whole: tuple[int, ...], stage: str) -> Array:
+        """All parts of an array of the shape `whole`."""
+        axis, size = layout.axis(len(whole)), self.comm.size
+        part = np.asarray(part, order="C")
+        if axis == 0 and whole[0] % size == 0:
+            return self.comm.allgather(part, name=self.named(stage)).reshape(whole)
+        found = self.comm.allgather_ragged(part.reshape(-1), name=self.named(stage))
+        shaped = []
+        for rank, each in enumerate(found):
+            start, stop = bounds(whole[axis], rank, size)
+            shape = (*whole[:axis], stop - start, *whole[axis + 1 :])
+            shaped.append(each.reshape(shape))
+        return np.concatenate(shaped, axis=axis)
+
+    def broadcast(self, x: Array, root: int, stage: str) -> Array:
+        """The root's `x`."""
+        return self.comm.broadcast(np.array(x, order="C"), root, name=self.named(stage))
+
+
+class Meeting:
+    """The communicators of the groups of ranks into which programs divide a job, each made once.
+
+    Group g of `groups` has the ranks from `g * size` on. Two ranks that send have a communicator of their own, in which
+    the sender is rank 0: what is sent goes up once, and comes down once.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._formation = comm.formation
+        self._made: dict[str, Communicator] = {}
+
+    def is_for(self, comm: Communicator) -> bool:
+        """Whether the job is still the one for which these were made."""
+        return comm.formation is self._formation
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Those that were made so far."""
+        return list(self._made.values())
+
+    def group(self, comm: Communicator, groups: int) -> Communicator:
+        """That of this rank's group. All ranks of the group call this together."""
+        if groups == 1:
+            return comm
+        size = comm.size // groups
+        number = comm.rank // size
+        return self._create(comm, range(number * size, (number + 1) * size), f"programs-{groups}-{number}")
+
+    def pair(self, comm: Communicator, groups: int, source: int, target: int) -> Communicator:
+        """That of this rank and its partner: `source` and `target` are their groups. Both call this together."""
+        size = comm.size // groups
+        at = comm.rank % size
+        ranks = [source * size + at, target * size + at]
+        return self._create(comm, ranks, f"programs-{groups}-{source}-{target}-{at}")
+
+    def _create(self, comm: Communicator, ranks: range | list[int], name: str) -> Communicator:
+        if name not in self._made:
+            self._made[name] = comm.create_group(ranks, name=name)
+        return self._made[name]
+
+
+_meetings: weakref.WeakKeyDictionary[Communicator, Meeting] = weakref.WeakKeyDictionary()
+
+
+def meeting_of(comm: Communicator) -> Meeting:
+    """The one of this communicator."""
+    found = _meetings.get(comm)
+    if found is None or not found.is_for(comm):
+        found = _meetings[comm] = Meeting(comm)
+    return found
+
+
+def ranks_of_a_group(comm: Communicator, groups: int, least: int) -> int:
+    """How many ranks a group has. Raises UsageError where the job cannot be divided so."""
+    size, rest = divmod(comm.size, groups)
+    if rest or size < least:
+        wanted = f"a multiple of {groups}" if groups > 1 else "more"
+        raise UsageError(f"{comm.size} ranks for {groups} groups of at least {least}: expected {wanted}")
+    return size

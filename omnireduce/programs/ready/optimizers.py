@@ -1,0 +1,72 @@
+"""Parameter updates of data-parallel training. Each rank has a gradient of its own; the update uses their sum.
+
+A program is for one tensor of N elements. LAMB's norms are of that tensor: a layer is a run of its own.
+"""
+
+from __future__ import annotations
+
+from omnireduce.programs.communication import AllReduce
+from omnireduce.programs.expressions import Expression, Float32, Float64, Int32, Tensor, Variable
+from omnireduce.programs.layouts import Local, Replicated
+from omnireduce.programs.operations import Norm, Summation, Update
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.pointwise import Cast, Ite, Sqrt
+
+BETAS = (0.9, 0.999)
+
+
+def sgd() -> Pipeline:
+    """Stochastic gradient descent: w - lr * g. Inputs: g and w, float32 of N elements, and lr."""
+    size, lr = Variable(Int32, "N"), Variable(Float32, "lr")
+    g = Tensor(Float32, size, Local, "g")
+    w = Tensor(Float32, size, Replicated, "w")
+    g1 = AllReduce(Summation, g)
+    weights = w - lr * g1
+    w1 = Update(w, weights)
+    return Pipeline("sgd", [g, w, lr], [w1])
+
+
+def adam(*, betas: tuple[float, float] = BETAS, eps: float = 1e-8, weight_decay: float = 0.0) -> Pipeline:
+    """Adam: Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015. With `weight_decay` it is AdamW:
+    Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
+
+    Inputs: g, w, m and v, float32 of N elements; lr; t, the number of the step, from 1 on. m and v are 0 at first.
+    """
+    size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
+    g = Tensor(Float32, size, Local, "g")
+    w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
+    g1 = AllReduce(Summation, g)
+    mean = betas[0] * m + (1 - betas[0]) * g1
+    square = betas[1] * v + (1 - betas[1]) * (g1 * g1)
+    correction1, correction2 = _bias(betas[0], t), _bias(betas[1], t)
+    step = lr * (mean / correction1) / (Sqrt(square / correction2) + eps)
+    weights = w * (1 - lr * weight_decay) - step if weight_decay else w - step
+    w1, m1, v1 = Update(w, weights), Update(m, mean), Update(v, square)
+    return Pipeline("adam", [g, w, m, v, lr, t], [w1, m1, v1])
+
+
+def lamb(*, betas: tuple[float, float] = BETAS, eps: float = 1e-6, weight_decay: float = 0.01) -> Pipeline:
+    """LAMB: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020,
+    algorithm 2, where phi is the identity. Where a norm is 0 the trust ratio is 1.
+
+    Inputs: those of `adam`.
+    """
+    size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
+    g = Tensor(Float32, size, Local, "g")
+    w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
+    g1 = AllReduce(Summation, g)
+    mean = betas[0] * m + (1 - betas[0]) * g1
+    square = betas[1] * v + (1 - betas[1]) * (g1 * g1)
+    correction1, correction2 = _bias(betas[0], t), _bias(betas[1], t)
+    step = (mean / correction1) / (Sqrt(square / correction2) + eps) + weight_decay * w
+    size_of_weights, size_of_step = Norm(w), Norm(step)
+    ratio = Ite(size_of_weights > 0, Ite(size_of_step > 0, size_of_weights / size_of_step, 1), 1)
+    weights = w - lr * ratio * step
+    w1, m1, v1 = Update(w, weights), Update(m, mean), Update(v, square)
+    return Pipeline("lamb", [g, w, m, v, lr, t], [w1, m1, v1])
+
+
+def _bias(beta: float, t: Variable) -> Expression:
+    """What a running mean that began at 0 has reached of the mean after `t` steps. In float32, 1 - 0.999 would have
+    four digits: so it is computed in float64 and rounded once."""
+    return Cast(Float32, 1 - beta ** Cast(Float64, t))

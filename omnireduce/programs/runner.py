@@ -1,0 +1,115 @@
+"""A program on the ranks of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.programs.communication import Send
+from omnireduce.programs.execution import Execution
+from omnireduce.programs.expressions import Expression, Input
+from omnireduce.programs.fused_all_reduce import run_fused_all_reduce
+from omnireduce.programs.operations import Update
+from omnireduce.programs.overlapped import run_overlapped
+from omnireduce.programs.passes import run_fused
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.placement import Seat, bound_sizes, input_value, sizes_in
+from omnireduce.programs.ranks import Ranks, meeting_of, ranks_of_a_group
+from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
+from omnireduce.runtime.member.communicator import Communicator
+
+
+def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> dict[str, Array]:
+    """Run `pipeline` on this rank, as all ranks of `comm` do.
+
+    `values`: for each input by its name a number or this rank's array, of a Sliced tensor its part; also the sizes that
+    follow from no whole array. Returns the outputs by name. Tensors that the program updates get their new values in
+    the arrays that were given, which are what is returned for them. They get them all at the end: where this raises,
+    all of them are as before.
+
+    A program for several groups of ranks divides the job into so many of equal size, in the order of ranks. A rank
+    gives, and gets, what is in its group.
+
+    Raises UsageError for values that do not fit and for a job that cannot be divided so; otherwise what the collectives
+    raise.
+    """
+    size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
+    group, rank = divmod(comm.rank, size)
+    inputs = [each for each in pipeline.inputs if each.type.group in (None, group)]
+    _check_names(pipeline, values)
+    here = [each for each in pipeline.nodes if each.type.group in (None, group) or _is_sent_to(each, group)]
+    seat = Seat(rank, size, bound_sizes(sizes_in(here), inputs, values))
+    meeting = meeting_of(comm)
+
+    def pair(source: int, target: int) -> Communicator:
+        return meeting.pair(comm, pipeline.groups, source, target)
+
+    own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
+    execution = Execution(pipeline, seat, own, group, pair)
+    for each in inputs:
+        execution.put(each, input_value(each, values, seat))
+    arrays = {each: execution.value(each.tensor) for each in here if isinstance(each, Update)}
+    for update, array in arrays.items():
+        if not array.flags.writeable:
+            raise UsageError(f"{update.tensor.name} is read-only, and the program updates it: pass a copy")
+    _run_stages(execution)
+    execution.finish()
+    _commit(arrays, {each: execution.value(each) for each in arrays})
+    return {
+        name: arrays[each] if isinstance(each, Update) else execution.value(each)
+        for name, each in zip(pipeline.output_names, pipeline.outputs, strict=True)
+        if execution.is_here(each)
+    }
+
+
+def _is_sent_to(node: Expression, group: int) -> bool:
+    return isinstance(node, Send) and node.to == group
+
+
+def _check_names(pipeline: Pipeline, values: Mapping[str, Any]) -> None:
+    known = {name for each, name in pipeline.names.items() if isinstance(each, Input)}
+    for name in values:
+        if name not in known:
+            raise UsageError(f"'{name}' is no input of {pipeline.name}; these are {', '.join(sorted(known))}")
+
+
+def _run_stages(run: Execution) -> None:
+    """Evaluate all stages in their order, and forget what no later one needs."""
+    stages = run.pipeline.stages
+    last: dict[Expression, int] = {}
+    for at, stage in enumerate(stages):
+        for node in nodes_of(stage):
+            last.update(dict.fromkeys((node, *node.operands), at))
+    kept = {*run.pipeline.outputs, *(each for each in run.pipeline.nodes if isinstance(each, Update))}
+    for at, stage in enumerate(stages):
+        _run_stage(stage, run)
+        for node in {each for own in nodes_of(stage) for each in (own, *own.operands)}:
+            if last[node] == at and node not in kept:
+                run.drop(node)
+
+
+def _run_stage(stage: Stage, run: Execution) -> None:
+    if isinstance(stage, Expression):
+        run.evaluate(stage)
+    elif isinstance(stage, Fused):
+        if run.is_here(next(each for each in stage.nodes if each.type.shape)):
+            run_fused(stage, run)
+    elif isinstance(stage, FusedAllReduce):
+        if run.is_here(stage.reduce_scatter):
+            run_fused_all_reduce(stage, run)
+    else:
+        run_overlapped(stage, run)
+
+
+def _commit(arrays: Mapping[Update, Array], results: Mapping[Update, Array]) -> None:
+    """Write all new values. One that lies in an array which is written is copied first."""
+    safe = {
+        each: result.copy() if any(np.may_share_memory(result, target) for target in arrays.values()) else result
+        for each, result in results.items()
+    }
+    for each, result in safe.items():
+        arrays[each][...] = result

@@ -1,0 +1,157 @@
+"""What a runner does as one: an expression by itself, or several that a rewrite has put together.
+
+Fused            element-wise stages in one pass over memory
+FusedAllReduce   ReduceScatter, what is computed on the parts, AllGather
+Overlapped       a MatMul in chunks of rows, each of which is reduced while the next one is computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from omnireduce.errors import UsageError
+from omnireduce.programs.communication import AllGather, AllReduce, ReduceScatter
+from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
+from omnireduce.programs.graph import users_of, way_around
+from omnireduce.programs.operations import MatMul, Update
+
+
+@dataclass(frozen=True, eq=False)
+class Fused:
+    """Element-wise stages that are evaluated in one pass, piece by piece. `nodes` are in order."""
+
+    nodes: tuple[Expression, ...]
+
+    def mapped(self, changes: Mapping[Expression, Expression]) -> Fused:
+        """The same of what stands for these expressions now."""
+        return Fused(tuple(changes[each] for each in self.nodes))
+
+
+@dataclass(frozen=True, eq=False)
+class FusedAllReduce:
+    """An AllReduce with what is computed between its two halves. `nodes` are in order: one ReduceScatter, computations
+    on slices, and AllGathers of what they give. All else that follows from them is here, for a lowering to read."""
+
+    nodes: tuple[Expression, ...]
+
+    def mapped(self, changes: Mapping[Expression, Expression]) -> FusedAllReduce:
+        """The same of what stands for these expressions now."""
+        return FusedAllReduce(tuple(changes[each] for each in self.nodes))
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter:
+        return next(each for each in self.nodes if isinstance(each, ReduceScatter))
+
+    @property
+    def input(self) -> Expression:
+        """What is reduced: a Local value."""
+        return self.reduce_scatter.operands[0]
+
+    @property
+    def computations(self) -> tuple[Expression, ...]:
+        """What is computed on the parts, in order: neither ReduceScatter, AllGather nor Update."""
+        return tuple(each for each in self.nodes if not isinstance(each, ReduceScatter | AllGather | Update))
+
+    @property
+    def updates(self) -> tuple[Update, ...]:
+        """Tensors that get a new value here: sliced state, and replicated ones that get a result."""
+        return tuple(each for each in self.nodes if isinstance(each, Update))
+
+    @property
+    def gathers(self) -> tuple[AllGather, ...]:
+        """The results that all ranks get whole."""
+        return tuple(each for each in self.nodes if isinstance(each, AllGather))
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The sliced tensors that are read or updated: rank i has the i-th part of each."""
+        found = [each for node in self.nodes for each in node.operands if isinstance(each, Tensor)]
+        return tuple(dict.fromkeys(each for each in found if each.type.layout.is_sliced))
+
+    @property
+    def others(self) -> tuple[Expression, ...]:
+        """What else comes from outside: numbers, replicated tensors, results of other stages."""
+        inside = {*self.nodes, *self.state, self.input}
+        found = [each for node in self.nodes for each in node.operands]
+        return tuple(dict.fromkeys(each for each in found if each not in inside and not isinstance(each, Constant)))
+
+
+Reducer = AllReduce | ReduceScatter | FusedAllReduce
+
+
+@dataclass(frozen=True, eq=False)
+class Overlapped:
+    """A MatMul in `chunks` of rows, and what reduces its result, chunk by chunk."""
+
+    matmul: MatMul
+    reducer: Reducer
+    chunks: int
+
+    @property
+    def nodes(self) -> tuple[Expression, ...]:
+        return (self.matmul, *nodes_of(self.reducer))
+
+    @property
+    def reduction(self) -> AllReduce | ReduceScatter:
+        """The one that takes the product."""
+        return self.reducer.reduce_scatter if isinstance(self.reducer, FusedAllReduce) else self.reducer
+
+    def mapped(self, changes: Mapping[Expression, Expression]) -> Overlapped:
+        """The same of what stands for these expressions now."""
+        matmul, reducer = changes[self.matmul], self.reducer
+        after = reducer.mapped(changes) if isinstance(reducer, FusedAllReduce) else changes[reducer]
+        assert isinstance(matmul, MatMul)
+        assert isinstance(after, AllReduce | ReduceScatter | FusedAllReduce)
+        return Overlapped(matmul, after, self.chunks)
+
+
+Compound = Fused | FusedAllReduce | Overlapped
+Stage = Expression | Compound
+
+
+def nodes_of(stage: Stage) -> tuple[Expression, ...]:
+    """The expressions of a stage."""
+    return (stage,) if isinstance(stage, Expression) else stage.nodes
+
+
+def in_stages(
+    nodes: Sequence[Expression], compounds: Sequence[Compound], names: Mapping[Expression, str]
+) -> list[Stage]:
+    """The stages of a program, each after those whose results it needs: the order in which all ranks run them. Inputs
+    are none. Raises UsageError where compounds need one another's results in a circle."""
+    users = users_of(nodes)
+    for each in compounds:
+        check_no_way_around(each, users, names)
+    stage_of: dict[Expression, Stage] = {node: each for each in compounds for node in each.nodes}
+    for node in nodes:
+        if not isinstance(node, Input | Constant):
+            stage_of.setdefault(node, node)
+    waits: dict[Stage, set[Stage]] = {each: set() for each in stage_of.values()}
+    for node, stage in stage_of.items():
+        waits[stage] |= {stage_of[each] for each in node.operands if each in stage_of and stage_of[each] is not stage}
+    place = {node: at for at, node in enumerate(nodes)}
+    first = sorted(waits, key=lambda each: max(place[node] for node in nodes_of(each)))
+    found: dict[Stage, None] = {}
+    while len(found) < len(first):
+        ready = next((each for each in first if each not in found and waits[each] <= found.keys()), None)
+        if ready is None:
+            stuck = [names.get(nodes_of(each)[-1], "") for each in first if each not in found]
+            raise UsageError(f"{', '.join(filter(None, stuck))} would wait for one another: leave one of them out")
+        found[ready] = None
+    return list(found)
+
+
+def check_no_way_around(
+    stage: Compound, users: Mapping[Expression, Sequence[Expression]], names: Mapping[Expression, str]
+) -> None:
+    """Raises UsageError where a stage needs something that needs the stage."""
+    way = way_around(set(stage.nodes), users)
+    if way is not None:
+        called = [names[each] for each in way if each in names]  # the others belong to a stage with a name
+        steps = ", ".join(f"{later} needs {earlier}" for earlier, later in pairwise(called))
+        raise UsageError(
+            f"together they would form a cycle, {' -> '.join(called)}: {steps}. Take {', '.join(called[1:-1])} along, "
+            f"or leave {called[0]} or {called[-1]} out"
+        )

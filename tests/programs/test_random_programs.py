@@ -1,0 +1,76 @@
+"""Random programs mean the same before and after random rewrites: in the interpreter, and on real ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from local_cluster import Daemon, configured, run_job
+from random_programs import REWRITES, inputs_for, joined, own_parts, programs, results_of, rewritten
+
+from omnireduce import Communicator
+from omnireduce.dtypes import Array
+from omnireduce.programs import Pipeline, passes
+
+
+def test_rewrites_change_no_result() -> None:
+    """Bit for bit, in the interpreter, with parts that differ in size. Each rewrite was legal often: else this would
+    prove nothing."""
+    legal: Counter[str] = Counter()
+
+    @settings(max_examples=200)
+    @given(st.data(), programs(), st.integers(0, 99), st.integers(2, 4))
+    def check(data: st.DataObject, pipeline: Pipeline, seed: int, ranks: int) -> None:
+        before = results_of(pipeline, seed, ranks)
+        after, done = rewritten(data.draw, pipeline)
+        legal.update(done)
+        found = results_of(after, seed, ranks)
+        assert found.keys() == before.keys()
+        for name in before:
+            np.testing.assert_array_equal(
+                found[name], before[name], err_msg=f"{name} after {done}\n{pipeline}\n{after}"
+            )
+
+    for _ in range(10):
+        check()
+        if all(legal[each] >= 10 for each in REWRITES):
+            return
+    raise AssertionError(f"rewrites that were legal: {legal}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """So that a pass takes several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "PIECE_BYTES", 64)
+        yield
+
+
+@settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # to shrink over real ranks takes long
+@given(st.data(), st.lists(programs(), min_size=4, max_size=4))
+def test_ranks_do_what_the_interpreter_says(daemon: Daemon, data: st.DataObject, pipelines: list[Pipeline]) -> None:
+    """With compound stages, which the interpreter does not know, over an aggregator: four ranks, or two groups of two
+    that send to each other."""
+    afters = [rewritten(data.draw, each)[0] for each in pipelines]
+
+    def run(comm: Communicator) -> list[dict[str, Array]]:
+        found = []
+        for each in afters:
+            ranks = comm.size // each.groups
+            found.append(each.run(comm, own_parts(inputs_for(each, 1, ranks), comm.rank % ranks)))
+        return found
+
+    outcomes = run_job(configured(daemon.addresses), 4, run)
+    for at, (before, after) in enumerate(zip(pipelines, afters, strict=True)):
+        ranks = 4 // after.groups
+        expected = results_of(before, 1, ranks)
+        for name, output in zip(after.output_names, after.outputs, strict=True):
+            first = (output.type.group or 0) * ranks
+            found = joined([each[at][name] for each in outcomes[first : first + ranks]], output.type.layout)
+            assert np.shape(found) == np.shape(expected[name])
+            np.testing.assert_array_equal(found, expected[name], err_msg=f"{name}\n{before}\n{after}")
+            assert sum(name in each[at] for each in outcomes) == (4 if output.type.group is None else ranks)
