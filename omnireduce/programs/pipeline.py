@@ -20,6 +20,7 @@ from omnireduce.programs.stages import Compound, Stage, in_stages
 from omnireduce.programs.text import program_text
 
 if TYPE_CHECKING:
+    from omnireduce.programs.on_shards import OnShards
     from omnireduce.runtime.member.communicator import Communicator
 
 LONGEST_NAME = 40  # characters of a program's name: it begins the names of its collectives
@@ -183,6 +184,12 @@ class Pipeline:
         from omnireduce.programs.runner import run
 
         return run(self, comm, values)
+
+    def on_shards(self, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False) -> OnShards:
+        """This program with its fused AllReduce on the shards, which keep its tensors: see `on_shards.OnShards`."""
+        from omnireduce.programs.on_shards import OnShards
+
+        return OnShards(self, comm, values, lazy=lazy)
 
     def split(self, stage: Handle) -> Pipeline:
         """An AllReduce as ReduceScatter and AllGather: see `rewrites.split`."""

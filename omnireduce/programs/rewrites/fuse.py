@@ -73,7 +73,7 @@ def fuse_into(pipeline: Pipeline, stages: Sequence[Handle], operation: type[AllR
 def _check_member(pipeline: Pipeline, node: Expression, members: set[Expression]) -> None:
     """Raises UsageError for what is not part of an AllReduce with computations inside."""
     leaves = node in pipeline.outputs or any(each not in members for each in pipeline.users[node])
-    if leaves and not isinstance(node, AllGather | Update):
+    if leaves and node.type.shape and not isinstance(node, AllGather | Update):
         raise UsageError(
             f"cannot fuse {called(pipeline, node)} into an AllReduce: it is needed outside, and not gathered"
         )

@@ -1,0 +1,436 @@
+"""A fused AllReduce as block programs: what shards run on the sum of each block, and keep for the next step.
+
+Each tensor but the one that is reduced is a column of the shards' state. What is computed for each element goes into a
+register, or at once into the column that is updated, where nothing needs the old value any more. A norm, or a sum of a
+whole tensor, ends a phase: the shards add up, the ranks get the totals, and the next phase uses them as numbers. What a
+later phase needs is kept in a column of its own. The instructions round as the operations of the language do, so the
+results have the same bits as those of other schedules, but for what follows from totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from omnireduce.block_program import FIRST_COLUMN, MAX_COLUMNS, REGISTERS, Operation
+from omnireduce.errors import UsageError
+from omnireduce.programs.communication import AllGather
+from omnireduce.programs.expressions import Bool, Expression, Float32, Tensor, short
+from omnireduce.programs.operations import Norm, ReduceTensor, Summation, Update, WholeReduction
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.pointwise import Arithmetic, Cast, Ite, Pointwise, Sqrt
+from omnireduce.programs.stages import FusedAllReduce
+
+IN_PLACE = {"+": Operation.ADD, "-": Operation.SUBTRACT, "*": Operation.MULTIPLY, "/": Operation.DIVIDE}
+FROM_RIGHT = {"+": Operation.ADD, "-": Operation.SUBTRACT_FROM, "*": Operation.MULTIPLY, "/": Operation.DIVIDE_INTO}
+
+
+class Scalar(NamedTuple):
+    """A number of an instruction: that of a node without dimensions, or its negative."""
+
+    node: Expression
+    negated: bool = False
+
+
+@dataclass
+class Phase:
+    """The instructions of one exchange: the code without its scalars, these, and the totals that it gives."""
+
+    code: list[tuple[Operation, int, int, int]] = field(default_factory=list)
+    scalars: list[Scalar] = field(default_factory=list)
+    totals: list[WholeReduction] = field(default_factory=list)
+
+    def add(self, operation: Operation, target: int, operand: int = 0, *scalars: Scalar, third: int = 0) -> None:
+        place = len(self.scalars) if scalars else third
+        self.scalars += scalars
+        self.code.append((operation, target, operand, place))
+
+
+class _Scaled(NamedTuple):
+    """A product of a number and a tensor."""
+
+    product: Expression
+    number: Expression
+    tensor: Expression
+
+
+class _Mix(NamedTuple):
+    """An instruction for several operations, of which those in `absorbed` are no work of their own."""
+
+    operation: Operation
+    first: Expression
+    second: Expression
+    scalars: tuple[Scalar, ...]
+    absorbed: list[Expression]
+
+
+class Lowered(NamedTuple):
+    """What a pipeline has become. `columns`: of which tensor, or value of an earlier phase, each column is; `reduced`:
+    the tensor that is summed; `gather`: what all ranks get."""
+
+    phases: list[Phase]
+    columns: list[Expression]
+    reduced: Expression
+    gather: AllGather
+
+
+def lowered(pipeline: Pipeline) -> Lowered:
+    """The block programs of a pipeline whose work on tensors is one fused AllReduce. Raises UsageError for another one,
+    and for what has no instruction."""
+    fused = [each for each in pipeline.compounds if isinstance(each, FusedAllReduce)]
+    if len(fused) != 1:
+        raise UsageError(f"{pipeline.name} has {len(fused)} fused all-reduces; expected one: fuse_into makes it")
+    return _Lowering(pipeline, fused[0]).run()
+
+
+class _Lowering:
+    def __init__(self, pipeline: Pipeline, stage: FusedAllReduce) -> None:
+        self._pipeline, self._stage = pipeline, stage
+        self._check()
+        self._gather = stage.gathers[0]
+        self._phase_of = dict[Expression, int]()
+        for node in pipeline.nodes:
+            self._phase_of[node] = max((self._known_in(each) for each in node.operands), default=0)
+        self._last = self._phase_of[self._gather]
+        late = [each for each in self._phase_of.values() if each > self._last]
+        if any(late):
+            raise UsageError(f"{pipeline.name} computes with totals after its result: leave that to another program")
+        self._updated = {each.value: each for each in stage.updates} | {
+            each.value.operands[0]: each for each in stage.updates if isinstance(each.value, AllGather)
+        }
+        self._columns: list[Expression] = list(dict.fromkeys([*self._tensors()]))
+        self._place = {each: FIRST_COLUMN + at for at, each in enumerate(self._columns)}
+        self._place[stage.reduce_scatter] = 0
+        self._done, self._absorbed = set[Expression](), set[Expression]()
+        self._free: list[int] = []
+        self._mixes = dict[Expression, _Mix]()
+        for node in reversed(pipeline.nodes):
+            if node not in self._absorbed and (mix := self._combined(node)) is not None:
+                self._mixes[node] = mix
+                self._absorbed.update(mix.absorbed)
+
+    def _known_in(self, operand: Expression) -> int:
+        """In which phase an operand can be used first."""
+        phase = self._phase_of.get(operand, 0)
+        return phase + 1 if isinstance(operand, WholeReduction) else phase
+
+    def _check(self) -> None:
+        pipeline, stage = self._pipeline, self._stage
+        if stage.reduce_scatter.reduction is not Summation:
+            raise UsageError(f"{pipeline.name} does not reduce by Summation: shards run programs on sums only")
+        if len(stage.gathers) != 1:
+            raise UsageError(f"{pipeline.name} gathers {len(stage.gathers)} results; shards send one back")
+        shape = stage.input.type.shape
+        for node in pipeline.nodes:
+            if not node.type.shape:
+                continue
+            is_known = node in stage.nodes or isinstance(node, Tensor)
+            if not is_known:
+                raise UsageError(f"{short(node)} is computed outside of the fused all-reduce: only numbers may be")
+            if node.type.shape != shape or node.type.dtype not in (Float32, Bool):
+                raise UsageError(f"{short(node)} is {node.type}; shards compute with float32, in one shape")
+        if not isinstance(stage.input, Tensor):
+            raise UsageError(f"{short(stage.input)} is reduced; expected a Tensor, which each rank gives")
+
+    def _tensors(self) -> Iterable[Expression]:
+        return (each for each in self._pipeline.inputs if each.type.shape and each is not self._stage.input)
+
+    def run(self) -> Lowered:
+        phases = [self._lower(phase) for phase in range(self._last + 1)]
+        if len(self._columns) > MAX_COLUMNS:
+            raise UsageError(
+                f"{self._pipeline.name} keeps {len(self._columns)} tensors; expected {MAX_COLUMNS} at most"
+            )
+        return Lowered(phases, self._columns, self._stage.input, self._gather)
+
+    def _lower(self, number: int) -> Phase:
+        """The instructions of one phase, in the order of the program."""
+        phase, self._free = Phase(), list(range(REGISTERS - 1, 0, -1))
+        for node in [node for node, place in self._place.items() if place < FIRST_COLUMN and number]:
+            del self._place[node]
+        if number:
+            self._free.append(0)  # there is no sum
+        elif any(self._phase_of[each] for each in self._users(self._stage.reduce_scatter)):
+            self._columns.append(self._stage.reduce_scatter)
+            self._place[self._stage.reduce_scatter] = FIRST_COLUMN + len(self._columns) - 1
+            phase.add(Operation.COPY, self._place[self._stage.reduce_scatter], 0)
+        for node in self._pipeline.nodes:
+            if self._phase_of[node] != number or node in self._absorbed or not self._is_work(node):
+                continue
+            if isinstance(node, WholeReduction):
+                self._total(phase, node)
+            else:
+                self._compute(phase, node)
+            self._done.add(node)
+            self._release(number)
+        if number == self._last:
+            self._finish(phase)
+        return phase
+
+    def _is_work(self, node: Expression) -> bool:
+        shaped = bool(node.type.shape) or (isinstance(node, WholeReduction) and bool(node.operands[0].type.shape))
+        return shaped and isinstance(node, Pointwise | WholeReduction)
+
+    # where values are
+
+    def _users(self, node: Expression) -> set[Expression]:
+        """Who needs `node`: what was made one instruction with another counts as that."""
+        found = set[Expression]()
+        for each in self._pipeline.users[node]:
+            found |= self._users(each) if each in self._absorbed else {each}
+        return found
+
+    def _waiting(self, node: Expression) -> set[Expression]:
+        """Who still needs it, but for what is done at the end."""
+        return {
+            each for each in self._users(node) if each not in self._done and not isinstance(each, Update | AllGather)
+        }
+
+    def _release(self, number: int) -> None:
+        """Registers whose values nobody needs are free again."""
+        for node, place in list(self._place.items()):
+            if place < FIRST_COLUMN and place not in self._free and not self._is_needed(node):
+                self._free.append(place)
+                del self._place[node]
+
+    def _is_needed(self, node: Expression) -> bool:
+        at_end = any(isinstance(each, Update | AllGather) for each in self._users(node))
+        return at_end or bool(self._waiting(node))
+
+    def _target(self, node: Expression, operands: Sequence[Expression]) -> int:
+        """Where the value of a node goes: the column that it updates, a column that a later phase finds, a register."""
+        update = self._updated.get(node)
+        if update is not None:
+            tensor = update.tensor
+            others = self._waiting(tensor) - {node}
+            if not others and (not operands or tensor not in operands[1:]) and not self._holds_other(tensor):
+                return self._place[tensor]
+        crosses = any(self._phase_of[each] > self._phase_of[node] for each in self._users(node))
+        if crosses or (update is not None and self._phase_of[node] < self._last):
+            self._columns.append(node)
+            return FIRST_COLUMN + len(self._columns) - 1
+        if operands and self._may_replace(node, operands):
+            return self._place[operands[0]]
+        return self._register(node)
+
+    def _may_replace(self, node: Expression, operands: Sequence[Expression]) -> bool:
+        """Whether the value of a node can take the register of its first operand."""
+        first = operands[0]
+        at_end = any(isinstance(each, Update | AllGather) for each in self._users(first))
+        return (
+            self._place[first] < FIRST_COLUMN
+            and not at_end
+            and self._waiting(first) == {node}
+            and all(self._place[each] != self._place[first] for each in operands[1:])
+        )
+
+    def _holds_other(self, tensor: Tensor) -> bool:
+        """Whether the column of a tensor has another value already."""
+        place = self._place[tensor]
+        return any(at == place for node, at in self._place.items() if node is not tensor)
+
+    def _register(self, node: Expression) -> int:
+        if not self._free:
+            raise UsageError(f"{short(node)} finds no register: more than {REGISTERS} values are needed at once")
+        return self._free.pop()
+
+    # instructions
+
+    def _total(self, phase: Phase, node: WholeReduction) -> None:
+        number, operand = len(phase.totals), self._place[node.operands[0]]
+        if isinstance(node, Norm):
+            scratch = self._register(node)
+            phase.add(Operation.COPY, scratch, operand)
+            phase.add(Operation.SQUARE, scratch)
+            phase.add(Operation.ADD_TO_TOTAL, scratch, third=number)
+            self._free.append(scratch)
+        elif isinstance(node, ReduceTensor) and node.reduction is Summation:
+            phase.add(Operation.ADD_TO_TOTAL, operand, third=number)
+        else:
+            raise UsageError(f"{short(node)}: shards add up, and combine in no other way")
+        phase.totals.append(node)
+
+    def _compute(self, phase: Phase, node: Expression) -> None:
+        mix = self._mixes.get(node)
+        if mix is not None:
+            target = self._target(node, [mix.first, mix.second])
+            self._copy(phase, target, mix.first)
+            phase.add(mix.operation, target, self._place[mix.second], *mix.scalars)
+            self._put(node, target)
+            return
+        operands = [each for each in node.operands if each.type.shape]
+        target = self._target(node, operands)
+        if isinstance(node, Arithmetic):
+            self._arithmetic(phase, node, target)
+        elif isinstance(node, Sqrt):
+            self._copy(phase, target, operands[0])
+            phase.add(Operation.SQUARE_ROOT, target)
+        elif isinstance(node, Cast) and operands[0].type.dtype == node.type.dtype:
+            self._copy(phase, target, operands[0])
+        elif isinstance(node, Ite):
+            self._choose(phase, node, target)
+        else:
+            raise UsageError(f"{short(node)}: shards have no instruction for it")
+        self._put(node, target)
+
+    def _put(self, node: Expression, target: int) -> None:
+        """The value of `node` is there, in place of another one."""
+        if target < FIRST_COLUMN:
+            for each in [each for each, place in self._place.items() if place == target]:
+                del self._place[each]
+        self._place[node] = target
+
+    def _copy(self, phase: Phase, target: int, node: Expression) -> None:
+        if self._place[node] != target:
+            phase.add(Operation.COPY, target, self._place[node])
+
+    def _combined(self, node: Expression) -> _Mix | None:
+        """`a * x + b * y`, `a * x + b * (y * y)`, `x + b * y` or `x - b * y` as one instruction, if `node` is that."""
+        if not isinstance(node, Arithmetic) or node.symbol not in "+-" or not all(x.type.shape for x in node.operands):
+            return None
+        one, other = node.operands
+        first, second = self._scaled(one, node), self._scaled(other, node)
+        if node.symbol == "+" and first and second:
+            if self._updates(node, second.tensor):
+                first, second, one, other = second, first, other, one
+            square = self._squared(second.tensor, second.product)
+            absorbed = [first.product, second.product, *([second.tensor] if square is not None else [])]
+            operation = Operation.MIX if square is None else Operation.MIX_SQUARE
+            operand = second.tensor if square is None else square
+            if operand is first.tensor:
+                return None
+            return _Mix(operation, first.tensor, operand, (Scalar(first.number), Scalar(second.number)), absorbed)
+        if node.symbol == "+" and first and not second:
+            one, second = other, first
+        if second is None or second.tensor is one:
+            return None
+        number = Scalar(second.number, negated=node.symbol == "-")
+        return _Mix(Operation.ADD_SCALED, one, second.tensor, (number,), [second.product])
+
+    def _updates(self, node: Expression, tensor: Expression) -> bool:
+        return node in self._updated and self._updated[node].tensor is tensor
+
+    def _is_inner(self, node: Expression, user: Expression) -> bool:
+        """Whether only `user` needs it, in the same phase."""
+        same = self._phase_of[node] == self._phase_of[user]
+        others = [each for each in self._pipeline.users[node] if each is not user]
+        return same and not others and node not in self._updated and node not in self._pipeline.outputs
+
+    def _scaled(self, node: Expression, user: Expression) -> _Scaled | None:
+        """Of `number * tensor` its parts."""
+        if not isinstance(node, Arithmetic) or node.symbol != "*" or not self._is_inner(node, user):
+            return None
+        one, other = node.operands
+        if bool(one.type.shape) == bool(other.type.shape):
+            return None
+        return _Scaled(node, other, one) if one.type.shape else _Scaled(node, one, other)
+
+    def _squared(self, node: Expression, user: Expression) -> Expression | None:
+        """Of `tensor * tensor` the tensor."""
+        is_square = isinstance(node, Arithmetic) and node.symbol == "*" and node.operands[0] is node.operands[1]
+        return node.operands[0] if is_square and self._is_inner(node, user) else None
+
+    def _arithmetic(self, phase: Phase, node: Arithmetic, target: int) -> None:
+        one, other = node.operands
+        if node.symbol in (">", "<"):
+            self._compare(phase, node, target)
+        elif node.symbol not in IN_PLACE:
+            raise UsageError(f"{short(node)}: shards have no instruction for {node.symbol}")
+        elif not other.type.shape:
+            self._with_number(phase, node.symbol, one, Scalar(other), target)
+        elif not one.type.shape:
+            self._from_number(phase, node.symbol, Scalar(one), other, target)
+        elif one is other:
+            scratch = self._register(node)
+            phase.add(Operation.COPY, scratch, self._place[one])
+            self._copy(phase, target, one)
+            phase.add(IN_PLACE[node.symbol], target, scratch)
+            self._free.append(scratch)
+        elif self._place[other] == target:
+            phase.add(FROM_RIGHT[node.symbol], target, self._place[one])
+        else:
+            self._copy(phase, target, one)
+            phase.add(IN_PLACE[node.symbol], target, self._place[other])
+
+    def _with_number(self, phase: Phase, symbol: str, one: Expression, number: Scalar, target: int) -> None:
+        """tensor symbol number."""
+        self._copy(phase, target, one)
+        if symbol == "*":
+            phase.add(Operation.SCALE, target, 0, number)
+        elif symbol == "/":  # not times its reciprocal: that rounds in another way
+            self._by_filled(phase, Operation.DIVIDE, target, number)
+        else:
+            phase.add(Operation.ADD_SCALAR, target, 0, number._replace(negated=symbol == "-"))
+
+    def _from_number(self, phase: Phase, symbol: str, number: Scalar, other: Expression, target: int) -> None:
+        """number symbol tensor."""
+        if symbol in "+*":
+            self._with_number(phase, symbol, other, number, target)
+            return
+        self._copy(phase, target, other)
+        self._by_filled(phase, FROM_RIGHT[symbol], target, number)
+
+    def _by_filled(self, phase: Phase, operation: Operation, target: int, number: Scalar) -> None:
+        """An operation with an array of one number."""
+        if not self._free:
+            raise UsageError(f"a number finds no register: more than {REGISTERS} values are needed at once")
+        phase.add(Operation.FILL, self._free[-1], 0, number)
+        phase.add(operation, target, self._free[-1])
+
+    def _compare(self, phase: Phase, node: Arithmetic, target: int) -> None:
+        large, small = node.operands if node.symbol == ">" else reversed(node.operands)
+        places, borrowed = self._arrays(phase, [large, small], target)
+        if places[1] == target:
+            scratch = self._register(node)
+            borrowed.append(scratch)
+            phase.add(Operation.COPY, scratch, target)
+            places[1] = scratch
+        if places[0] != target:
+            phase.add(Operation.COPY, target, places[0])
+        phase.add(Operation.GREATER, target, places[1])
+        self._free += borrowed
+
+    def _choose(self, phase: Phase, node: Ite, target: int) -> None:
+        condition, one, other = node.operands
+        places, borrowed = self._arrays(phase, [condition, one, other], -1)
+        result = target if target not in places[1:] and places[1] != places[2] else self._register(node)
+        if places[0] != result:
+            phase.add(Operation.COPY, result, places[0])
+        if places[1] == places[2]:
+            phase.add(Operation.COPY, result, places[1])
+        else:
+            phase.add(Operation.SELECT, result, places[1], third=places[2])
+        if result != target:
+            phase.add(Operation.COPY, target, result)
+            borrowed.append(result)
+        self._free += borrowed
+
+    def _arrays(self, phase: Phase, nodes: Sequence[Expression], target: int) -> tuple[list[int], list[int]]:
+        """Where operands are as arrays, numbers in registers of their own; and those registers."""
+        places, borrowed = list[int](), list[int]()
+        for node in nodes:
+            if node.type.shape:
+                places.append(self._place[node])
+                continue
+            scratch = self._register(node)
+            phase.add(Operation.FILL, scratch, 0, Scalar(node))
+            places.append(scratch)
+            borrowed.append(scratch)
+        return places, borrowed
+
+    def _finish(self, phase: Phase) -> None:
+        """What is updated gets its new value, and all ranks get the result."""
+        result = self._place[self._gather.operands[0]]
+        moves = [(self._place[each.tensor], self._value_of(each)) for each in self._stage.updates]
+        moves = [(to, place) for to, place in moves if to != place]
+        if {to for to, _ in moves} & {place for _, place in moves}:
+            raise UsageError(f"{self._pipeline.name} exchanges tensors: let it compute something in between")
+        if result != 0:
+            moves.append((0, result))
+        for to, place in moves:
+            phase.add(Operation.COPY, to, place)
+
+    def _value_of(self, update: Update) -> int:
+        value = update.value
+        return self._place[value.operands[0] if isinstance(value, AllGather) else value]

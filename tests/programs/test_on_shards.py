@@ -1,0 +1,198 @@
+"""Fused all-reduces on real shards, against the interpreter of the language."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, run_job
+
+from omnireduce import Communicator, UsageError
+from omnireduce.dtypes import Array
+from omnireduce.programs import (
+    AllReduce,
+    Dropout,
+    Float32,
+    Int32,
+    Ite,
+    Local,
+    Maximum,
+    Norm,
+    Pipeline,
+    ReduceTensor,
+    Replicated,
+    Sqrt,
+    Summation,
+    Tensor,
+    Update,
+    Variable,
+)
+from omnireduce.programs.graph import in_order
+from omnireduce.programs.layouts import bounds
+from omnireduce.programs.ready import schedules
+
+SIZE, STEPS, N = 3, 4, 100_001
+KEPT = {"sgd": [], "adam": ["m", "v"], "lamb": ["m", "v"]}
+
+
+def gradient(rank: int, step: int) -> Array:
+    """Whole numbers, and zeros in half of the blocks: the sums of ranks are exact in any order."""
+    rng = np.random.default_rng([rank, step])
+    x = rng.integers(-4, 5, N).astype(np.float32)
+    return x * np.repeat(rng.random(-(-N // 256)) < 0.5, 256)[:N]
+
+
+def numbers(name: str, step: int) -> dict[str, Any]:
+    return {"lr": 0.01} if name == "sgd" else {"lr": 0.01, "t": step + 1}
+
+
+def interpreted(name: str) -> dict[str, Array]:
+    """What a single process makes of it, step after step."""
+    pipeline = schedules(name)["ar-c"]
+    kept = {"w": np.linspace(-1, 1, N, dtype=np.float32)} | {each: np.zeros(N, np.float32) for each in KEPT[name]}
+    for step in range(STEPS):
+        each = {"g": [gradient(rank, step) for rank in range(SIZE)]}
+        values = {**each, **{key: [x] * SIZE for key, x in kept.items()}, **numbers(name, step)}
+        found = pipeline.interpret(values, SIZE)
+        kept = {key: found[f"{key}1"][0] for key in kept}
+    return kept
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
+def test_optimizers_run_on_shards(daemon: Daemon, name: str) -> None:
+    """Bit for bit where no norms are; those of shards are sums in another order."""
+    pipeline = schedules(name)["fuse-rs-c-ag"]
+
+    def run(comm: Communicator) -> dict[str, Array]:
+        start, stop = bounds(N, comm.rank, comm.size)
+        w = np.linspace(-1, 1, N, dtype=np.float32)
+        state = {each: np.zeros(stop - start, np.float32) for each in KEPT[name]}
+        with pipeline.on_shards(comm, {"w": w, **state, "N": N}) as running:
+            for step in range(STEPS):
+                found = running.run({"g": gradient(comm.rank, step), **numbers(name, step)})
+                assert found["w1"] is w
+            return {"w": w, **{each: running.tensor(each) for each in KEPT[name]}}
+
+    expected = interpreted(name)
+    for rank, found in enumerate(run_job(configured(daemon.addresses), SIZE, run)):
+        for key, wanted in expected.items():
+            part = wanted if key == "w" else wanted[slice(*bounds(N, rank, SIZE))]
+            if name == "lamb":
+                np.testing.assert_allclose(found[key], part, rtol=1e-6, atol=1e-7)
+            else:
+                np.testing.assert_array_equal(found[key], part)
+
+
+def written(formula: Any) -> Pipeline:
+    """A program with two tensors on the shards, which `formula(g, w, m, a)` updates."""
+    size, a = Variable(Int32, "N"), Variable(Float32, "a")
+    g = Tensor(Float32, size, Local, "g")
+    w, m = (Tensor(Float32, size, Replicated, name) for name in ("w", "m"))
+    g1 = AllReduce(Summation, g)
+    weights, kept = formula(g1, w, m, a)
+    w1, m1 = Update(w, weights), Update(m, kept)
+    used = [g, w, m, *([a] if any(a is each for each in in_order([w1, m1])) else [])]
+    pipeline = Pipeline("written", used, [w1, m1]).split(g1).reorder([w1, m1], g1)
+    return pipeline.as_slice([m]).fuse_into([pipeline["g1_rs"], w1, m1])
+
+
+FORMULAS: dict[str, Any] = {
+    "numbers on both sides": lambda g, w, m, a: ((1 - w) / 3 + 2 / (g * g + 1), a - m / (2 - g * g)),
+    "the same twice": lambda g, w, m, a: (w + w * w + (g + g), (g - g) - m / (w * w + 1)),
+    "a choice": lambda g, w, m, a: (Ite(g > m, w, m), Ite(g < 0.5, 1.0, w)),
+    "a comparison with a number": lambda g, w, m, a: (Ite(a > g, w - g, w + g), m * g),
+    "old values": lambda g, w, m, a: (m + g, g * 0.5 + w),
+    "a long way": lambda g, w, m, a: (Sqrt((g - w) * (g + w) * (g + m) + 900) - (w - m) * (m - g), m * a + g * a),
+    "mixed": lambda g, w, m, a: (w * a + g * 0.25, m * 0.5 + g * 2),
+    "from a number": lambda g, w, m, a: (w - a * g, a * m + g),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_give_the_same_bits(daemon: Daemon, name: str) -> None:
+    pipeline = written(FORMULAS[name])
+    uses_a = any(each.name == "a" for each in pipeline.inputs)
+
+    def values(rank: int, step: int) -> dict[str, Any]:
+        return {"g": gradient(rank, step)} | ({"a": 0.75} if uses_a else {})
+
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        start, stop = bounds(N, comm.rank, comm.size)
+        w, m = np.linspace(0, 1, N, dtype=np.float32), np.linspace(-2, 3, N, dtype=np.float32)
+        with pipeline.on_shards(comm, {"w": w, "m": m[start:stop].copy(), "N": N}) as running:
+            for step in range(2):
+                running.run(values(comm.rank, step))
+            return w, running.tensor("m")
+
+    w, m = np.linspace(0, 1, N, dtype=np.float32), np.linspace(-2, 3, N, dtype=np.float32)
+    for step in range(2):
+        parts = [m[slice(*bounds(N, rank, SIZE))] for rank in range(SIZE)]
+        given = {"g": [gradient(rank, step) for rank in range(SIZE)], "w": [w] * SIZE, "m": parts, "N": N}
+        given |= {"a": 0.75} if uses_a else {}
+        found = pipeline.interpret(given, SIZE)
+        w, m = found["w1"][0], np.concatenate(found["m1"])
+    for rank, (weights, kept) in enumerate(run_job(configured(daemon.addresses), SIZE, run)):
+        np.testing.assert_array_equal(weights, w)
+        np.testing.assert_array_equal(kept, m[slice(*bounds(N, rank, SIZE))])
+
+
+def test_numbers_of_whole_tensors_come_back(daemon: Daemon) -> None:
+    """A sum, and a norm that the update uses: the gradient is clipped to a length."""
+    size = Variable(Int32, "N")
+    g, w = Tensor(Float32, size, Local, "g"), Tensor(Float32, size, Replicated, "w")
+    g1 = AllReduce(Summation, g)
+    length, total = Norm(g1), ReduceTensor(Summation, g1)
+    clipped = g1 * Ite(length > 2.0, 2.0 / length, 1.0)
+    w1 = Update(w, w - clipped)
+    pipeline = Pipeline("clipped", [g, w], [w1, length, total]).split(g1).reorder([w1, length, total], g1)
+    pipeline = pipeline.fuse_into(["g1_rs", w1, length, total])
+
+    def run(comm: Communicator) -> tuple[Array, float, float]:
+        w = np.zeros(N, np.float32)
+        with pipeline.on_shards(comm, {"w": w}) as running:
+            found = running.run({"g": gradient(comm.rank, 0)})
+            return w, float(found["length"]), float(found["total"])
+
+    whole = np.sum([gradient(rank, 0) for rank in range(SIZE)], axis=0, dtype=np.float64)
+    for w_found, length_found, total_found in run_job(configured(daemon.addresses), SIZE, run):
+        assert total_found == whole.sum()
+        assert length_found == pytest.approx(np.linalg.norm(whole), rel=1e-6)
+        np.testing.assert_allclose(w_found, -whole * 2 / np.linalg.norm(whole), rtol=1e-5, atol=1e-7)
+
+
+def test_programs_that_shards_cannot_run_are_told(daemon: Daemon) -> None:
+    size, a = Variable(Int32, "N"), Variable(Float32, "a")
+    g, w = Tensor(Float32, size, Local, "g"), Tensor(Float32, size, Replicated, "w")
+
+    def fused(value: Any, reduction: Any = Summation) -> Pipeline:
+        g1 = AllReduce(reduction, g)
+        w1 = Update(w, value(g1))
+        pipeline = Pipeline("wrong", [g, w], [w1]).split(g1).reorder([w1], g1)
+        return pipeline.fuse_into(["g1_rs", w1])
+
+    def run(comm: Communicator) -> None:
+        here = {"w": np.zeros(1000, np.float32)}
+        g1 = AllReduce(Summation, g)
+        w1 = Update(w, w - a * g1)
+        plain = Pipeline("plain", [g, w, a], [w1])
+        for pipeline, said in (
+            (plain, "has 0 fused all-reduces; expected one: fuse_into makes it"),
+            (fused(lambda g1: w + Dropout(g1, 0.5, seed=1)), "shards have no instruction for it"),
+            (fused(lambda g1: w + Ite(g1 >= 0, g1, w)), "shards have no instruction for >="),
+            (fused(lambda g1: w + g1, Maximum), "does not reduce by Summation"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                pipeline.on_shards(comm, here)
+        right = fused(lambda g1: w + g1)
+        with pytest.raises(UsageError, match="no value for w"):
+            right.on_shards(comm, {"N": 1000})
+        with right.on_shards(comm, here) as running:
+            with pytest.raises(UsageError, match="expected g"):
+                running.run({"g": np.zeros(1000, np.float32), "lr": 1.0})
+            with pytest.raises(UsageError, match="no value for g"):
+                running.run({})
+            with pytest.raises(UsageError, match="the shards keep no 'v'; they keep w"):
+                running.tensor("v")
+
+    run_job(configured(daemon.addresses), 1, run)
