@@ -61,7 +61,7 @@ class Meeting:
     """The communicators of the groups of ranks into which programs divide a job, each made once.
 
     Group g of `groups` has the ranks from `g * size` on. Two ranks that send have a communicator of their own, in which
-    the sender is rank 0: what is sent goes up once, and comes down once.
+    the sender is rank 0: so what is sent goes to no other rank.
     """
 
     def __init__(self, comm: Communicator) -> None:
