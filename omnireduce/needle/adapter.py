@@ -1,0 +1,101 @@
+"""Needle's tensors as NumPy arrays.
+
+A tensor has its values in `realize_cached_data()`: a NumPy array where Needle computes with NumPy, otherwise an
+NDArray. That lies in one piece where it `is_compact()`, at the address `_handle.ptr()`. On the processor it is read and
+written there; `numpy()` would copy it. On another device, it is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+
+TENSOR, NDARRAY, ARRAY = "Tensor", "NDArray", "array"
+
+
+class NeedleAdapter:
+    """How the tensors of Needle are read and written. Its module is that of the program."""
+
+    gradient_kind = TENSOR
+
+    def __init__(self) -> None:
+        import needle
+
+        self._needle = needle
+
+    def kind(self, x: Any) -> str:
+        """A tensor, what it computes with, or an array of NumPy."""
+        if isinstance(x, self._needle.Tensor):
+            return TENSOR
+        if isinstance(x, np.ndarray):
+            return ARRAY
+        return NDARRAY if hasattr(x, "_handle") and hasattr(x, "is_compact") else ""
+
+    def memory(self, x: Any) -> Array | None:
+        """That of the processor, where the values lie in one piece."""
+        data = x.realize_cached_data() if isinstance(x, self._needle.Tensor) else x
+        found = data if isinstance(data, np.ndarray) else _memory_of(data)
+        return found if found is not None and found.flags.c_contiguous and found.flags.writeable else None
+
+    def read(self, x: Any) -> Array:
+        """The values. They may be a copy."""
+        found = self.memory(x)
+        return np.asarray(x if isinstance(x, np.ndarray) else x.numpy()) if found is None else found
+
+    def write(self, x: Any, values: Array) -> None:
+        """The tensor gets new data. What else refers to the old data keeps it."""
+        if isinstance(x, np.ndarray):
+            x[...] = values
+        else:
+            x.data = self.make(TENSOR, values, x)
+
+    def make(self, kind: str, values: Array, beside: Any) -> Any:
+        """A new tensor, or what it computes with, on the device of the tensor `beside`."""
+        if kind == ARRAY:
+            return values
+        made = self._needle.Tensor(values, device=beside.device, dtype=str(values.dtype), requires_grad=False)
+        return made if kind == TENSOR else made.realize_cached_data()
+
+    def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
+        """All tensors among the attributes of the model and of its modules: Needle has no other word for them."""
+        return (
+            [] if self.kind(model) or isinstance(model, list | tuple | dict) else list(self._within(model, "", set()))
+        )
+
+    def _within(self, x: Any, path: str, seen: set[int]) -> Iterable[tuple[str, Any]]:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        if isinstance(x, self._needle.Tensor):
+            yield path.lstrip("."), x
+        elif isinstance(x, dict):
+            for key, each in x.items():
+                yield from self._within(each, f"{path}[{key!r}]", seen)
+        elif isinstance(x, list | tuple):
+            for at, each in enumerate(x):
+                yield from self._within(each, f"{path}[{at}]", seen)
+        elif isinstance(x, self._needle.nn.Module):
+            for name, each in vars(x).items():
+                yield from self._within(each, f"{path}.{name}", seen)
+
+
+def _memory_of(data: Any) -> Array | None:
+    """An array over the memory of an NDArray: None on other devices, and where its values do not lie in one piece."""
+    handle, device = data._handle, data.device.name
+    if not data.is_compact() or data._offset != 0:
+        return None
+    if device == "cpu_numpy":
+        found: Array = handle.array.reshape(data.shape)
+        return found
+    if device != "cpu" or not hasattr(handle, "ptr"):
+        return None
+    nbytes = math.prod(data.shape) * 4  # of float32, the only type that it has
+    if not nbytes:
+        return np.empty(data.shape, np.float32)
+    return np.ndarray(data.shape, np.float32, (ctypes.c_char * nbytes).from_address(handle.ptr()))
