@@ -7,7 +7,8 @@ summary.json which targets are met.
 `all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
 `threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `selectors` what it takes to
 select, `elements` what it takes to sum single elements, `replay` what it gains to exchange gradients while layers
-compute, `queue` what it costs to submit by name, `plan` how near predictions come.
+compute, `queue` what it costs to submit by name, `frameworks` what a step of Needle gains, `plan` how near predictions
+come.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
-from omnireduce.data_parallel.job import check_alike, communicator
+from omnireduce.data_parallel.job import check_alike, check_rank, communicator
 from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.states import State
 from omnireduce.dtypes import Array
@@ -50,11 +50,10 @@ def broadcast_parameters(
     check_alike(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
     if not named:
         raise UsageError(f"the model, a {type(model).__name__}, has no parameters: expected one or more")
-    if not isinstance(root_rank, int | np.integer) or not 0 <= root_rank < comm.size:
-        raise UsageError(f"root_rank is {root_rank!r}: expected a rank of the job, 0 to {comm.size - 1}")
-    state = None if optimizer is None else _state_of(comm, int(root_rank), optimizer, named, adapter)
-    found = _moved(comm, int(root_rank), [*arrays, *(state.arrays if state else ())])
-    if comm.rank != root_rank:
+    root = check_rank(comm, root_rank, "root_rank")
+    state = None if optimizer is None else _state_of(comm, root, optimizer, named, adapter)
+    found = moved(comm, root, [*arrays, *(state.arrays if state else ())], NAME)
+    if comm.rank != root:
         for (_, tensor), values in zip(named + buffers, found, strict=False):
             adapter.write(tensor, values)
         if state:
@@ -74,14 +73,15 @@ def _state_of(
     return state
 
 
-def _moved(comm: Communicator, root: int, arrays: Sequence[Array]) -> list[Array]:
-    """The root's values of these arrays, as arrays of their own."""
+def moved(comm: Communicator, root: int, arrays: Sequence[Array], name: str) -> list[Array]:
+    """The root's values of these arrays, which are alike on all ranks, as arrays of their own: in one exchange, with
+    this name."""
     ends = np.cumsum([0, *(each.nbytes for each in arrays)]).tolist()
     if comm.rank == root:
         whole = np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays])
     else:
         whole = np.empty(ends[-1], np.uint8)
-    comm.broadcast(whole, root, name=NAME)
+    comm.broadcast(whole, root, name=name)
     found = [np.empty(each.shape, each.dtype) for each in arrays]
     for each, (start, end) in zip(found, pairwise(ends), strict=True):
         each.reshape(-1).view(np.uint8)[:] = whole[start:end]

@@ -45,6 +45,13 @@ def check_alike(comm: Communicator, own: Sequence[tuple[str, str]], name: str) -
                 raise UsageError(_difference(mine, other, rank))
 
 
+def check_rank(comm: Communicator, rank: object, what: str) -> int:
+    """A rank of the job, which an argument names. Raises UsageError unless there is one."""
+    if not isinstance(rank, int | np.integer) or not 0 <= rank < comm.size:
+        raise UsageError(f"{what} is {rank!r}: expected a rank of the job, 0 to {comm.size - 1}")
+    return int(rank)
+
+
 def _difference(first: Sequence[str] | None, other: Sequence[str] | None, rank: int) -> str:
     what = (first or other or ("",))[0]
     if first and other and first[0] != other[0]:
