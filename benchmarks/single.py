@@ -85,7 +85,7 @@ def queue(turns: int, rate: str) -> None:
 
 
 @click.command()
-@click.option("--turns", type=click.IntRange(1), default=50, show_default=True)
+@click.option("--turns", type=click.IntRange(1), default=15, show_default=True)
 def frameworks(turns: int) -> None:
     """Time the averages of a step of Needle, against Needle's own way: parameter by parameter, over MPI. Exit status 3
     when they are not twice as fast."""

@@ -70,7 +70,9 @@ def main() -> None:
             opt.step(gradients)
             losses.append(loss)
         if rank == 0 and epoch in (0, asked.epochs - 1):
-            print(f"{size} ranks, epoch {epoch + 1}: mean squared error {np.mean(losses):.4f} on rank 0")
+            print(
+                f"{size} rank{'s' * (size > 1)}, epoch {epoch + 1}: mean squared error {np.mean(losses):.4f} on rank 0"
+            )
     ddp.shutdown()
 
 

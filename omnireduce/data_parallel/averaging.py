@@ -105,7 +105,8 @@ class _Bundle:
             buffer.fill([own[at] for at in which])
             if marked:
                 buffer.mark(comm.rank)
-        comm.allreduce([buffer.whole for buffer, _ in self._buffers], op=self._op, name=GRADIENTS)
+        whole = [buffer.whole for buffer, _ in self._buffers]
+        comm.allreduce(whole[0] if len(whole) == 1 else whole, op=self._op, name=GRADIENTS)
         if self._large:
             self._exchange_large(comm, [own[at] for at in self._large])
         for buffer, which in self._buffers:

@@ -1,15 +1,15 @@
 """Needle's tensors as NumPy arrays.
 
 A tensor has its values in `realize_cached_data()`: a NumPy array where Needle computes with NumPy, otherwise an
-NDArray. That lies in one piece where it `is_compact()`, at the address `_handle.ptr()`. On the processor it is read and
-written there; `numpy()` would copy it. On another device, it is copied.
+NDArray. Where its strides say that it lies in one piece, that begins at the address `_handle.ptr()`. On the processor
+it is read and written there; `numpy()` would copy it. On another device, it is copied.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -87,15 +87,26 @@ class NeedleAdapter:
 
 def _memory_of(data: Any) -> Array | None:
     """An array over the memory of an NDArray: None on other devices, and where its values do not lie in one piece."""
-    handle, device = data._handle, data.device.name
-    if not data.is_compact() or data._offset != 0:
+    handle, device, shape = data._handle, data.device.name, data.shape
+    strides, size = _compact(shape)
+    if data._strides != strides or handle.size != size or data._offset != 0:
         return None
     if device == "cpu_numpy":
-        found: Array = handle.array.reshape(data.shape)
+        found: Array = handle.array.reshape(shape)
         return found
     if device != "cpu" or not hasattr(handle, "ptr"):
         return None
-    nbytes = math.prod(data.shape) * 4  # of float32, the only type that it has
-    if not nbytes:
-        return np.empty(data.shape, np.float32)
-    return np.ndarray(data.shape, np.float32, (ctypes.c_char * nbytes).from_address(handle.ptr()))
+    if not size:
+        return np.empty(shape, np.float32)
+    memory: Any = (ctypes.c_char * (4 * size)).from_address(handle.ptr())
+    return np.ndarray(shape, np.float32, memory)
+
+
+@lru_cache(maxsize=4096)
+def _compact(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The strides of an NDArray of this shape that lies in one piece, in elements, and how many it has. It is float32,
+    the only type that there is."""
+    strides = [1]
+    for each in reversed(shape):
+        strides.append(strides[-1] * each)
+    return tuple(reversed(strides[:-1])), strides[-1]

@@ -53,7 +53,9 @@ def partition_dataset(
         batch_size,
         seed=seed,
         shuffle=shuffle,
-        to_tensor=lambda values: needle.Tensor(values, device=device, dtype=dtype, requires_grad=False),
+        to_tensor=lambda values: needle.Tensor(
+            values.astype(dtype, copy=False), device=device, dtype=dtype, requires_grad=False
+        ),
     )
 
 
