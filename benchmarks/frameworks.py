@@ -78,20 +78,23 @@ class Averaging:
             parameters = [needle.nn.Parameter(np.zeros(shape, np.float32), device=self._device) for shape in shapes]
             self._models[name] = parameters, values, ddp.DistributedOptimizer(needle.optim.SGD(parameters, lr=1.0))
 
-    def turn(self, model: str, way: str) -> dict[str, float]:
-        """Milliseconds of an exchange, the median of some steps in a row as in a training; and a sum of all numbers of
-        the last one, which are exact."""
+    def turn(self, model: str) -> dict[str, dict[str, float]]:
+        """Of each way the milliseconds of an exchange, the median of some steps, and a sum of all numbers of the last
+        one, which are exact. Ways alternate from step to step: neither finds its code and memory in the caches, as none
+        does in a training."""
         parameters, values, optimizer = self._models[model]
-        found = []
+        found: dict[str, list[float]] = {way: [] for way in self._ways}
+        sums = dict[str, float]()
         for _ in range(STEPS):
-            for parameter, each in zip(parameters, values, strict=True):
-                parameter.grad = self._needle.Tensor(each, device=self._device, requires_grad=False)
-            self._world.Barrier()
-            begin = time.perf_counter()
-            self._ways[way](parameters, optimizer)
-            found.append((time.perf_counter() - begin) * 1e3)
-        weighted = [(at + 1) * float(each.grad.numpy().sum(dtype=np.float64)) for at, each in enumerate(parameters)]
-        return {"ms": float(np.median(found)), "sum": sum(weighted)}
+            for way, average in self._ways.items():
+                for parameter, each in zip(parameters, values, strict=True):
+                    parameter.grad = self._needle.Tensor(each, device=self._device, requires_grad=False)
+                self._world.Barrier()
+                begin = time.perf_counter()
+                average(parameters, optimizer)
+                found[way].append((time.perf_counter() - begin) * 1e3)
+                sums[way] = sum((at + 1) * float(each.grad.numpy().sum()) for at, each in enumerate(parameters))
+        return {way: {"ms": float(np.median(found[way])), "sum": sums[way]} for way in self._ways}
 
     def _own(self, parameters: list[Any], optimizer: Any) -> None:
         for each in parameters:
@@ -114,7 +117,7 @@ def measure(console: Console, turns: int) -> bool:
         with Group("frameworks", RANKS, [command], folder) as group:
             for _ in range(turns + 1):
                 for model in _models():
-                    _take_turns(group, model, rows)
+                    _take_turn(group, model, rows)
     table = Table(box=None)
     for each in ("averages on two ranks", "way", "ms"):
         table.add_column(each, justify="right" if each == "ms" else "left")
@@ -129,12 +132,11 @@ def measure(console: Console, turns: int) -> bool:
     return all(each.met for each in verdicts)
 
 
-def _take_turns(group: Group, model: str, rows: dict[tuple[str, str], list[float]]) -> None:
-    sums = set()
+def _take_turn(group: Group, model: str, rows: dict[tuple[str, str], list[float]]) -> None:
+    found = group.tell(do="turn", model=model)
     for way in (OWN, OURS):
-        found = group.tell(do="turn", model=model, way=way)
-        sums |= {row["sum"] for row in found}
-        rows[model, way].append(max(row["ms"] for row in found))
+        rows[model, way].append(max(row[way]["ms"] for row in found))
+    sums = {row[way]["sum"] for row in found for way in (OWN, OURS)}
     if len(sums) > 1:
         raise PeerError("frameworks", f"gave different means of {model}: {sums}")
 

@@ -17,6 +17,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 
 TENSOR, NDARRAY, ARRAY = "Tensor", "NDArray", "array"
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)  # the only type of an NDArray
 
 
 class NeedleAdapter:
@@ -40,8 +41,9 @@ class NeedleAdapter:
     def memory(self, x: Any) -> Array | None:
         """That of the processor, where the values lie in one piece."""
         data = x.realize_cached_data() if isinstance(x, self._needle.Tensor) else x
-        found = data if isinstance(data, np.ndarray) else _memory_of(data)
-        return found if found is not None and found.flags.c_contiguous and found.flags.writeable else None
+        if not isinstance(data, np.ndarray):
+            return _memory_of(data)
+        return data if data.flags.c_contiguous and data.flags.writeable else None
 
     def read(self, x: Any) -> Array:
         """The values. They may be a copy."""
@@ -88,7 +90,7 @@ class NeedleAdapter:
 def _memory_of(data: Any) -> Array | None:
     """An array over the memory of an NDArray: None on other devices, and where its values do not lie in one piece."""
     handle, device, shape = data._handle, data.device.name, data.shape
-    strides, size = _compact(shape)
+    strides, size, memory = _compact(shape)
     if data._strides != strides or handle.size != size or data._offset != 0:
         return None
     if device == "cpu_numpy":
@@ -96,17 +98,14 @@ def _memory_of(data: Any) -> Array | None:
         return found
     if device != "cpu" or not hasattr(handle, "ptr"):
         return None
-    if not size:
-        return np.empty(shape, np.float32)
-    memory: Any = (ctypes.c_char * (4 * size)).from_address(handle.ptr())
-    return np.ndarray(shape, np.float32, memory)
+    return np.ndarray(shape, FLOAT32, memory.from_address(handle.ptr())) if size else np.empty(shape, FLOAT32)
 
 
 @lru_cache(maxsize=4096)
-def _compact(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The strides of an NDArray of this shape that lies in one piece, in elements, and how many it has. It is float32,
-    the only type that there is."""
+def _compact(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, Any]:
+    """The strides of an NDArray of this shape that lies in one piece, in elements, how many it has, and the type of its
+    memory."""
     strides = [1]
     for each in reversed(shape):
         strides.append(strides[-1] * each)
-    return tuple(reversed(strides[:-1])), strides[-1]
+    return tuple(reversed(strides[:-1])), strides[-1], ctypes.c_char * (strides[-1] * FLOAT32.itemsize)

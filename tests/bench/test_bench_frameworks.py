@@ -9,7 +9,7 @@ import pytest
 from local_cluster import MPIRUN
 from rich.console import Console
 
-from benchmarks.frameworks import OURS, OWN, PERCEPTRON, RESNET9, _models, _take_turns, measure
+from benchmarks.frameworks import OURS, OWN, PERCEPTRON, RESNET9, _models, _take_turn, measure
 from benchmarks.group import PeerError
 
 
@@ -31,11 +31,11 @@ def test_the_models_are_those_of_the_tutorial_and_a_large_one() -> None:
 class Differing:
     """Ranks whose sums depend on the way."""
 
-    def tell(self, **order: Any) -> list[dict[str, float]]:
-        return [{"ms": 1.0, "sum": float(order["way"] == OURS)}] * 2
+    def tell(self, **order: Any) -> list[dict[str, Any]]:
+        return [{way: {"ms": 1.0, "sum": float(way == OURS)} for way in (OWN, OURS)}] * 2
 
 
 def test_wrong_means_are_an_error() -> None:
     rows: dict[tuple[str, str], list[float]] = {(RESNET9, way): [] for way in (OWN, OURS)}
     with pytest.raises(PeerError, match="gave different means of ResNet9"):
-        _take_turns(Differing(), RESNET9, rows)  # type: ignore[arg-type]
+        _take_turn(Differing(), RESNET9, rows)  # type: ignore[arg-type]
