@@ -11,6 +11,7 @@ import numpy as np
 from omnireduce.data_parallel.adapters import Adapter
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.arguments import two_that_share
 
 
 class Part(NamedTuple):
@@ -48,6 +49,19 @@ def exchangeable(
             raise UsageError(f"the gradient of '{names[at]}' is {list(values.shape)}: expected {list(shape)}")
         found.append(values)
     return found, copied
+
+
+def scale(arrays: list[Array | None], factor: float, copied: set[int]) -> None:
+    """Multiply the gradients by this factor, where they lie. Two that share memory are separated first, and the places
+    of copies added to those that are `copied`."""
+    there = [(at, each) for at, each in enumerate(arrays) if each is not None]
+    while pair := two_that_share([each for _, each in there]):
+        at, shared = there[pair[1]]
+        arrays[at] = own = shared.copy()
+        there[pair[1]] = at, own
+        copied.add(at)
+    for _, each in there:
+        np.multiply(each, factor, out=each, casting="unsafe")
 
 
 def leaves(gradients: Any, parameters: Any, adapter: Adapter, path: str = "") -> Iterator[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
 from omnireduce.data_parallel.averaging import Averaging
-from omnireduce.data_parallel.gradients import Part, exchangeable, leaves, rebuilt
+from omnireduce.data_parallel.gradients import Part, exchangeable, leaves, rebuilt, scale
 from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.partition import Loader
 from omnireduce.dtypes import Array
@@ -111,10 +111,8 @@ class DistributedOptimizer:
     def _averages(self, tensors: Sequence[Any]) -> tuple[list[Array | None], set[int]]:
         """The average of each gradient, and the places of those that are not in the memory of their tensor."""
         own, copied = exchangeable(tensors, self._names, self._parts, self._adapter)
-        share = 1.0 if self._loader is None else self._loader.share
-        for each in own if share != 1.0 else ():
-            if each is not None:
-                np.multiply(each, share, out=each, casting="unsafe")
+        if self._loader is not None and self._loader.share != 1.0:
+            scale(own, self._loader.share, copied)
         return self._averaging.average(own, communicator(self._comm)), copied
 
 

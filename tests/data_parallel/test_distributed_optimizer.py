@@ -118,6 +118,21 @@ def test_ranks_count_by_their_samples(daemon: Daemon) -> None:
     assert on_ranks(daemon, run) == pytest.approx([2.0] * SIZE)
 
 
+def test_a_gradient_of_two_parameters_is_counted_once(daemon: Daemon) -> None:
+    """Two ranks have two samples, and one has one: they count 1.2, 1.2 and 0.6 times, and all together three times."""
+
+    def run(comm: Communicator) -> list[float]:
+        params = [Parameter(ones(3)), Parameter(ones(3))]
+        loader = Loader(np.arange(5), 5, rank=comm.rank, size=comm.size, shuffle=False)
+        opt = DistributedOptimizer(Momentum(params, 1.0), loader=loader, comm=comm)
+        for _ in loader:
+            params[0].grad = params[1].grad = ones(3, times=5.0)
+            opt.average_gradients()
+        return [float(each.grad[0]) for each in params]
+
+    assert on_ranks(daemon, run) == [pytest.approx([5.0, 5.0])] * SIZE
+
+
 def test_a_broadcast_gives_all_that_the_root_has(daemon: Daemon) -> None:
     """The others have not made a step, or another number of steps."""
 

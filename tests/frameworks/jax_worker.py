@@ -74,6 +74,7 @@ def from_a_root() -> None:
     compiled = jax.jit(lambda x: ddp.broadcast(x, root=1))(jnp.full(2, rank))
     of_root = ddp.broadcast(found, root=SIZE - 1)
     bits = np.asarray(of_root["w"]).tobytes().hex()
+    assert ddp.broadcast({"nothing": None}) == {"nothing": None}
     tell("from a root", bits=bits, t=of_root["t"].tolist(), compiled=compiled.tolist())
 
 
