@@ -11,6 +11,7 @@ from rich.console import Console
 from benchmarks.codecs import measure as measure_codecs
 from benchmarks.elements import RATE as SLOW
 from benchmarks.elements import measure as measure_elements
+from benchmarks.frameworks import measure as measure_frameworks
 from benchmarks.group import PeerError
 from benchmarks.overlap import RATE as AS_LONG
 from benchmarks.overlap import measure as measure_overlap
@@ -104,6 +105,14 @@ def overlap(turns: int, rate: str) -> None:
     _expect_met(lambda console, turns: measure_overlap(console, turns, rate), turns)
 
 
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=15, show_default=True)
+def frameworks(turns: int) -> None:
+    """Time the averages of a step of Needle, against Needle's own way: parameter by parameter, over MPI. Exit status 3
+    when they are not twice as fast."""
+    _expect_met(measure_frameworks, turns)
+
+
 def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
     """Measure; end the program if an aim is missed."""
     try:
@@ -116,4 +125,4 @@ def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
         sys.exit(3)
 
 
-SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue, updates, overlap)
+SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue, updates, overlap, frameworks)

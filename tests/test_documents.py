@@ -79,6 +79,7 @@ SMALL = {  # where a block does not say how much
     "OMNIREDUCE_TRAIN_STEPS": "10",
     "OMNIREDUCE_TRAIN_MAX_FILES": "20",
 }
+NEEDLE = ROOT / "tests/frameworks/stand_in"
 STOPPED = '[ -z "$(jobs -p)" ] || { kill %1; wait %1; }'
 BIN = Path(sys.executable).parent
 
@@ -176,11 +177,16 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
         pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
     if "import keras" in block.text and not (find_spec("torch") and find_spec("keras")):  # importing it needs a backend
         pytest.skip("no torch or no keras here; `make torch keras` installs them")
+    if "import jax" in block.text:
+        pytest.importorskip("jax", reason="no jax here; `make keras` installs it")
+    paths = [str(ROOT), *([str(NEEDLE)] if "import needle" in block.text else [])]
     warm_up_worker()
     (tmp_path / "example.py").write_text(block.text)
     done = subprocess.run(
         [str(MPIRUN), "-n", "2", sys.executable, "example.py"],
-        cwd=tmp_path, env=os.environ | {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)},
+        cwd=tmp_path,
+        env=os.environ
+        | {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses), "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
     )  # fmt: skip
     busy = ("waiting for", "compiling kernels")  # what is said on a busy machine

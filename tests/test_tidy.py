@@ -106,6 +106,9 @@ def test_the_walk_sees_the_tree() -> None:
     [
         ("import omnireduce", (*HEAVY, "numba", "numpy")),
         ("import omnireduce as omni; omni.allreduce", HEAVY),
+        ("from omnireduce import data_parallel", (*HEAVY, "numba", "numpy")),
+        ("from omnireduce.data_parallel import *", HEAVY),
+        ("import omnireduce.needle", HEAVY),
         ("import omnireduce.cli", (*HEAVY, "numba")),
         ("from omnireduce.__main__ import main\nmain(['--help'], standalone_mode=False)", (*HEAVY, "numba")),
         ("import omnireduce.runtime.shard.server", (*HEAVY, "omnireduce.runtime.member")),

@@ -25,7 +25,7 @@ LIBRARY = (
     "launching",
     "optimizers",
 )  # what users call, on top of a communicator
-FRONTS = ("torch", "keras", "switchml", "bench", "console", "ray")
+FRONTS = ("torch", "keras", "needle", "jax", "switchml", "bench", "console", "ray")
 ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
@@ -92,7 +92,7 @@ IMPURE_NUMPY = {  # it reads or writes files, or draws numbers that no seed give
     "savez_compressed",
 }
 JIT = "omnireduce.kernels.jit"
-HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow")
+HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow", "needle")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6

@@ -1,1 +1,62 @@
-"""What data-parallel programs need on top of a communicator: collectives that ranks submit in any order, by name."""
+"""What data-parallel programs need on top of a communicator: training with any framework, and collectives that ranks
+submit in any order, by name.
+
+    from omnireduce import data_parallel as ddp
+
+    rank, size = ddp.init()
+    loader, batch_size = ddp.partition_dataset((inputs, targets), 128)
+    ddp.broadcast_parameters(parameters)
+    opt = ddp.DistributedOptimizer(opt)
+
+Each name is loaded when it is used first.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter
+    from omnireduce.data_parallel.broadcasting import broadcast_parameters
+    from omnireduce.data_parallel.job import init
+    from omnireduce.data_parallel.optimizer import DistributedOptimizer
+    from omnireduce.data_parallel.partition import Loader, partition_dataset
+    from omnireduce.runtime.member.world import is_initialized, rank, shutdown, size
+else:
+    _PLACES = {
+        "Adapter": "adapters",
+        "ArrayAdapter": "adapters",
+        "DistributedOptimizer": "optimizer",
+        "Loader": "partition",
+        "broadcast_parameters": "broadcasting",
+        "init": "job",
+        "partition_dataset": "partition",
+    }
+    _OTHERS = "omnireduce.runtime.member.world"
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'omnireduce.data_parallel' has no attribute {name!r}")
+        place = f"omnireduce.data_parallel.{_PLACES[name]}" if name in _PLACES else _OTHERS
+        found = getattr(import_module(place), name)
+        globals()[name] = found  # from now on this function is not asked for it
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+__all__ = [
+    "Adapter",
+    "ArrayAdapter",
+    "DistributedOptimizer",
+    "Loader",
+    "broadcast_parameters",
+    "init",
+    "is_initialized",
+    "partition_dataset",
+    "rank",
+    "shutdown",
+    "size",
+]

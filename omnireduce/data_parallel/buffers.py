@@ -41,15 +41,20 @@ class Buffer:
 
     def fill(self, arrays: Sequence[Array]) -> None:
         """Bring these flat arrays, one for each part."""
-        np.concatenate(arrays, out=self._filled)
+        if arrays:
+            np.concatenate(arrays, out=self._filled)
         self._spare[:], self._mark[:] = 0, self._fair
 
     def spoil(self, rank: int) -> None:
-        """Bring nothing but the mark, which differs between ranks: marks of 256 ranks would add up to 0 in int8."""
+        """Bring nothing but the mark."""
         self.whole[:], self._mark[:] = 0, self._fair
+        self.mark(rank)
+
+    def mark(self, rank: int) -> None:
+        """Bring the mark, too. It differs between ranks: marks of 256 ranks would add up to 0 in int8."""
         self._mark[rank % len(self._mark)] = 1 - self._fair
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether some rank has spoiled what was combined."""
+        """Whether some rank has brought the mark."""
         return bool(np.any(self._mark != self._fair))

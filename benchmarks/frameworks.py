@@ -1,0 +1,150 @@
+"""How long a step's gradients take to be averaged: Needle's own way, parameter by parameter over MPI, against one
+exchange of the service.
+
+Needle's own way takes an array out of each gradient, adds it to those of the other ranks, divides, and makes a new
+tensor. What is timed is that and nothing else; before it both ways get new gradients, as a backward pass leaves them.
+The tensors are those of the checkout in OMNIREDUCE_NEEDLE, whose backend for the processor must be built; without one,
+those of the stand-in of the tests, which keeps its values behind a handle, too, and copies them as that backend does.
+
+`python -m benchmarks.frameworks SOCKET` is one rank of it, under mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.environments import HERE, ROOT
+from benchmarks.group import Group, PeerError, socket_path
+from benchmarks.orders import serve
+from benchmarks.outcomes import show_verdicts
+from benchmarks.targets import at_least
+from omnireduce.dtypes import Array
+
+OWN, OURS = "parameter by parameter, mpi4py", "omnireduce"
+RANKS, STEPS, LEAST = 2, 10, 2.0
+CONVOLUTIONS = (
+    (3, 16, 7),
+    (16, 32, 3),
+    (32, 32, 3),
+    (32, 32, 3),
+    (32, 64, 3),
+    (64, 128, 3),
+    (128, 128, 3),
+    (128, 128, 3),
+)
+RESNET9, PERCEPTRON = "ResNet9 of the tutorial", "perceptron of 8 layers"
+Shapes = list[tuple[int, ...]]
+
+
+def _models() -> dict[str, Shapes]:
+    """The shapes of the parameters: of convolutions with a bias and a normalisation each, and of large matrices."""
+    convolved: Shapes = []
+    for inputs, outputs, kernel in CONVOLUTIONS:
+        convolved += [(kernel, kernel, inputs, outputs), (outputs,), (outputs,), (outputs,)]
+    widths = [784, *[1024] * 7, 10]
+    layers: Shapes = [shape for a, b in pairwise(widths) for shape in ((a, b), (1, b))]
+    return {RESNET9: [*convolved, (128, 128), (1, 128), (128, 10), (1, 10)], PERCEPTRON: layers}
+
+
+class Averaging:
+    """A rank with parameters of Needle."""
+
+    def __init__(self) -> None:
+        checkout = os.environ.get("OMNIREDUCE_NEEDLE")
+        sys.path.append(f"{checkout}/python" if checkout else str(ROOT / "tests/frameworks/stand_in"))
+        import needle
+        from mpi4py import MPI
+
+        import omnireduce.needle as ddp
+
+        self._needle, self._mpi = needle, MPI
+        self.rank, _ = ddp.init()
+        self._device, self._world = needle.cpu(), MPI.COMM_WORLD
+        self._ways = {OWN: self._own, OURS: self._ours}
+        chance = np.random.default_rng(self.rank)
+        self._models: dict[str, tuple[list[Any], list[Array], Any]] = {}
+        for name, shapes in _models().items():
+            values = [chance.integers(-8, 9, shape).astype(np.float32) for shape in shapes]
+            parameters = [needle.nn.Parameter(np.zeros(shape, np.float32), device=self._device) for shape in shapes]
+            self._models[name] = parameters, values, ddp.DistributedOptimizer(needle.optim.SGD(parameters, lr=1.0))
+
+    def turn(self, model: str) -> dict[str, dict[str, float]]:
+        """Of each way the milliseconds of an exchange, the median of some steps, and a sum of all numbers of the last
+        one, which are exact. Ways alternate from step to step: neither finds its code and memory in the caches, as none
+        does in a training."""
+        parameters, values, optimizer = self._models[model]
+        found: dict[str, list[float]] = {way: [] for way in self._ways}
+        sums = dict[str, float]()
+        for _ in range(STEPS):
+            for way, average in self._ways.items():
+                for parameter, each in zip(parameters, values, strict=True):
+                    parameter.grad = self._needle.Tensor(each, device=self._device, requires_grad=False)
+                self._world.Barrier()
+                begin = time.perf_counter()
+                average(parameters, optimizer)
+                found[way].append((time.perf_counter() - begin) * 1e3)
+                sums[way] = sum((at + 1) * float(each.grad.numpy().sum()) for at, each in enumerate(parameters))
+        return {way: {"ms": float(np.median(found[way])), "sum": sums[way]} for way in self._ways}
+
+    def _own(self, parameters: list[Any], optimizer: Any) -> None:
+        for each in parameters:
+            sent = np.ascontiguousarray(each.grad.numpy())
+            summed = np.empty_like(sent, dtype=each.dtype)
+            self._world.Allreduce(sent, summed, op=self._mpi.SUM)
+            summed = summed / self._world.size
+            each.grad.data = self._needle.Tensor(summed, device=self._device, dtype=each.grad.dtype)
+
+    def _ours(self, parameters: list[Any], optimizer: Any) -> None:
+        optimizer.average_gradients()
+
+
+def measure(console: Console, turns: int) -> bool:
+    """Let the ways take turns; return whether the aim is met. Raises PeerError where one fails or gives wrong means."""
+    rows: dict[tuple[str, str], list[float]] = {(model, way): [] for model in _models() for way in (OWN, OURS)}
+    with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
+        own = [str(HERE.python), "-m", "benchmarks.frameworks", socket_path(folder, "frameworks")]
+        command = [str(Path(HERE.python).parent / "mpirun"), "-n", str(RANKS), *own]
+        with Group("frameworks", RANKS, [command], folder) as group:
+            for _ in range(turns + 1):
+                for model in _models():
+                    _take_turn(group, model, rows)
+    table = Table(box=None)
+    for each in ("averages on two ranks", "way", "ms"):
+        table.add_column(each, justify="right" if each == "ms" else "left")
+    medians = {key: float(np.median(found[1:])) for key, found in rows.items()}  # the first turn warms up
+    for (model, way), ms in medians.items():
+        table.add_row(model, way, f"{ms:.4g}")
+    console.print(table, "")
+    verdicts = [
+        at_least(model, medians[model, OURS], OWN, medians[model, OWN], LEAST) for model in _models()
+    ]  # fmt: skip
+    show_verdicts(console, verdicts)
+    return all(each.met for each in verdicts)
+
+
+def _take_turn(group: Group, model: str, rows: dict[tuple[str, str], list[float]]) -> None:
+    found = group.tell(do="turn", model=model)
+    for way in (OWN, OURS):
+        rows[model, way].append(max(row[way]["ms"] for row in found))
+    sums = {row[way]["sum"] for row in found for way in (OWN, OURS)}
+    if len(sums) > 1:
+        raise PeerError("frameworks", f"gave different means of {model}: {sums}")
+
+
+def _start() -> tuple[int, dict[str, Any]]:
+    made = Averaging()
+    return made.rank, {"turn": made.turn}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], _start)

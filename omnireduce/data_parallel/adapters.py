@@ -1,0 +1,108 @@
+"""How a framework's tensors are read and written as NumPy arrays: all that data parallelism has to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+
+ARRAY, OBJECT = "array", "object"
+
+
+class Adapter(Protocol):
+    """What a framework has to say of its tensors. `gradient_kind`: of a gradient that this rank has not made itself.
+
+    A kind is the name of a class of tensors, which means the same on all ranks.
+    """
+
+    gradient_kind: str
+
+    def kind(self, x: Any) -> str:
+        """Which kind of tensor this is; empty: it is none."""
+
+    def memory(self, x: Any) -> Array | None:
+        """An array over the memory of the tensor: C-contiguous, and writable. None where there can be none."""
+
+    def read(self, x: Any) -> Array:
+        """The values of the tensor, which are not written to."""
+
+    def write(self, x: Any, values: Array) -> None:
+        """Give the tensor these values, of its shape and dtype. They belong to the caller."""
+
+    def make(self, kind: str, values: Array, beside: Any) -> Any:
+        """A new tensor of this kind, where the tensor `beside` is. The array belongs to it."""
+
+    def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
+        """Names and tensors of the model that are no parameters, such as running means."""
+
+
+class ArrayAdapter:
+    """Of NumPy arrays, and of objects whose `data` is one and whose `grad` is one or None."""
+
+    gradient_kind = ARRAY
+
+    def kind(self, x: Any) -> str:
+        """An array or a number of NumPy, or an object that has an array."""
+        if isinstance(x, np.ndarray | np.generic):
+            return ARRAY
+        return OBJECT if isinstance(getattr(x, "data", None), np.ndarray) else ""
+
+    def memory(self, x: Any) -> Array | None:
+        """Its own, unless it is not contiguous or read-only."""
+        if isinstance(x, np.generic):
+            return None
+        found = self.read(x)
+        return found if found.flags.c_contiguous and found.flags.writeable else None
+
+    def read(self, x: Any) -> Array:
+        """The array itself."""
+        return np.asarray(x if isinstance(x, np.ndarray | np.generic) else x.data)
+
+    def write(self, x: Any, values: Array) -> None:
+        """In place. Raises UsageError for an array that is read-only."""
+        target = self.read(x)
+        if isinstance(x, np.generic) or not target.flags.writeable:
+            raise UsageError(f"an array {target.dtype}{list(target.shape)} is read-only: expected parameters to write")
+        target[...] = values
+
+    def make(self, kind: str, values: Array, beside: Any) -> Any:
+        """The array itself. Raises UsageError for an object: nobody knows how to make one."""
+        if kind != ARRAY:
+            raise UsageError("an optimizer's state has objects with arrays: expected arrays, or an adapter of your own")
+        return values
+
+    def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
+        """What its `buffers()` returns, if it has that. Other arrays of a model may be anything."""
+        found = getattr(model, "buffers", None)
+        return [(f"buffers()[{at}]", each) for at, each in enumerate(found())] if callable(found) else []
+
+
+def named_tensors(x: Any, adapter: Adapter, path: str = "") -> list[tuple[str, Any]]:
+    """Names and tensors of an array, a list, tuple or dict of such, or an object with `parameters()`: in an order that
+    is the same on all ranks, each once."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, each in _walked(x, adapter, path):
+        found.setdefault(id(each), (name, each))
+    return list(found.values())
+
+
+def _walked(x: Any, adapter: Adapter, path: str) -> Iterable[tuple[str, Any]]:
+    if adapter.kind(x):
+        yield path or "parameter", x
+    elif isinstance(x, dict):
+        for key, each in x.items():
+            yield from _walked(each, adapter, f"{path}[{key!r}]")
+    elif isinstance(x, list | tuple):
+        for at, each in enumerate(x):
+            yield from _walked(each, adapter, f"{path}[{at}]")
+    elif callable(getattr(x, "parameters", None)):
+        yield from _walked(list(x.parameters()), adapter, f"{path}parameters()")
+    elif x is not None:
+        raise UsageError(
+            f"{path or 'the model'} is a {type(x).__name__}: expected arrays, lists, tuples or dicts of them, or an "
+            "object with parameters()"
+        )

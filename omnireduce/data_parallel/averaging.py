@@ -1,0 +1,136 @@
+"""The exchange of a step: the mean of all ranks' gradients, in one grouped call, though some of them may be missing.
+
+Ranks agree once on which gradients travel: those that some rank has. One that a rank lacks counts as zeros there, and
+one that all lack is not sent. As long as each rank has the gradients that it had before, steps need no other word.
+
+A rank that has others than before says so by a mark, which travels with the gradients and is zero otherwise. Nothing
+has to be sent again then: what has travelled is right, with zeros for what is missing. After it all ranks agree anew,
+and send what some rank has and was not in the group.
+
+Small gradients are copied into a buffer, and travel together. To copy a large one takes longer than an exchange of its
+own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnireduce.data_parallel.buffers import Buffer
+from omnireduce.data_parallel.gradients import Part
+from omnireduce.data_parallel.job import check_alike
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
+from omnireduce.runtime.member.arguments import two_that_share
+from omnireduce.runtime.member.communicator import Communicator
+
+COPIED_BYTES = 3 << 18  # the largest gradient that is copied
+GRADIENTS, WHICH, PARAMETERS = "gradients", "which gradients there are", "parameters of the optimizer"
+
+
+class Averaging:
+    """Means over all ranks of gradients like these `parts`, whose names appear in errors."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[Part]) -> None:
+        self._names, self._parts = names, parts
+        self._formation: object = None  # of the job, in which ranks have agreed
+        self._own: list[bool] = []  # which gradients this rank had when they did
+        self._travelling = _Bundle(parts, [], 1)  # those that some rank had
+        self.agreements = 0
+
+    def average(self, own: Sequence[Array | None], comm: Communicator) -> list[Array | None]:
+        """The means, of those that some rank has. All ranks of `comm` call this together.
+
+        `own`: like the parts, C-contiguous and writable, or None where there is none. They are overwritten with their
+        means. Raises UsageError on all ranks where their parts differ; otherwise what `Communicator.allreduce` raises.
+        """
+        found = list(own)
+        if comm.size == 1:
+            return found
+        has = [each is not None for each in own]
+        if comm.formation is not self._formation:
+            parts = [(name, str(each)) for name, each in zip(self._names, self._parts, strict=True)]
+            check_alike(comm, parts, PARAMETERS)
+            self._agree(comm, has)
+            self._formation = comm.formation
+            self._travelling.exchange(comm, found)
+            return found
+        before = self._travelling
+        if before.exchange(comm, found, marked=has != self._own):
+            self._agree(comm, has)
+            self._catch_up(comm, found, set(before.places))
+        return found
+
+    def _agree(self, comm: Communicator, has: list[bool]) -> None:
+        anywhere = comm.allreduce(np.array(has, np.bool_), op="any", name=WHICH)
+        self._own = has
+        self._travelling = _Bundle(self._parts, np.flatnonzero(anywhere).tolist(), comm.config.protocol.block_size)
+        self.agreements += 1
+
+    def _catch_up(self, comm: Communicator, found: list[Array | None], before: set[int]) -> None:
+        """Exchange what travels now and did not travel in this step."""
+        now = set(self._travelling.places)
+        for at in before - now:  # no rank has it any more: those were zeros
+            found[at] = None
+        late = sorted(now - before)
+        if late:
+            _Bundle(self._parts, late, comm.config.protocol.block_size).exchange(comm, found)
+
+
+class _Bundle:
+    """Gradients that travel together: those in these `places`."""
+
+    def __init__(self, parts: Sequence[Part], places: Sequence[int], block_size: int) -> None:
+        self.places, self._parts = places, parts
+        self._large = [at for at in places if parts[at].nbytes > COPIED_BYTES]
+        small = [at for at in places if parts[at].nbytes <= COPIED_BYTES]
+        # 16-bit floats are added in float32, and divided before they are rounded; others are divided when copied back
+        self._op: Op = "sum" if all(parts[at].dtype in (np.float32, np.float64) for at in small) else "mean"
+        by_dtype: dict[np.dtype[np.generic], list[int]] = {} if small else {np.dtype(np.float32): []}  # for the mark
+        for at in small:
+            by_dtype.setdefault(parts[at].dtype, []).append(at)
+        self._buffers: list[tuple[Buffer, list[int]]] = []
+        for dtype, which in by_dtype.items():
+            sizes = [[math.prod(parts[at].shape) for at in which]]
+            memory = np.empty(Buffer.elements(sizes, block_size), dtype)
+            self._buffers.append((Buffer(memory, sizes, self._op, block_size), which))
+
+    def exchange(self, comm: Communicator, found: list[Array | None], *, marked: bool = False) -> bool:
+        """Replace these of the gradients that were `found` here by their means; return whether some rank has brought a
+        mark."""
+        own = {at: self._flat(found, at) for at in self.places}
+        for buffer, which in self._buffers:
+            buffer.fill([own[at] for at in which])
+            if marked:
+                buffer.mark(comm.rank)
+        whole = [buffer.whole for buffer, _ in self._buffers]
+        comm.allreduce(whole[0] if len(whole) == 1 else whole, op=self._op, name=GRADIENTS)
+        if self._large:
+            self._exchange_large(comm, [own[at] for at in self._large])
+        for buffer, which in self._buffers:
+            for part, at in zip(buffer.parts[0], which, strict=True):
+                if self._op == "sum":
+                    np.divide(part, comm.size, out=own[at])
+                else:
+                    own[at][:] = part
+        return any(buffer.is_spoiled for buffer, _ in self._buffers)
+
+    def _flat(self, found: list[Array | None], at: int) -> Array:
+        """One of the gradients: zeros where there is none."""
+        own = found[at]
+        if own is None:
+            own = found[at] = np.zeros(self._parts[at].shape, self._parts[at].dtype)
+        return own.reshape(-1)
+
+    @staticmethod
+    def _exchange_large(comm: Communicator, own: list[Array]) -> None:
+        """In place. Two parameters may have one gradient: the sum of what goes through both."""
+        sent = list(own)
+        while pair := two_that_share(sent):
+            sent[pair[1]] = sent[pair[1]].copy()
+        comm.allreduce(sent, op="mean", name=GRADIENTS)
+        for each, target in zip(sent, own, strict=True):
+            if each is not target:
+                target[:] = each

@@ -1,0 +1,90 @@
+"""Parameters, buffers and an optimizer's state, as one rank has them, for all ranks: in one exchange of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
+from omnireduce.data_parallel.job import check_alike, check_rank, communicator
+from omnireduce.data_parallel.optimizer import DistributedOptimizer
+from omnireduce.data_parallel.states import State
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.communicator import Communicator
+
+NAME = "broadcast_parameters"
+
+
+def broadcast_parameters(
+    model: Any,
+    root_rank: int = 0,
+    *,
+    optimizer: Any = None,
+    adapter: Adapter | None = None,
+    comm: Communicator | None = None,
+) -> None:
+    """Give all ranks the parameters and buffers of rank `root_rank`, bit by bit. All ranks call this together.
+
+    `model`: an array, a list, tuple or dict of arrays, or an object with `parameters()` and, if it likes, `buffers()`.
+    Their arrays are written to. `optimizer`: also give them the state of this optimizer: those of its attributes that
+    are numbers, texts, arrays, or lists, tuples and dicts of these. The others need not have made a step. Attributes
+    that are anything else stay as they are. `adapter`, `comm`: see `DistributedOptimizer`.
+
+    Raises UsageError on all ranks where models differ, for a model without parameters, and for a root that there is
+    not; otherwise what has ended the job.
+    """
+    comm, adapter = communicator(comm), ArrayAdapter() if adapter is None else adapter
+    named = named_tensors(list(model) if hasattr(model, "__next__") else model, adapter)
+    known = {id(each) for _, each in named}
+    buffers = [each for each in adapter.buffers(model) if id(each[1]) not in known]
+    arrays = [adapter.read(each) for _, each in named + buffers]
+    own = [
+        (name, f"{each.dtype}{list(each.shape)}")
+        for (name, _), each in zip(named + buffers, arrays, strict=True)
+    ]  # fmt: skip
+    kind = "none" if optimizer is None else type(optimizer).__name__
+    check_alike(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
+    if not named:
+        raise UsageError(f"the model, a {type(model).__name__}, has no parameters: expected one or more")
+    root = check_rank(comm, root_rank, "root_rank")
+    state = None if optimizer is None else _state_of(comm, root, optimizer, named, adapter)
+    found = moved(comm, root, [*arrays, *(state.arrays if state else ())], NAME)
+    if comm.rank != root:
+        for (_, tensor), values in zip(named + buffers, found, strict=False):
+            adapter.write(tensor, values)
+        if state:
+            state.restore(found[len(arrays) :])
+
+
+def _state_of(
+    comm: Communicator, root: int, optimizer: Any, named: Sequence[tuple[str, Any]], adapter: Adapter
+) -> State:
+    """The state that the optimizer of the root has."""
+    inner = optimizer.opt if isinstance(optimizer, DistributedOptimizer) else optimizer
+    state = State(inner, [each for _, each in named], adapter)
+    told = state.described() if comm.rank == root else None
+    told = comm.broadcast_object(told, root, name=NAME)
+    if comm.rank != root:
+        state.expect(told)
+    return state
+
+
+def moved(comm: Communicator, root: int, arrays: Sequence[Array], name: str) -> list[Array]:
+    """The root's values of these arrays, which are alike on all ranks, as arrays of their own: in one exchange, with
+    this name."""
+    if not arrays:
+        return []
+    ends = np.cumsum([0, *(each.nbytes for each in arrays)]).tolist()
+    if comm.rank == root:
+        whole = np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays])
+    else:
+        whole = np.empty(ends[-1], np.uint8)
+    comm.broadcast(whole, root, name=name)
+    found = [np.empty(each.shape, each.dtype) for each in arrays]
+    for each, (start, end) in zip(found, pairwise(ends), strict=True):
+        each.reshape(-1).view(np.uint8)[:] = whole[start:end]
+    return found

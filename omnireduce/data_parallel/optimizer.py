@@ -1,0 +1,124 @@
+"""An optimizer whose gradients are averaged over all ranks before each step, whatever its framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
+from omnireduce.data_parallel.averaging import Averaging
+from omnireduce.data_parallel.gradients import Part, exchangeable, leaves, rebuilt, scale
+from omnireduce.data_parallel.job import communicator
+from omnireduce.data_parallel.partition import Loader
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.communicator import Communicator
+
+OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
+
+
+class DistributedOptimizer:
+    """`opt`, whose `step` first averages the gradients of all ranks, in one exchange. It has all attributes of `opt`;
+    what is set here is set there.
+
+    `parameters`: what it trains, as `broadcast_parameters` takes it; by default `opt.params` or `opt.parameters`. All
+    ranks have the same. `loader`: that of `partition_dataset`, whose batches may be of different sizes: then each rank
+    counts by its samples, so that the mean is that of one process with all of them. Without it, all ranks count alike.
+    `adapter`: how tensors are read, for frameworks that are not known here. `comm`: instead of the global communicator.
+
+    Each parameter has its gradient in `grad`, an array of its shape, or None. Averages are written into the memory of
+    the gradients. Where parameters are arrays, which have no such attribute, `step` takes the gradients, and hands
+    their averages on to `opt.step`: in the same lists, tuples and dicts as the parameters. A gradient that is missing
+    on some ranks counts as zeros there; one that is missing on all stays missing.
+
+    Raises UsageError for an optimizer without `step` or without parameters.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        parameters: Any = None,
+        *,
+        loader: Loader | None = None,
+        adapter: Adapter | None = None,
+        comm: Communicator | None = None,
+    ) -> None:
+        if not callable(getattr(opt, "step", None)):
+            raise UsageError(f"opt is a {type(opt).__name__}, which has no step(): expected an optimizer")
+        if isinstance(opt, DistributedOptimizer):
+            raise UsageError("the optimizer averages gradients already: expected one that was not given here before")
+        communicator(comm)
+        self.opt, self._loader, self._comm = opt, loader, comm
+        self._adapter = ArrayAdapter() if adapter is None else adapter
+        found = parameters_of(opt) if parameters is None else parameters
+        self._parameters = list(found) if isinstance(found, Iterator) else found
+        self._named = named_tensors(self._parameters, self._adapter)
+        if not self._named:
+            raise UsageError("the optimizer has no parameters: expected one or more, in its params or as parameters=")
+        self._names = [name for name, _ in self._named]
+        values = [self._adapter.read(each) for _, each in self._named]
+        self._parts = [Part(each.dtype, each.shape) for each in values]
+        self._averaging = Averaging(self._names, self._parts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OWN:  # not set yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.opt, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.opt, name, value)
+
+    def step(self, *gradients: Any) -> Any:
+        """Average the gradients, and let the optimizer take its step; return what it returns. All ranks call this
+        equally often.
+
+        `gradients`: none, for parameters that have them, or one argument with all of them. Raises UsageError for
+        gradients that do not fit; AbortedError when another rank has failed; and what the optimizer raises.
+        """
+        if not gradients:
+            self.average_gradients()
+            return self.opt.step()
+        if len(gradients) > 1:
+            raise UsageError(f"step got {len(gradients)} arguments: expected the gradients as one, in a list or dict")
+        return self.opt.step(self._averages_of(gradients[0]))
+
+    def average_gradients(self) -> None:
+        """Replace the gradients of the parameters by their means over all ranks, as `step` does before it: for what
+        comes between, such as clipping; the step is `opt.opt.step()` then."""
+        for name, each in self._named:
+            if isinstance(each, np.ndarray):
+                raise UsageError(f"'{name}' is an array, which has no gradient: expected step(gradients)")
+        tensors = [getattr(each, "grad", None) for _, each in self._named]
+        found, copied = self._averages(tensors)
+        for at, ((_, parameter), before, after) in enumerate(zip(self._named, tensors, found, strict=True)):
+            if after is not None and (before is None or at in copied):
+                kind = self._adapter.gradient_kind if before is None else self._adapter.kind(before)
+                parameter.grad = self._adapter.make(kind, after, parameter)
+
+    def _averages_of(self, gradients: Any) -> Any:
+        """The averages of gradients that come in lists, tuples and dicts."""
+        tensors = list(leaves(gradients, self._parameters, self._adapter))
+        if len(tensors) != len(self._named):
+            raise UsageError("an array comes twice in the parameters: expected each once for step(gradients)")
+        found, _ = self._averages(tensors)
+        return rebuilt(iter(found), self._parameters, self._adapter)
+
+    def _averages(self, tensors: Sequence[Any]) -> tuple[list[Array | None], set[int]]:
+        """The average of each gradient, and the places of those that are not in the memory of their tensor."""
+        own, copied = exchangeable(tensors, self._names, self._parts, self._adapter)
+        if self._loader is not None and self._loader.share != 1.0:
+            scale(own, self._loader.share, copied)
+        return self._averaging.average(own, communicator(self._comm)), copied
+
+
+def parameters_of(opt: Any) -> Any:
+    """What an optimizer trains: its `params`, or `parameters`, which may be a method."""
+    found = getattr(opt, "params", None)
+    if found is None:
+        found = getattr(opt, "parameters", [])
+    return found() if callable(found) else found

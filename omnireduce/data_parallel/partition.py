@@ -1,0 +1,170 @@
+"""A dataset, dealt out to the ranks of a job in batches.
+
+In each epoch every sample comes once, on one rank. All ranks together see the batches that one process would see: of
+each, the ranks take one sample after the other. All have as many steps, so that none waits for a step that another does
+not take; and in each step all have a sample, for which a last batch of fewer samples than ranks goes to the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from omnireduce.data_parallel.job import check_alike, communicator
+from omnireduce.data_parallel.sampling import Sampling
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.communicator import Communicator
+
+ToTensor = Callable[[Array], Any]
+
+
+class Loader:
+    """The batches of one rank: iterate over it once in each epoch. Its length is the number of steps.
+
+    `epoch`: the number of the next epoch, from 0. It grows when an iteration comes to its end; see `set_epoch`.
+    `share`: the samples of the last batch, of those of an average rank. It is 1.0 where all ranks have as many.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        rank: int,
+        size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        to_tensor: ToTensor = lambda values: values,
+    ) -> None:
+        self.epoch, self.share = 0, 1.0
+        self._rank, self._size, self._dataset, self._to_tensor = rank, size, dataset, to_tensor
+        total = samples_of(dataset)
+        _check(total, batch_size, size)
+        self._sampling = Sampling(total, shuffle=shuffle, seed=seed, pads=False)
+        ends = [*range(batch_size, total, batch_size), total]
+        if len(ends) > 1 and total - ends[-2] < size:
+            del ends[-2]
+        self._bounds = list(pairwise([0, *ends]))  # of the batches of all ranks together
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration has the order of this epoch: all ranks say the same. To go on from a checkpoint, or to
+        see the same epoch again."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def batches(self) -> list[list[int]]:
+        """The numbers of the samples that this rank takes in the next epoch, step by step."""
+        self._sampling.begin(self.epoch)
+        self._sampling.deal(self._rank, self._size)
+        own = self._sampling.indices
+        return [own[self._place(start) : self._place(end)] for start, end in self._bounds]
+
+    def _place(self, at: int) -> int:
+        """How many of the first `at` samples of all ranks this one has."""
+        return (at - self._rank + self._size - 1) // self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        for numbers, (start, end) in zip(self.batches(), self._bounds, strict=True):
+            self.share = len(numbers) * self._size / (end - start)
+            yield self._batch(numbers)
+        self.epoch += 1
+
+    def _batch(self, numbers: list[int]) -> Any:
+        columns = self._dataset
+        if _is_columns(columns):
+            return _mapped(lambda column: self._to_tensor(column[numbers]), columns)
+        return _stacked([columns[each] for each in numbers], self._to_tensor)
+
+
+def partition_dataset(
+    dataset: Any,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    to_tensor: ToTensor = lambda values: values,
+    comm: Communicator | None = None,
+) -> tuple[Loader, int]:
+    """Deal out a dataset to the ranks; return this rank's loader, and the least size of its batches, but the last one.
+    All ranks call this with the same arguments.
+
+    `dataset`: an array, a tuple or dict of arrays of one length, or an object with `len()` and `[]` that returns
+    samples, which are stacked. `batch_size`: of all ranks together. It is divided among them, and where it cannot be
+    divided evenly, some batches have one sample more. `shuffle`: in another order each epoch, drawn from `seed`.
+    `to_tensor`: what becomes of each array of a batch. `comm`: instead of the global communicator.
+
+    Raises UsageError for an empty dataset, for a batch or a dataset of fewer samples than ranks, and where ranks
+    differ; otherwise what has ended the job.
+    """
+    comm = communicator(comm)
+    own = {"samples of the dataset": samples_of(dataset), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+    check_alike(comm, [(name, str(value)) for name, value in own.items()], "partition_dataset")
+    loader = Loader(
+        dataset, batch_size, rank=comm.rank, size=comm.size, seed=seed, shuffle=shuffle, to_tensor=to_tensor
+    )
+    return loader, batch_size // comm.size
+
+
+def _is_columns(dataset: Any) -> bool:
+    """Whether it has arrays, whose first dimension counts samples."""
+    if isinstance(dataset, dict | tuple):
+        parts = list(dataset.values() if isinstance(dataset, dict) else dataset)
+        return bool(parts) and all(isinstance(each, np.ndarray) for each in parts)
+    return isinstance(dataset, np.ndarray)
+
+
+def samples_of(dataset: Any) -> int:
+    """How many samples it has. Raises UsageError where it is no dataset."""
+    if _is_columns(dataset):
+        parts = [dataset] if isinstance(dataset, np.ndarray) else dataset
+        shapes = [each.shape for each in (parts.values() if isinstance(parts, dict) else parts)]
+        if any(len(each) == 0 or each[0] != shapes[0][0] for each in shapes):
+            raise UsageError(f"arrays of the dataset are {shapes}: expected one first dimension, which counts samples")
+        return int(shapes[0][0])
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"dataset is a {type(dataset).__name__}: expected arrays, or an object with len() and [] that has samples"
+        )
+    return len(dataset)
+
+
+def _check(total: int, batch_size: object, size: int) -> None:
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size!r}: expected how many samples all ranks together take in a step")
+    if not total:
+        raise UsageError("the dataset is empty: expected samples")
+    if batch_size < size:
+        raise UsageError(
+            f"batch_size is {batch_size} for {size} ranks: expected {size} or more, since it is that of all ranks"
+        )
+    if total < size:
+        raise UsageError(f"the dataset has {total} samples for {size} ranks: expected one or more for each rank")
+
+
+def _mapped(function: Callable[[Array], Any], x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: function(each) for key, each in x.items()}
+    return tuple(function(each) for each in x) if isinstance(x, tuple) else function(x)
+
+
+def _stacked(samples: list[Any], to_tensor: ToTensor) -> Any:
+    """Samples as one: arrays with a dimension more, in the tuples, lists or dicts in which the samples have them."""
+    first = samples[0]
+    if isinstance(first, dict):
+        return {key: _stacked([each[key] for each in samples], to_tensor) for key in first}
+    if isinstance(first, list | tuple):
+        return tuple(_stacked(list(those), to_tensor) for those in zip(*samples, strict=True))
+    try:
+        return to_tensor(np.stack([_array_of(each) for each in samples]))
+    except ValueError as error:
+        raise UsageError(f"samples cannot be stacked: {error}; expected arrays of one shape") from error
+
+
+def _array_of(x: Any) -> Array:
+    return np.asarray(x.numpy() if hasattr(x, "numpy") else x)

@@ -1,0 +1,108 @@
+"""The state of an optimizer: what its attributes hold, as plain data and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from omnireduce.data_parallel.adapters import ARRAY, Adapter
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+
+PLAIN = bool, int, float, str, bytes, type(None)
+KEYS = bool, int, float, str, bytes, type(None), tuple
+
+
+class _NoStateError(Exception):
+    """Something that is no state of an optimizer."""
+
+
+class State:
+    """Of one optimizer, which trains these `parameters`. On the root it is `described`; the others `expect` that, and
+    `restore` it with the values of the arrays. `arrays`: of the root those of the state, elsewhere as many like them.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Sequence[Any], adapter: Adapter) -> None:
+        if not hasattr(optimizer, "__dict__"):
+            raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected an object that keeps its state")
+        self._optimizer, self._parameters, self._adapter = optimizer, parameters, adapter
+        self._places = {id(each): at for at, each in enumerate(parameters)}
+        self._told: dict[str, Any] = {}
+        self.arrays: list[Array] = []
+
+    def described(self) -> dict[str, Any]:
+        """The state as plain data, with a description of each array in its place."""
+        for name, value in vars(self._optimizer).items():
+            before = len(self.arrays)
+            try:
+                self._told[name] = self._said(value)
+            except _NoStateError:
+                del self.arrays[before:]
+        return self._told
+
+    def _said(self, x: Any) -> Any:
+        if id(x) in self._places:  # the attribute has the parameters themselves
+            raise _NoStateError
+        kind = self._adapter.kind(x) or (ARRAY if isinstance(x, np.ndarray | np.generic) else "")
+        if kind:
+            values = np.asarray(x) if isinstance(x, np.ndarray | np.generic) else self._adapter.read(x)
+            self.arrays.append(values)
+            return {"kind": kind, "dtype": str(values.dtype), "shape": list(values.shape)}
+        if isinstance(x, PLAIN):
+            return {"plain": x}
+        if isinstance(x, dict):
+            return {"pairs": [[self._key(key), self._said(each)] for key, each in x.items()]}
+        if type(x) in (list, tuple):
+            return {"list": [self._said(each) for each in x], "is_tuple": isinstance(x, tuple)}
+        raise _NoStateError
+
+    def _key(self, key: Any) -> Any:
+        """A key of a dict: often it is a parameter, or the id of one."""
+        if id(key) in self._places:
+            return {"parameter": self._places[id(key)]}
+        if isinstance(key, int) and key in self._places:
+            return {"id": self._places[key]}
+        if not isinstance(key, KEYS):
+            raise _NoStateError
+        return {"plain": key}
+
+    def expect(self, told: dict[str, Any]) -> None:
+        """Take the root's description."""
+        self._told = told
+        for each in told.values():
+            self._expect(each)
+
+    def _expect(self, said: Any) -> None:
+        if "kind" in said:
+            self.arrays.append(np.empty(said["shape"], said["dtype"]))
+        for each in (*said.get("list", ()), *(value for _, value in said.get("pairs", ()))):
+            self._expect(each)
+
+    def restore(self, values: Sequence[Array]) -> None:
+        """Give the optimizer the state that was described, with these values of its arrays."""
+        rest = iter(values)
+        for name, said in self._told.items():
+            old, new = getattr(self._optimizer, name, None), self._made(said, rest)
+            if isinstance(old, dict) and isinstance(new, dict):  # others may refer to it
+                old.clear()
+                old.update(new)
+            elif isinstance(old, list) and isinstance(new, list):
+                old[:] = new
+            else:
+                setattr(self._optimizer, name, new)
+
+    def _made(self, said: Any, rest: Any) -> Any:
+        if "parameter" in said:
+            return self._parameters[said["parameter"]]
+        if "id" in said:
+            return id(self._parameters[said["id"]])
+        if "kind" in said:
+            return self._adapter.make(said["kind"], next(rest), self._parameters[0])
+        if "plain" in said:
+            return said["plain"]
+        if "pairs" in said:
+            return {self._made(key, rest): self._made(each, rest) for key, each in said["pairs"]}
+        found = [self._made(each, rest) for each in said["list"]]
+        return tuple(found) if said["is_tuple"] else found

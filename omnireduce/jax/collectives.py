@@ -1,0 +1,120 @@
+"""Collectives of pytrees of JAX: outside of a compiled function at once, within one by an ordered callback of the host.
+
+So collectives come in the order of the program, on all ranks alike. A callback runs in a thread of JAX, and they come
+one at a time: each takes the communicator over.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from omnireduce.data_parallel.broadcasting import moved
+from omnireduce.data_parallel.job import check_alike, check_rank, communicator
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
+from omnireduce.runtime.member.communicator import Communicator
+
+OnHost = Callable[[Communicator, list[Array]], list[Array]]
+
+_order = threading.RLock()  # of the collectives of this process
+_failures: list[Exception] = []  # of callbacks, the last one
+
+
+def allreduce(tree: Any, op: Op = "sum") -> Any:
+    """Combine the leaves of all ranks, element by element: a tree like this one. All ranks call this with the same
+    structure, shapes and dtypes.
+
+    Leaves: arrays of JAX or NumPy, or numbers, of any dtype that `omnireduce.allreduce` takes, bfloat16 among them.
+    Those of JAX stay on their devices, others become arrays of NumPy. `op`: sum, mean, min, max or prod, and of bool
+    any or all; mean needs floats. All leaves travel in one exchange for each dtype, but each large one in its own.
+
+    Works within `jax.jit`, not within `jax.vmap`; no gradient flows through. Raises what `omnireduce.allreduce` raises;
+    within a compiled function see `jit`.
+    """
+
+    def combined(comm: Communicator, arrays: list[Array]) -> list[Array]:
+        comm.allreduce(arrays, op=op)
+        return arrays
+
+    return _through_host(combined, tree)
+
+
+def broadcast(tree: Any, root: int = 0) -> Any:
+    """A tree with the leaves of rank `root`, bit by bit: of parameters, or the state of an optimizer. All ranks call
+    this with the same structure, shapes and dtypes.
+
+    The rest is as in `allreduce`. Raises UsageError on all ranks where their leaves differ in shape or dtype, and for a
+    root that there is not.
+    """
+    names = [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+    def of_root(comm: Communicator, arrays: list[Array]) -> list[Array]:
+        own = [(name, f"{each.dtype}{list(each.shape)}") for name, each in zip(names, arrays, strict=True)]
+        check_alike(comm, [("root", str(root)), *own], "")
+        return moved(comm, check_rank(comm, root, "root"), arrays, "")
+
+    return _through_host(of_root, tree)
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit` of a function with collectives, whose errors reach the caller as they are.
+
+    From a function that `jax.jit` alone has compiled comes an error of JAX, whose text has ours. `options`: those of
+    `jax.jit`. Calls return when their results are there: the host waits for other ranks anyway.
+    """
+    compiled = jax.jit(function, **options)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        _failures.clear()
+        try:
+            return jax.block_until_ready(compiled(*args, **kwargs))
+        except Exception as error:
+            found = _failures.pop() if _failures else None
+            if found is None or str(found) not in str(error):
+                raise
+            raise found from error
+
+    return called
+
+
+def _through_host(function: OnHost, tree: Any) -> Any:
+    """The tree with what `function` makes of its leaves, as arrays that belong to it: as many, of the same shapes and
+    dtypes."""
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    if any(isinstance(each, jax.core.Tracer) for each in leaves):
+        found = _when_it_runs(function, leaves)
+    else:
+        jax.effects_barrier()  # callbacks of what was called before come first, on all ranks
+        arrays = _on_host(function, [np.array(each, order="C") for each in leaves])
+        found = [
+            jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
+            for array, leaf in zip(arrays, leaves, strict=True)
+        ]
+    return jax.tree_util.tree_unflatten(structure, found)
+
+
+def _on_host(function: OnHost, arrays: list[Array]) -> list[Array]:
+    with _order:
+        comm = communicator()
+        comm.take_over()
+        return function(comm, arrays)
+
+
+def _when_it_runs(function: OnHost, leaves: Sequence[Any]) -> list[Any]:
+    def called(*given: Any) -> list[Array]:
+        try:
+            return _on_host(function, [np.array(each, order="C") for each in given])
+        except Exception as error:
+            _failures[:] = [error]
+            raise
+
+    shapes = [jax.ShapeDtypeStruct(np.shape(each), jax.dtypes.result_type(each)) for each in leaves]
+    return list(io_callback(called, shapes, *leaves, ordered=True))

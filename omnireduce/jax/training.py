@@ -1,0 +1,64 @@
+"""What a training with JAX calls beside collectives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from omnireduce import data_parallel
+from omnireduce.data_parallel.partition import Loader
+from omnireduce.jax.collectives import allreduce
+
+
+def partition_dataset(dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> tuple[Loader, int]:
+    """Deal out a dataset to the ranks, in batches of arrays of JAX: see
+    `omnireduce.data_parallel.partition_dataset`."""
+    return data_parallel.partition_dataset(
+        dataset, batch_size, seed=seed, shuffle=shuffle, to_tensor=jnp.asarray
+    )  # fmt: skip
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of a loss whose value and gradients are then averaged over all ranks, in one exchange.
+
+    The arguments are those of `jax.value_and_grad`. What `fun` returns beside the loss (`has_aux`) stays that of this
+    rank. Works within `jax.jit`. Raises what `allreduce` raises.
+    """
+    differentiated = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux, **options)
+
+    @functools.wraps(fun)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = differentiated(*args, **kwargs)
+        if not has_aux:
+            return allreduce((value, gradients), op="mean")
+        value, aux = value
+        value, gradients = allreduce((value, gradients), op="mean")
+        return (value, aux), gradients
+
+    return averaged
+
+
+class GradientTransformation(NamedTuple):
+    """A part of an optimizer, as optax has them: `init(params)` is its state, and `update(updates, state, params)` the
+    updates and its state after them."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+def average_gradients() -> GradientTransformation:
+    """A part of an optimizer that averages gradients over all ranks: put it first, for instance into `optax.chain`."""
+
+    def init(params: Any) -> tuple[()]:
+        return ()
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+        return allreduce(updates, op="mean"), state
+
+    return GradientTransformation(init, update)

@@ -1,0 +1,111 @@
+"""Needle's tensors as NumPy arrays.
+
+A tensor has its values in `realize_cached_data()`: a NumPy array where Needle computes with NumPy, otherwise an
+NDArray. Where its strides say that it lies in one piece, that begins at the address `_handle.ptr()`. On the processor
+it is read and written there; `numpy()` would copy it. On another device, it is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+
+TENSOR, NDARRAY, ARRAY = "Tensor", "NDArray", "array"
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)  # the only type of an NDArray
+
+
+class NeedleAdapter:
+    """How the tensors of Needle are read and written. Its module is that of the program."""
+
+    gradient_kind = TENSOR
+
+    def __init__(self) -> None:
+        import needle
+
+        self._needle = needle
+
+    def kind(self, x: Any) -> str:
+        """A tensor, what it computes with, or an array of NumPy."""
+        if isinstance(x, self._needle.Tensor):
+            return TENSOR
+        if isinstance(x, np.ndarray):
+            return ARRAY
+        return NDARRAY if hasattr(x, "_handle") and hasattr(x, "is_compact") else ""
+
+    def memory(self, x: Any) -> Array | None:
+        """That of the processor, where the values lie in one piece."""
+        data = x.realize_cached_data() if isinstance(x, self._needle.Tensor) else x
+        if not isinstance(data, np.ndarray):
+            return _memory_of(data)
+        return data if data.flags.c_contiguous and data.flags.writeable else None
+
+    def read(self, x: Any) -> Array:
+        """The values. They may be a copy."""
+        found = self.memory(x)
+        return np.asarray(x if isinstance(x, np.ndarray) else x.numpy()) if found is None else found
+
+    def write(self, x: Any, values: Array) -> None:
+        """The tensor gets new data. What else refers to the old data keeps it."""
+        if isinstance(x, np.ndarray):
+            x[...] = values
+        else:
+            x.data = self.make(TENSOR, values, x)
+
+    def make(self, kind: str, values: Array, beside: Any) -> Any:
+        """A new tensor, or what it computes with, on the device of the tensor `beside`."""
+        if kind == ARRAY:
+            return values
+        made = self._needle.Tensor(values, device=beside.device, dtype=str(values.dtype), requires_grad=False)
+        return made if kind == TENSOR else made.realize_cached_data()
+
+    def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
+        """All tensors among the attributes of the model and of its modules: Needle has no other word for them."""
+        return (
+            [] if self.kind(model) or isinstance(model, list | tuple | dict) else list(self._within(model, "", set()))
+        )
+
+    def _within(self, x: Any, path: str, seen: set[int]) -> Iterable[tuple[str, Any]]:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        if isinstance(x, self._needle.Tensor):
+            yield path.lstrip("."), x
+        elif isinstance(x, dict):
+            for key, each in x.items():
+                yield from self._within(each, f"{path}[{key!r}]", seen)
+        elif isinstance(x, list | tuple):
+            for at, each in enumerate(x):
+                yield from self._within(each, f"{path}[{at}]", seen)
+        elif isinstance(x, self._needle.nn.Module):
+            for name, each in vars(x).items():
+                yield from self._within(each, f"{path}.{name}", seen)
+
+
+def _memory_of(data: Any) -> Array | None:
+    """An array over the memory of an NDArray: None on other devices, and where its values do not lie in one piece."""
+    handle, device, shape = data._handle, data.device.name, data.shape
+    strides, size, memory = _compact(shape)
+    if data._strides != strides or handle.size != size or data._offset != 0:
+        return None
+    if device == "cpu_numpy":
+        found: Array = handle.array.reshape(shape)
+        return found
+    if device != "cpu" or not hasattr(handle, "ptr"):
+        return None
+    return np.ndarray(shape, FLOAT32, memory.from_address(handle.ptr())) if size else np.empty(shape, FLOAT32)
+
+
+@lru_cache(maxsize=4096)
+def _compact(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, Any]:
+    """The strides of an NDArray of this shape that lies in one piece, in elements, how many it has, and the type of its
+    memory."""
+    strides = [1]
+    for each in reversed(shape):
+        strides.append(strides[-1] * each)
+    return tuple(reversed(strides[:-1])), strides[-1], ctypes.c_char * (strides[-1] * FLOAT32.itemsize)

@@ -1,0 +1,161 @@
+"""A rank that does collectives of JAX, and trains with it; it prints a line of JSON for each way. Its values go to
+FOLDER."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import omnireduce
+import omnireduce.jax as ddp
+from omnireduce.errors import UsageError
+
+rank, SIZE = ddp.init()
+
+
+def tell(way: str, **what: Any) -> None:
+    sys.stdout.write(json.dumps({"rank": rank, "way": way, **what}) + "\n")
+    sys.stdout.flush()
+
+
+def tree() -> dict[str, Any]:
+    return {
+        "half": jnp.full((2, 3), rank + 0.5, jnp.bfloat16),
+        "many": [jnp.full(400_000, rank + 1.0), jnp.arange(3) + rank],
+        "none": None,
+        "scalar": jnp.float32(rank),
+    }
+
+
+def shown(found: Any) -> list[Any]:
+    return [
+        [
+            str(each.dtype),
+            list(each.shape),
+            np.unique(np.asarray(each, np.float64)).tolist(),
+            isinstance(each, jax.Array),
+        ]
+        for each in jax.tree_util.tree_leaves(found)
+    ]
+
+
+def summed() -> None:
+    of_numpy = np.full(2, rank + 1.0)  # float64, though JAX has no such numbers here
+    tell(
+        "summed",
+        direct=shown(ddp.allreduce(tree())),
+        compiled=shown(jax.jit(ddp.allreduce)(tree())),
+        largest=shown(jax.jit(lambda x: ddp.allreduce(x, op="max"))(jnp.array([rank, -rank]))),
+        of_numpy=shown(ddp.allreduce([of_numpy, 1.5], op="mean")),
+        kept=of_numpy.tolist(),
+        empty=ddp.allreduce({"nothing": None}),
+    )
+
+
+def in_order() -> None:
+    """Compiled and direct calls in turns; what is compiled may still be under way when the next one begins."""
+    step = jax.jit(lambda x: ddp.allreduce(ddp.allreduce(x, op="max") + 1, op="sum"))
+    found, x = [], jnp.float32(rank)
+    for at in range(20):
+        later = step(x + at)
+        found.append(float(ddp.allreduce(jnp.float32(rank), op="min")))
+        found.append(float(later))
+    tell("in order", alike=found == [each for at in range(20) for each in (0.0, SIZE * (SIZE - 1.0 + at + 1))])
+
+
+def from_a_root() -> None:
+    found = {"w": jnp.array([rank, jnp.nan, -0.0]), "t": np.array([rank], np.int8)}
+    compiled = jax.jit(lambda x: ddp.broadcast(x, root=1))(jnp.full(2, rank))
+    of_root = ddp.broadcast(found, root=SIZE - 1)
+    bits = np.asarray(of_root["w"]).tobytes().hex()
+    assert ddp.broadcast({"nothing": None}) == {"nothing": None}
+    tell("from a root", bits=bits, t=of_root["t"].tolist(), compiled=compiled.tolist())
+
+
+def loss_of(params: dict[str, Any], x: Any, y: Any) -> tuple[Any, Any]:
+    error = jnp.tanh(x @ params["w"]) @ params["v"] - y
+    return jnp.mean(error**2), len(x)
+
+
+def trained(way: str, compiling: Any, transformation: bool) -> None:
+    """Batches of twelve can be divided among ranks."""
+    chance = np.random.default_rng(5)
+    x, y = (chance.standard_normal((36, width)).astype(np.float32) for width in (4, 2))
+    loader, _ = ddp.partition_dataset((x, y), 12)
+    own = np.random.default_rng(rank)
+    params = ddp.broadcast({name: jnp.asarray(own.standard_normal(shape), jnp.float32)
+                            for name, shape in (("w", (4, 5)), ("v", (5, 2)))})  # fmt: skip
+    averages = ddp.average_gradients()
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        if transformation:
+            gradients, _ = averages.update(jax.grad(loss_of, has_aux=True)(params, x, y)[0], averages.init(params))
+        else:
+            (_, samples), gradients = ddp.value_and_grad(loss_of, has_aux=True)(params, x, y)
+            assert samples == 12 // SIZE
+        return jax.tree_util.tree_map(lambda p, g: p - 0.125 * g, params, gradients)
+
+    step = compiling(step)
+    for _ in range(3):
+        for batch in loader:
+            params = step(params, *batch)
+    tell(way, bits={name: np.asarray(each).tobytes().hex() for name, each in params.items()})
+    np.savez(Path(sys.argv[1]) / f"{way}-{SIZE}-{rank}.npz", **params)
+
+
+def loss_is_averaged() -> None:
+    value, gradient = ddp.value_and_grad(lambda p: p * (rank + 1.0))(jnp.float32(2))
+    tell("loss", value=float(value), gradient=float(gradient))
+
+
+def wrong() -> None:
+    found = []
+    for call in (
+        lambda: ddp.allreduce(jnp.arange(3), op="mean"),
+        lambda: ddp.jit(lambda x: ddp.allreduce(x, op="mean"))(jnp.arange(3)),
+        lambda: ddp.broadcast(jnp.zeros(2), root=SIZE),
+        lambda: ddp.broadcast({"w": jnp.zeros(2 + rank)}),
+        lambda: ddp.jit(lambda x: ddp.broadcast(x))(jnp.zeros(2 + rank)),
+    ):
+        try:
+            call()
+        except UsageError as error:
+            found.append(str(error))
+    try:
+        jax.block_until_ready(jax.jit(lambda x: ddp.allreduce(x, op="mean"))(jnp.arange(3)))
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {'expected a float type' in str(error) or 'mean' in str(error)}")
+    try:
+        ddp.jit(lambda x: x + y_that_is_not_there)(jnp.zeros(2))  # noqa: F821
+    except NameError as error:
+        found.append(str(error))
+    tell("wrong", errors=found)
+
+
+if sys.argv[2:] == ["dies"]:
+    step = ddp.jit(lambda x: ddp.allreduce(x))
+    for at in range(1000):
+        if (rank, at) == (1, 3):
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            step(jnp.ones(3))
+        except omnireduce.AbortedError as error:
+            tell("died", step=at, culprit=error.culprit.split()[:2])
+            break
+else:
+    trained("compiled", jax.jit, False)
+    trained("direct", lambda step: step, False)
+    trained("transformed", ddp.jit, True)
+    if SIZE > 1:
+        for way in (summed, in_order, from_a_root, loss_is_averaged, wrong):
+            way()
+ddp.shutdown()
