@@ -10,59 +10,21 @@ results have the same bits as those of other schedules, but for what follows fro
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from omnireduce.block_program import FIRST_COLUMN, MAX_COLUMNS, REGISTERS, Operation
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather
 from omnireduce.programs.expressions import Bool, Expression, Float32, Tensor, short
+from omnireduce.programs.mixing import Mixing
 from omnireduce.programs.operations import Norm, ReduceTensor, Summation, Update, WholeReduction
+from omnireduce.programs.phases import Phase, Scalar
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.pointwise import Arithmetic, Cast, Ite, Pointwise, Sqrt
 from omnireduce.programs.stages import FusedAllReduce
 
 IN_PLACE = {"+": Operation.ADD, "-": Operation.SUBTRACT, "*": Operation.MULTIPLY, "/": Operation.DIVIDE}
 FROM_RIGHT = {"+": Operation.ADD, "-": Operation.SUBTRACT_FROM, "*": Operation.MULTIPLY, "/": Operation.DIVIDE_INTO}
-
-
-class Scalar(NamedTuple):
-    """A number of an instruction: that of a node without dimensions, or its negative."""
-
-    node: Expression
-    negated: bool = False
-
-
-@dataclass
-class Phase:
-    """The instructions of one exchange: the code without its scalars, these, and the totals that it gives."""
-
-    code: list[tuple[Operation, int, int, int]] = field(default_factory=list)
-    scalars: list[Scalar] = field(default_factory=list)
-    totals: list[WholeReduction] = field(default_factory=list)
-
-    def add(self, operation: Operation, target: int, operand: int = 0, *scalars: Scalar, third: int = 0) -> None:
-        place = len(self.scalars) if scalars else third
-        self.scalars += scalars
-        self.code.append((operation, target, operand, place))
-
-
-class _Scaled(NamedTuple):
-    """A product of a number and a tensor."""
-
-    product: Expression
-    number: Expression
-    tensor: Expression
-
-
-class _Mix(NamedTuple):
-    """An instruction for several operations, of which those in `absorbed` are no work of their own."""
-
-    operation: Operation
-    first: Expression
-    second: Expression
-    scalars: tuple[Scalar, ...]
-    absorbed: list[Expression]
 
 
 class Lowered(NamedTuple):
@@ -102,13 +64,9 @@ class _Lowering:
         self._columns: list[Expression] = list(dict.fromkeys([*self._tensors()]))
         self._place = {each: FIRST_COLUMN + at for at, each in enumerate(self._columns)}
         self._place[stage.reduce_scatter] = 0
-        self._done, self._absorbed = set[Expression](), set[Expression]()
+        self._done, mixing = set[Expression](), Mixing(pipeline, self._phase_of, self._updated)
+        self._mixes, self._absorbed = mixing.mixes, mixing.absorbed
         self._free: list[int] = []
-        self._mixes = dict[Expression, _Mix]()
-        for node in reversed(pipeline.nodes):
-            if node not in self._absorbed and (mix := self._combined(node)) is not None:
-                self._mixes[node] = mix
-                self._absorbed.update(mix.absorbed)
 
     def _known_in(self, operand: Expression) -> int:
         """In which phase an operand can be used first."""
@@ -284,52 +242,6 @@ class _Lowering:
     def _copy(self, phase: Phase, target: int, node: Expression) -> None:
         if self._place[node] != target:
             phase.add(Operation.COPY, target, self._place[node])
-
-    def _combined(self, node: Expression) -> _Mix | None:
-        """`a * x + b * y`, `a * x + b * (y * y)`, `x + b * y` or `x - b * y` as one instruction, if `node` is that."""
-        if not isinstance(node, Arithmetic) or node.symbol not in "+-" or not all(x.type.shape for x in node.operands):
-            return None
-        one, other = node.operands
-        first, second = self._scaled(one, node), self._scaled(other, node)
-        if node.symbol == "+" and first and second:
-            if self._updates(node, second.tensor):
-                first, second, one, other = second, first, other, one
-            square = self._squared(second.tensor, second.product)
-            absorbed = [first.product, second.product, *([second.tensor] if square is not None else [])]
-            operation = Operation.MIX if square is None else Operation.MIX_SQUARE
-            operand = second.tensor if square is None else square
-            if operand is first.tensor:
-                return None
-            return _Mix(operation, first.tensor, operand, (Scalar(first.number), Scalar(second.number)), absorbed)
-        if node.symbol == "+" and first and not second:
-            one, second = other, first
-        if second is None or second.tensor is one:
-            return None
-        number = Scalar(second.number, negated=node.symbol == "-")
-        return _Mix(Operation.ADD_SCALED, one, second.tensor, (number,), [second.product])
-
-    def _updates(self, node: Expression, tensor: Expression) -> bool:
-        return node in self._updated and self._updated[node].tensor is tensor
-
-    def _is_inner(self, node: Expression, user: Expression) -> bool:
-        """Whether only `user` needs it, in the same phase."""
-        same = self._phase_of[node] == self._phase_of[user]
-        others = [each for each in self._pipeline.users[node] if each is not user]
-        return same and not others and node not in self._updated and node not in self._pipeline.outputs
-
-    def _scaled(self, node: Expression, user: Expression) -> _Scaled | None:
-        """Of `number * tensor` its parts."""
-        if not isinstance(node, Arithmetic) or node.symbol != "*" or not self._is_inner(node, user):
-            return None
-        one, other = node.operands
-        if bool(one.type.shape) == bool(other.type.shape):
-            return None
-        return _Scaled(node, other, one) if one.type.shape else _Scaled(node, one, other)
-
-    def _squared(self, node: Expression, user: Expression) -> Expression | None:
-        """Of `tensor * tensor` the tensor."""
-        is_square = isinstance(node, Arithmetic) and node.symbol == "*" and node.operands[0] is node.operands[1]
-        return node.operands[0] if is_square and self._is_inner(node, user) else None
 
     def _arithmetic(self, phase: Phase, node: Arithmetic, target: int) -> None:
         one, other = node.operands

@@ -14,8 +14,9 @@ from omnireduce.layout import Layout as Blocks
 from omnireduce.layout import Stripes
 from omnireduce.programs.expressions import Constant, Expression, Tensor, Variable
 from omnireduce.programs.layouts import Layout
-from omnireduce.programs.lowering import Phase, lowered
+from omnireduce.programs.lowering import lowered
 from omnireduce.programs.operations import Update, WholeReduction
+from omnireduce.programs.phases import Phase
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, bound_sizes, compute, input_value, sizes_in
 from omnireduce.runtime.member.communicator import Communicator
