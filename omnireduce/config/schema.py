@@ -199,9 +199,9 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_job_bytes: Annotated[
         int,
         _meta(
-            "most slot memory of one job on one shard, which is (world size + 1) x protocol.slots x "
-            "protocol.slot_bytes: the default is enough for 226 ranks with the default slots; over tcp results may "
-            "take as much again",
+            "most memory of slots and state of one job on one shard, which is (world size + 1) x protocol.slots x "
+            "protocol.slot_bytes + protocol.state_bytes: the default is enough for 226 ranks with the default slots; "
+            "over tcp results may take as much again",
             "bytes",
             ge=2**20,
             le=2**40,
@@ -213,7 +213,7 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_bytes: Annotated[
         int,
         _meta(
-            "most slot memory of all jobs together on one shard; no less than max_job_bytes",
+            "most memory of slots and state of all jobs together on one shard; no less than max_job_bytes",
             "bytes",
             ge=2**20,
             le=2**44,

@@ -112,4 +112,6 @@ class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ()
     max_jobs: Annotated[int, meta("most of its jobs at once", "jobs", ge=1, le=65536)] = 65536
     max_ranks: Annotated[int, meta("most ranks of its jobs together", "ranks", ge=1, le=2**20)] = 2**20
-    max_bytes: Annotated[int, meta("most slot memory of its jobs together", "bytes", ge=2**20, le=2**44)] = 2**44
+    max_bytes: Annotated[
+        int, meta("most memory of slots and state of its jobs together", "bytes", ge=2**20, le=2**44)
+    ] = 2**44
