@@ -63,6 +63,7 @@ class ShardedOptimizer:
         self._root, self._kept_here = root, dict[str, Any]()
         self._group: Communicator | None = None
         self._formation: object = None
+        self._opened = 0  # how many groups were made in this formation
 
     @property
     def rule(self) -> Rule:
@@ -97,8 +98,10 @@ class ShardedOptimizer:
         return self._group
 
     def _open(self) -> Communicator:
-        self._formation = self.comm.formation
-        found = self.comm.create_group(name=self._name, state_bytes=self.state_bytes)
+        if self._formation is not self.comm.formation:
+            self._formation, self._opened = self.comm.formation, 0
+        self._opened += 1  # a rank that has just joined counts with the others
+        found = self.comm.create_group(name=f"{self._name}.{self._opened}", state_bytes=self.state_bytes)
         found.drives_in_background = False  # the thread that ends a step drives it
         return found
 
@@ -210,9 +213,8 @@ class ShardedOptimizer:
     def _restart(self, root: int, steps: int, kept: Callable[[str, str], Array | None]) -> None:
         """Begin anew with the weights of `root`, after so many steps as that rank says. What is kept is the sum of what
         all ranks have: `kept(parameter, what)` gives this rank's share, zeros in the rest, or None."""
-        if self._group is None or self._formation is not self.comm.formation:
-            self._group = self._open()
-        group = self._group
+        self.close()  # its job may have failed
+        self._group = group = self._open()
         self._begin(group, root)
         self.steps = int(group.broadcast(np.array([steps]), root)[0])
         for part in self._parts if self.steps else ():

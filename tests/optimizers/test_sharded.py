@@ -15,7 +15,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 from msgspec.structs import replace
 
-from omnireduce import Communicator, ElasticState, RefusedError, UsageError, run_elastic
+from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.dtypes import Array
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd
 from omnireduce.optimizers.saved import SavedParts, save_part
@@ -213,6 +213,28 @@ def test_a_training_outlives_a_shard(stack: ExitStack) -> None:
         assert killed.is_set()
         assert generation > 1
         assert (weights == weight).all()
+
+
+def test_a_step_that_failed_is_made_again(daemon: Daemon) -> None:
+    """One rank has another learning rate, and so ends the job of the optimizer; that of the ranks goes on."""
+    rule = Sgd(lr=0.5, momentum=0.5)
+
+    def run(comm: Communicator) -> Array:
+        weights = np.zeros(3000, np.float32)
+        with ShardedOptimizer([weights], rule, comm=comm) as optimizer:
+            optimizer.step([np.ones(3000, np.float32)])
+            optimizer.commit()
+            kept = weights.copy()
+            optimizer.rule = Sgd(lr=0.5 + comm.rank, momentum=0.5)
+            with pytest.raises(AbortedError):
+                optimizer.step([np.ones(3000, np.float32)])
+            optimizer.rule, weights[:] = rule, kept
+            optimizer.restore()
+            optimizer.step([np.ones(3000, np.float32)])
+            return weights
+
+    for weights in run_job(configured(daemon.addresses), 3, run):
+        assert (weights == -0.5 - 0.75).all()
 
 
 def test_the_learning_rate_may_change(daemon: Daemon) -> None:
