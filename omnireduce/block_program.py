@@ -16,6 +16,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import msgspec
+import numpy as np
 
 from omnireduce.errors import UsageError
 
@@ -27,6 +28,7 @@ MAX_COLUMNS, MAX_CELLS, MAX_TOTALS = 8, 4, 4
 MAX_STATE = (1 << 16) - 1
 PROGRAM_ELEMENTS = 1 << 14  # most of a block: a shard runs a program on a whole block in one step
 TOTAL_BYTES = 8  # of one total, a float64
+SCALAR_BYTES = 4  # of one scalar, a float32
 
 
 class Operation(IntEnum):
@@ -48,7 +50,7 @@ class Operation(IntEnum):
     ADD_SCALED = 10  # d += a * s
     MIX = 11  # d = d * s + a * t
     MIX_SQUARE = 12  # d = d * s + a * a * t
-    ROOT = 13  # d = square root of a * s + t
+    ROOT = 13  # d = (square root of a) * s + t
     SELECT = 14  # d = a where d is not 0, else the operand whose number stands in place of a scalar
     FILL = 15  # d = s
     ADD_SCALAR = 16  # d += s
@@ -71,6 +73,12 @@ LAST_OPERATION = int(max(Operation))
 TWO_OPERANDS = range(Operation.COPY, Operation.SELECT + 1)
 ONE_SCALAR = (Operation.ADD_SCALED, Operation.FILL, Operation.ADD_SCALAR, Operation.SCALE)
 TWO_SCALARS = (Operation.MIX, Operation.MIX_SQUARE, Operation.ROOT)
+WORK = {  # what an operation costs, where one pass over a block counts 1
+    Operation.EXPONENTIAL: 25,
+    Operation.LOGARITHM: 35,
+    Operation.TANH: 90,
+    **dict.fromkeys((Operation.BLOCK_SUM, Operation.ADD_TO_TOTAL), 4),
+}
 WITH_CELL = (Operation.LOAD_CELL, Operation.STORE_CELL)
 
 
@@ -79,7 +87,8 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
 
     `state`: the number that the ranks have given to the state. It comes into being, all zeros, when a program first
     names it, and ends with its generation of the job. `columns`, `cells`: how many numbers it keeps for each element,
-    and for each block. `code`: INSTRUCTION_BYTES for each instruction. `scalars`: its constants, of this time.
+    and for each block. `code`: INSTRUCTION_BYTES for each instruction. `scalars`: its constants, as `packed` gives
+    them: programs are compared by their bits.
     `every_block`: it also runs on blocks that no rank has brought, whose sum is zero, and all blocks are results; else
     those blocks stay as they are. `totals`: how many it adds up. `drops`: the state ends after this time. `returns`
     False: no block is a result, the ranks get the totals only.
@@ -89,7 +98,7 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
     columns: int
     cells: int
     code: bytes
-    scalars: tuple[float, ...] = ()
+    scalars: bytes = b""
     every_block: bool = False
     totals: int = 0
     drops: bool = False
@@ -104,17 +113,30 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
         return len(self.code) // INSTRUCTION_BYTES
 
     @property
+    def work(self) -> int:
+        """What it costs to run on a block, in passes over that."""
+        return sum(WORK.get(Operation(each), 1) for each in self.code[::INSTRUCTION_BYTES])
+
+    @property
     def total_bytes(self) -> int:
         """What stands behind the last result of a shard."""
         return self.totals * TOTAL_BYTES
+
+    @property
+    def numbers(self) -> list[float]:
+        """Its scalars."""
+        found: list[float] = np.frombuffer(self.scalars, np.float32).tolist()
+        return found
 
     def _wrong_size(self) -> str:
         if len(self.code) % INSTRUCTION_BYTES or len(self) > MAX_INSTRUCTIONS:
             most = MAX_INSTRUCTIONS * INSTRUCTION_BYTES
             return f"code of {len(self.code)} bytes; expected a multiple of {INSTRUCTION_BYTES} up to {most}"
+        if len(self.scalars) % SCALAR_BYTES:
+            return f"scalars of {len(self.scalars)} bytes; expected a multiple of {SCALAR_BYTES}"
         limits = {
             "state": (self.state, MAX_STATE), "columns": (self.columns, MAX_COLUMNS), "cells": (self.cells, MAX_CELLS),
-            "scalars": (len(self.scalars), MAX_SCALARS), "totals": (self.totals, MAX_TOTALS),
+            "scalars": (len(self.scalars) // SCALAR_BYTES, MAX_SCALARS), "totals": (self.totals, MAX_TOTALS),
         }  # fmt: skip
         for what, (found, most) in limits.items():
             if not 0 <= found <= most:
@@ -137,14 +159,21 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
             return f"{where} ({operation.name}) uses operand {max(used)} of {FIRST_COLUMN + self.columns}"
         if len(set(used)) < len(used):
             return f"{where} ({operation.name}) uses an operand twice"
+        scalars = len(self.scalars) // SCALAR_BYTES
         kinds = (
-            ("scalar", ONE_SCALAR, len(self.scalars)), ("scalar", TWO_SCALARS, len(self.scalars) - 1),
+            ("scalar", ONE_SCALAR, scalars), ("scalar", TWO_SCALARS, scalars - 1),
             ("cell", WITH_CELL, self.cells), ("total", (Operation.ADD_TO_TOTAL,), self.totals),
         )  # fmt: skip
         for what, those, count in kinds:
             if operation in those and third >= count:
                 return f"{where} ({operation.name}) uses {what} {third} of {count}"
         return ""
+
+
+def packed(*numbers: float) -> bytes:
+    """Scalars as a program has them: float32."""
+    with np.errstate(over="ignore"):
+        return np.array(numbers, np.float32).tobytes()
 
 
 class Assembly:
@@ -161,4 +190,4 @@ class Assembly:
 
     def program(self, state: int, columns: int, cells: int, **options: object) -> BlockProgram:
         """What a shard gets. `options` are fields of BlockProgram."""
-        return BlockProgram(state, columns, cells, bytes(self._code), tuple(self._scalars), **options)  # type: ignore[arg-type]
+        return BlockProgram(state, columns, cells, bytes(self._code), packed(*self._scalars), **options)  # type: ignore[arg-type]

@@ -264,7 +264,7 @@ def _unshown(each: Descriptor) -> list[str]:
         f"{each.parts} parts",
         f"root {each.root}",
         f"seed {each.seed}",
-        f"scalars {() if each.program is None else each.program.scalars}"[:SHOWN],
+        f"scalars {[] if each.program is None else each.program.numbers}"[:SHOWN],
         f"{each.program}"[:SHOWN],
     ]
 

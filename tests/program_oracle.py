@@ -71,8 +71,8 @@ class Oracle:
         for at in range(0, len(program.code), INSTRUCTION_BYTES):
             number, d, a, third = program.code[at : at + INSTRUCTION_BYTES]
             operation = Operation(number)
-            s, t = np.array([*program.scalars, 0, 0], F)[
-                [min(each, len(program.scalars)) for each in (third, third + 1)]
+            s, t = np.array([*program.numbers, 0, 0], F)[
+                [min(each, len(program.numbers)) for each in (third, third + 1)]
             ]
             if operation in WITH_OPERAND:
                 operands[d] = WITH_OPERAND[operation](operands[d], operands[a], s, t)

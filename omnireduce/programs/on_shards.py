@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
+from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation, packed
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout as Blocks
@@ -118,7 +118,7 @@ class OnShards:
             number = float(self._number(each.node, known))
             scalars.append(-number if each.negated else number)
         return BlockProgram(
-            STATE, len(self._lowered.columns), 0, b"".join(bytes(each) for each in phase.code), tuple(scalars),
+            STATE, len(self._lowered.columns), 0, b"".join(bytes(each) for each in phase.code), packed(*scalars),
             every_block=not self._lazy or len(self._lowered.phases) > 1, totals=len(phase.totals), returns=returns,
         )  # fmt: skip
 

@@ -63,14 +63,14 @@ class Running:
     def __init__(self, program: BlockProgram, state: Array, stripes: Stripes, elements: int, block_size: int) -> None:
         self.program, self._state, self._stripes, self._elements = program, state, stripes, elements
         self._code = np.frombuffer(program.code, np.uint8).reshape(-1, INSTRUCTION_BYTES)
-        self._scalars = np.array((*program.scalars, 0.0), np.float32)
+        self._scalars = np.array((*program.numbers, 0.0), np.float32)
         self._registers = np.zeros((FIRST_COLUMN, block_size), np.float32)
         self.totals = np.zeros(program.totals, np.float64)
 
     @property
     def work(self) -> int:
         """How many numbers it touches for each element."""
-        return 1 + len(self.program) + self.program.columns
+        return 1 + self.program.work + self.program.columns
 
     def run(self, op: int, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array) -> None:
         """Combine `parts`, as `Union.plan` lists them, of `slots` into `out`, (blocks, block size), and run on each

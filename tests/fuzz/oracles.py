@@ -44,7 +44,7 @@ def program_is_proper(found: Descriptor) -> bool:
         and program.columns in range(9)
         and program.cells in range(5)
         and program.totals in range(5)
-        and len(program.scalars) <= 16
+        and len(program.scalars) in range(0, 65, 4)
         and len(program.code) in range(0, 257, 4)
     )
     for at in range(0, len(program.code), 4):
@@ -56,7 +56,7 @@ def program_is_proper(found: Descriptor) -> bool:
             and operation < 30
             and all(each < 8 + program.columns for each in arrays)
             and len(set(arrays)) == len(arrays)
-            and (scalars == 0 or third + scalars <= len(program.scalars))
+            and (scalars == 0 or third + scalars <= len(program.scalars) // 4)
             and (operation not in (27, 28) or third < program.cells)
             and (operation != 29 or third < program.totals)
         )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_oracle import Oracle
 
-from omnireduce.block_program import FIRST_COLUMN, BlockProgram, Operation
+from omnireduce.block_program import FIRST_COLUMN, BlockProgram, Operation, packed
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
@@ -22,7 +22,7 @@ ELEMENTS = BLOCK * BLOCKS - 3
 ROUNDED = (Operation.EXPONENTIAL, Operation.LOGARITHM, Operation.TANH)  # libraries differ in the last bits
 SUMMED = (Operation.BLOCK_SUM, Operation.ADD_TO_TOTAL)
 EXACT = [each for each in Operation if each not in ROUNDED + SUMMED]
-SCALARS = (0.5, -2.0, 1.25, 0.0)
+SCALARS = packed(0.5, -2.0, 1.25, 0.0)
 
 
 @st.composite

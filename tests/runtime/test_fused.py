@@ -8,7 +8,7 @@ from local_cluster import Daemon, configured, run_job
 from program_oracle import Oracle
 
 from omnireduce import Communicator, UsageError
-from omnireduce.block_program import BlockProgram, Operation
+from omnireduce.block_program import BlockProgram, Operation, packed
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 
@@ -22,7 +22,7 @@ def code(*instructions: tuple[int, ...]) -> bytes:
 def momentum(*, every: bool, rate: float = 0.5) -> BlockProgram:
     """m = m / 2 + g; w -= rate * m, and the totals of m and 1."""
     return BlockProgram(
-        state=7, columns=2, cells=1, scalars=(0.5, -rate, 1.0), every_block=every, totals=2,
+        state=7, columns=2, cells=1, scalars=packed(0.5, -rate, 1.0), every_block=every, totals=2,
         code=code(
             (Operation.SCALE, MOMENTUM, 0, 0),
             (Operation.ADD, MOMENTUM, 0),
@@ -73,7 +73,7 @@ def test_a_program_runs_on_each_sum(config: Config, elements: int, every: bool) 
 def test_rows_go_through_a_program(config: Config) -> None:
     """Each row has a cell, which counts how often it was summed."""
     count = BlockProgram(
-        state=1, columns=0, cells=1, scalars=(1.0,),
+        state=1, columns=0, cells=1, scalars=packed(1.0),
         code=code(
             (Operation.LOAD_CELL, 1, 0, 0), (Operation.ADD_SCALAR, 1, 0, 0), (Operation.STORE_CELL, 1, 0, 0),
             (Operation.ADD, 0, 1),
@@ -184,9 +184,10 @@ def test_wrong_arguments_are_told(daemon: Daemon) -> None:
         ({"code": code((Operation.ADD, 0, 9))}, r"instruction 0 \(ADD\) uses operand 9 of 9"),
         ({"code": code((Operation.ADD, 1, 1))}, "uses an operand twice"),
         ({"code": code((Operation.SELECT, 1, 2, 2))}, "uses an operand twice"),
-        ({"code": code((Operation.SCALE, 1, 0, 1)), "scalars": (1.0,)}, "uses scalar 1 of 1"),
+        ({"code": code((Operation.SCALE, 1, 0, 1)), "scalars": packed(1.0)}, "uses scalar 1 of 1"),
         ({"code": code((Operation.STORE_CELL, 1, 0, 0))}, "uses cell 0 of 0"),
         ({"code": code((Operation.ADD_TO_TOTAL, 1, 0, 2)), "totals": 2}, "uses total 2 of 2"),
+        ({"scalars": b"abc"}, "scalars of 3 bytes"),
         ({"columns": 9}, "columns 9; expected 0 to 8"),
         ({"state": -1}, "state -1; expected 0 to 65535"),
     ],
