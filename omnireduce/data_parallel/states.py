@@ -11,6 +11,7 @@ from omnireduce.data_parallel.adapters import ARRAY, Adapter
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
+NUMBERS = "biufc"  # kinds of NumPy arrays that travel
 PLAIN = bool, int, float, str, bytes, type(None)
 KEYS = bool, int, float, str, bytes, type(None), tuple
 
@@ -45,9 +46,13 @@ class State:
     def _said(self, x: Any) -> Any:
         if id(x) in self._places:  # the attribute has the parameters themselves
             raise _NoStateError
-        kind = self._adapter.kind(x) or (ARRAY if isinstance(x, np.ndarray | np.generic) else "")
+        if isinstance(x, np.ndarray) and x.dtype.kind not in NUMBERS:
+            raise _NoStateError
+        if isinstance(x, np.generic) and x.dtype.kind in NUMBERS:
+            return {"number": x.item(), "dtype": str(x.dtype)}
+        kind = self._adapter.kind(x) or (ARRAY if isinstance(x, np.ndarray) else "")
         if kind:
-            values = np.asarray(x) if isinstance(x, np.ndarray | np.generic) else self._adapter.read(x)
+            values = x if isinstance(x, np.ndarray) else self._adapter.read(x)
             self.arrays.append(values)
             return {"kind": kind, "dtype": str(values.dtype), "shape": list(values.shape)}
         if isinstance(x, PLAIN):
@@ -100,6 +105,8 @@ class State:
             return id(self._parameters[said["id"]])
         if "kind" in said:
             return self._adapter.make(said["kind"], next(rest), self._parameters[0])
+        if "number" in said:
+            return np.dtype(said["dtype"]).type(said["number"])
         if "plain" in said:
             return said["plain"]
         if "pairs" in said:

@@ -11,6 +11,7 @@ from omnireduce.block_program import PROGRAM_ELEMENTS, BlockProgram
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
+from omnireduce.runtime.member.arguments import check_rows
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
 
@@ -32,6 +33,10 @@ class Part(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+
+    def checked(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the gradients that a user gives, those of these parameters, as they travel. Raises UsageError."""
+        ...
 
     def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
         """Start the exchange of a step, with the gradients that this rank has."""
@@ -68,10 +73,12 @@ class Dense:
     def layout(self) -> Layout:
         return Layout(self._elements, self.block_size)
 
+    def checked(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        mine = [each for each in self.parameters if each.name in gradients]
+        return {each.name: dense_gradient(each, gradients[each.name]) for each in mine}
+
     def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
-        given = {
-            each.name: dense_gradient(each, gradients[each.name]) for each in self.parameters if each.name in gradients
-        }
+        given = {each.name: gradients[each.name] for each in self.parameters if each.name in gradients}
         own = next(iter(given.values()), None)
         if own is not None and not self._is_alone:
             own = self._fill(self._gradients, given)
@@ -113,6 +120,12 @@ class Table:
     def layout(self) -> Layout:
         return Layout(self._weights.size, self._weights.shape[1])
 
+    def checked(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        parameter = self.parameters[0]
+        return (
+            {parameter.name: row_gradients(parameter, gradients[parameter.name])} if parameter.name in gradients else {}
+        )
+
     def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
         name, n_rows = self.parameters[0].name, len(self._weights)
         indices, values = gradients.get(name, self._no_rows())
@@ -132,7 +145,7 @@ class Table:
         comm.fused_allreduce_rows(*rows, program, n_rows=len(self._weights), out=self._weights)
 
     def receive(self, comm: Communicator, program: BlockProgram, *, wanted: bool) -> dict[str, Array]:
-        found = comm.fused_allreduce_rows(*self._no_rows(), program, n_rows=len(self._weights))
+        found = comm.fused_allreduce_rows(*self._no_rows(), program, n_rows=len(self._weights), wanted=wanted)
         return {self.parameters[0].name: found.rows.copy()} if wanted else {}
 
 
@@ -143,6 +156,23 @@ def dense_gradient(parameter: Parameter, given: Any) -> Array:
         what = f"{given.dtype}{list(given.shape)}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
         raise UsageError(f"the gradient of {parameter.name} is {what}; expected float32{list(weights.shape)}")
     return np.ascontiguousarray(given).reshape(-1)
+
+
+def row_gradients(parameter: Parameter, given: Any) -> tuple[Array, Array]:
+    """Rows that a user has given, as a gradient. Raises UsageError."""
+    n_rows, width = parameter.weights.shape
+    try:
+        indices, values = given
+        check_rows(indices, values, n_rows)
+        fits = values.dtype == np.float32 and values.shape[1] == width
+    except (TypeError, ValueError, AttributeError, UsageError) as error:
+        raise UsageError(f"the gradient of {parameter.name}: expected (indices, rows): {error}") from None
+    if not fits:
+        raise UsageError(
+            f"the gradient of {parameter.name} has rows of {values.dtype}{list(values.shape[1:])}; expected "
+            f"float32[{width}]"
+        )
+    return indices, values
 
 
 def parts_of(parameters: Sequence[Parameter], tables: set[str], block_size: int, *, apart: bool) -> list[Part]:

@@ -37,7 +37,6 @@ class Rule:
     `by_norms`: a step needs norms of whole tensors, and then takes two exchanges.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ()
     cells: ClassVar[tuple[str, ...]] = ()
     by_norms: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = False
@@ -55,6 +54,10 @@ class Rule:
     def _limits(self) -> list[tuple[str, float, float]]:
         """The fields that have limits: name, the least, and what it is less than."""
         return [("lr", 0, math.inf), ("weight_decay", 0, math.inf)]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def initial(self) -> float:
@@ -89,7 +92,6 @@ class Rule:
 class Sgd(Rule):
     """Gradient descent, with momentum if `momentum` is not 0, Nesterov's if `nesterov`. See torch.optim.SGD."""
 
-    columns: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
@@ -101,6 +103,10 @@ class Sgd(Rule):
 
     def _limits(self) -> list[tuple[str, float, float]]:
         return [*super()._limits(), ("momentum", 0, math.inf), ("dampening", 0, math.inf)]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
 
     @property
     def changes_absent(self) -> bool:
@@ -122,7 +128,6 @@ class Sgd(Rule):
 class Adagrad(Rule):
     """See torch.optim.Adagrad."""
 
-    columns: ClassVar[tuple[str, ...]] = ("sum",)
     lr: float = 1e-2
     lr_decay: float = 0.0
     initial_accumulator_value: float = 0.0
@@ -130,6 +135,10 @@ class Adagrad(Rule):
 
     def _limits(self) -> list[tuple[str, float, float]]:
         return [*super()._limits(), *((name, 0, math.inf) for name in ("lr_decay", "initial_accumulator_value", "eps"))]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("sum",)
 
     @property
     def initial(self) -> float:
@@ -176,7 +185,6 @@ class RowAdagrad(Rule):
 class Adam(Rule):
     """See torch.optim.Adam."""
 
-    columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -190,6 +198,10 @@ class Adam(Rule):
 
     def _limits(self) -> list[tuple[str, float, float]]:
         return [*super()._limits(), ("eps", 0, math.inf), ("beta1", 0, 1), ("beta2", 0, 1)]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
 
     @property
     def changes_absent(self) -> bool:

@@ -15,7 +15,6 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -46,13 +45,20 @@ def _starts(size: int, parts: int) -> list[int]:
     return [0, *np.cumsum([len(each) for each in np.array_split(np.empty(size, np.bool_), parts)]).tolist()]
 
 
-def save_part(folder: str | Path, state: Mapping[str, Any], rank: int, size: int) -> None:
-    """Write the part of `rank` of a `state_dict`. Raises UsageError when it cannot be written."""
-    place, arrays = Path(folder), {STEP: np.array(state[STEP])}
-    for name, kept in state["state"].items():
-        for what, values in kept.items():
-            start, stop = _starts(values.size, size)[rank : rank + 2]
-            arrays[f"{name}/{what}"] = values.reshape(-1)[start:stop]
+def key_of(parameter: str, what: str) -> str:
+    """The name of an array in a file."""
+    return f"{parameter}/{what}"
+
+
+def share_of(values: Array, rank: int, size: int) -> Array:
+    """What `rank` of `size` writes of an array: a copy."""
+    start, stop = _starts(values.size, size)[rank : rank + 2]
+    return values.reshape(-1)[start:stop].copy()
+
+
+def save_part(folder: str | Path, shares: Mapping[str, Array], steps: int, rank: int, size: int) -> None:
+    """Write the shares of `rank`, by `key_of`. Raises UsageError when they cannot be written."""
+    place, arrays = Path(folder), {STEP: np.array(steps), **shares}
     try:
         place.mkdir(parents=True, exist_ok=True)
         if others := sorted(set(_present(place)) - {size}):
@@ -94,7 +100,7 @@ class SavedParts:
             with np.load(file) as arrays:
                 for name, what, size in self._sizes():
                     start, stop = _starts(size, self._parts)[part : part + 2]
-                    found = arrays.get(f"{name}/{what}")
+                    found = arrays.get(key_of(name, what))
                     if found is None or found.shape != (stop - start,) or found.dtype != np.float32:
                         raise UsageError(f"{file} has no {what} of {name} with {stop - start} numbers of float32")
                 return int(arrays[STEP])
@@ -115,5 +121,5 @@ class SavedParts:
         places = list(pairwise(_starts(found.size, self._parts)))
         for part in mine:
             with np.load(_file(self._folder, part, self._parts)) as arrays:
-                found.reshape(-1)[slice(*places[part])] = arrays[f"{name}/{what}"]
+                found.reshape(-1)[slice(*places[part])] = arrays[key_of(name, what)]
         return found

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
+from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, Operation
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.layout import Stripes
 from omnireduce.optimizers.parts import Parameter, Part, parts_of
 from omnireduce.optimizers.rules import SCRATCH, SUM, WEIGHTS, Lamb, Rule, Step
-from omnireduce.optimizers.saved import STEP, SavedParts, save_part
-from omnireduce.protocol.shard_states import NUMBER_BYTES, row_numbers
+from omnireduce.optimizers.saved import STEP, SavedParts, key_of, save_part, share_of
+from omnireduce.optimizers.together import together
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.arguments import two_that_share
 from omnireduce.runtime.member.communicator import Communicator
@@ -58,7 +57,7 @@ class ShardedOptimizer:
             raise UsageError(
                 f"{type(rule).__name__} is for rows: name {', '.join(others)} in tables, or leave them out"
             )
-        block_size = self.comm.config.protocol.block_size
+        block_size = min(self.comm.config.protocol.block_size, PROGRAM_ELEMENTS)
         self._parts = parts_of(parameters, set(tables), block_size, apart=rule.by_norms)
         self._root, self._kept_here = root, dict[str, Any]()
         self._group: Communicator | None = None
@@ -73,20 +72,15 @@ class ShardedOptimizer:
     def rule(self, rule: Rule) -> None:
         if type(rule) is not type(self._rule):
             raise UsageError(f"rule is a {type(rule).__name__}; expected a {type(self._rule).__name__}, as before")
+        if rule.columns != self._rule.columns:
+            raise UsageError("rule keeps other numbers than before: a momentum cannot come or go")
         self._rule = rule
 
     @property
     def state_bytes(self) -> int:
         """What the shard with the most of it keeps, weights included. Ranks keep nothing."""
-        dealing, rule = self.comm.config.protocol.stripe_blocks, self._rule
-        program = Assembly().program(0, 1 + len(rule.columns), len(rule.cells))
-        total = 0
-        for part in self._parts:
-            blocks = part.layout.blocks
-            own = Stripes(0, len(self.comm.config.cluster.aggregators), dealing).count(blocks)
-            whole = blocks * part.layout.block_size * NUMBER_BYTES <= self.comm.config.protocol.whole_bytes
-            total += (blocks if whole else own) * row_numbers(program, part.layout.block_size) * NUMBER_BYTES
-        return total
+        tensors = [(part.layout.elements, part.layout.block_size) for part in self._parts]
+        return self.comm.state_bytes(tensors, 1 + len(self._rule.columns), len(self._rule.cells))
 
     def _ready(self) -> Communicator:
         """The communicator of the steps. Raises UsageError when its job was formed anew."""
@@ -117,7 +111,10 @@ class ShardedOptimizer:
     def begin_step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> Callable[[], None]:
         """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
         optimizers may have a step under way."""
-        given, group = self._given(gradients), self._ready()
+        given = {
+            name: gradient for part in self._parts for name, gradient in part.checked(self._given(gradients)).items()
+        }
+        group = self._ready()
         self.steps += 1
         if isinstance(self._rule, Lamb):
             return self._begin_step_by_norms(group, self._rule, given)
@@ -176,8 +173,15 @@ class ShardedOptimizer:
 
         An array is like the parameter; what is kept for each row has one number for a row.
         """
-        group, wanted = self._ready(), root is None or root == self.comm.rank
+        wanted = root is None or root == self.comm.rank
         found: dict[str, Any] = {each.name: {} for part in self._parts for each in part.parameters}
+        for name, what, values in self._fetched(wanted=wanted):
+            found[name][what] = values
+        return {STEP: self.steps, "state": found} if wanted else {}
+
+    def _fetched(self, *, wanted: bool) -> Iterator[tuple[str, str, Array]]:
+        """What the shards keep, one array after the other: the parameter, what of it, and the array."""
+        group = self._ready()
         for part in self._parts:
             for what, at, is_cell in self._kept:
                 code = Assembly()
@@ -186,8 +190,7 @@ class ShardedOptimizer:
                 else:
                     code.add(Operation.COPY, SUM, at)
                 for name, values in part.receive(group, self._of_all(part, code), wanted=wanted).items():
-                    found[name][what] = values[:, 0].copy() if is_cell else values
-        return {STEP: self.steps, "state": found} if wanted else {}
+                    yield name, what, values[:, 0].copy() if is_cell else values
 
     @property
     def _kept(self) -> list[tuple[str, int, bool]]:
@@ -203,10 +206,14 @@ class ShardedOptimizer:
         """Go on from a `state_dict` and from the weights that rank `root` has; those of the others are ignored. None or
         {} on that rank: begin anew.
 
-        Raises UsageError on the root for a state of another rule or other parameters, before anything is sent.
+        Raises UsageError on all ranks for a state of another rule or other parameters, before anything is sent.
         """
         is_root = self.comm.rank == root
-        kept = check_state(state, self._parts, self._kept) if is_root and state else {}
+        kept = together(
+            self.comm,
+            f"{self._name}.state",
+            lambda: check_state(state, self._parts, self._kept) if is_root and state else {},
+        )
         steps = state[STEP] if is_root and state else 0
         self._restart(root, steps, lambda name, what: kept[name][what] if kept else None)
 
@@ -231,11 +238,13 @@ class ShardedOptimizer:
     def save(self, folder: str | Path) -> None:
         """Write what the shards keep into `folder`, of which each rank writes a part; see `saved`. All ranks see it.
 
-        Raises UsageError when that cannot be; otherwise what `state_dict` raises.
+        A rank has its part in memory, and one whole array at a time. Raises UsageError on all ranks when one cannot
+        write; otherwise what `state_dict` raises.
         """
-        state = self.state_dict(None)
-        save_part(folder, state, self.comm.rank, self.comm.size)
-        self.comm.barrier(name=f"{self._name}.saved")
+        rank, size, shares = self.comm.rank, self.comm.size, dict[str, Array]()
+        for name, what, values in self._fetched(wanted=True):
+            shares[key_of(name, what)] = share_of(values, rank, size)
+        together(self.comm, f"{self._name}.saved", lambda: save_part(folder, shares, self.steps, rank, size))
 
     def load(self, folder: str | Path, root: int = 0) -> None:
         """Go on from a `folder` that `save` has written, with any number of ranks, and from the weights of rank `root`.
@@ -246,7 +255,7 @@ class ShardedOptimizer:
             each.name: {what: each.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
             for part in self._parts for each in part.parameters
         }  # fmt: skip
-        parts = SavedParts(folder, shapes)
+        parts = together(self.comm, f"{self._name}.load", lambda: SavedParts(folder, shapes))
         self._restart(root, parts.steps, lambda name, what: parts.read(name, what, self.comm.rank, self.comm.size))
 
     def commit(self) -> None:

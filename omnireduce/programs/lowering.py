@@ -33,7 +33,7 @@ class Lowered(NamedTuple):
 
     phases: list[Phase]
     columns: list[Expression]
-    reduced: Expression
+    reduced: Tensor
     gather: AllGather
 
 
@@ -68,6 +68,10 @@ class _Lowering:
         self._mixes, self._absorbed = mixing.mixes, mixing.absorbed
         self._free: list[int] = []
 
+    def _used_in(self, user: Expression) -> int:
+        """In which phase `user` needs its operands: what is updated or gathered is at the end."""
+        return self._last if isinstance(user, Update | AllGather) else self._phase_of[user]
+
     def _known_in(self, operand: Expression) -> int:
         """In which phase an operand can be used first."""
         phase = self._phase_of.get(operand, 0)
@@ -88,8 +92,6 @@ class _Lowering:
                 raise UsageError(f"{short(node)} is computed outside of the fused all-reduce: only numbers may be")
             if node.type.shape != shape or node.type.dtype not in (Float32, Bool):
                 raise UsageError(f"{short(node)} is {node.type}; shards compute with float32, in one shape")
-        if not isinstance(stage.input, Tensor):
-            raise UsageError(f"{short(stage.input)} is reduced; expected a Tensor, which each rank gives")
 
     def _tensors(self) -> Iterable[Expression]:
         return (each for each in self._pipeline.inputs if each.type.shape and each is not self._stage.input)
@@ -100,7 +102,17 @@ class _Lowering:
             raise UsageError(
                 f"{self._pipeline.name} keeps {len(self._columns)} tensors; expected {MAX_COLUMNS} at most"
             )
-        return Lowered(phases, self._columns, self._stage.input, self._gather)
+        for phase in phases:
+            for what, count, most in phase.sizes:
+                if count > most:
+                    raise UsageError(
+                        f"{self._pipeline.name} needs {count} {what} in one exchange; shards take {most}: make two "
+                        "programs of it, or let ranks compute a part of it"
+                    )
+        reduced = self._stage.input
+        if not isinstance(reduced, Tensor):
+            raise UsageError(f"{short(reduced)} is reduced; expected a Tensor, which each rank gives")
+        return Lowered(phases, self._columns, reduced, self._gather)
 
     def _lower(self, number: int) -> Phase:
         """The instructions of one phase, in the order of the program."""
@@ -109,7 +121,7 @@ class _Lowering:
             del self._place[node]
         if number:
             self._free.append(0)  # there is no sum
-        elif any(self._phase_of[each] for each in self._users(self._stage.reduce_scatter)):
+        elif self._last and any(self._used_in(each) for each in self._users(self._stage.reduce_scatter)):
             self._columns.append(self._stage.reduce_scatter)
             self._place[self._stage.reduce_scatter] = FIRST_COLUMN + len(self._columns) - 1
             phase.add(Operation.COPY, self._place[self._stage.reduce_scatter], 0)
@@ -164,8 +176,7 @@ class _Lowering:
             others = self._waiting(tensor) - {node}
             if not others and (not operands or tensor not in operands[1:]) and not self._holds_other(tensor):
                 return self._place[tensor]
-        crosses = any(self._phase_of[each] > self._phase_of[node] for each in self._users(node))
-        if crosses or (update is not None and self._phase_of[node] < self._last):
+        if any(self._used_in(each) > self._phase_of[node] for each in self._users(node)):
             self._columns.append(node)
             return FIRST_COLUMN + len(self._columns) - 1
         if operands and self._may_replace(node, operands):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation, packed
+from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, Operation, packed
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.layout import Layout as Blocks
-from omnireduce.layout import Stripes
 from omnireduce.programs.expressions import Constant, Expression, Tensor, Variable
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.lowering import lowered
@@ -22,7 +21,6 @@ from omnireduce.programs.placement import Seat, bound_sizes, compute, input_valu
 from omnireduce.runtime.member.communicator import Communicator
 
 STATE = 0  # the number of the state; the communicator has no other
-NUMBER_BYTES = 4
 
 
 class OnShards:
@@ -32,24 +30,35 @@ class OnShards:
     `values`: by name this rank's arrays of all tensors but the one that is reduced: of Sliced ones its part. They are
     sent to the shards; a Replicated one is that of rank 0. The array of the tensor that gets the result is written in
     each run. Blocks that are zero on all ranks are computed, too, unless `lazy`: then what is kept for them stays as it
-    is. All ranks call all methods in the same order. Close it in the end.
+    is. `name` tells it from others of `comm` (empty: that of the pipeline). All ranks call all methods in the same
+    order. Close it in the end.
 
     Raises UsageError for a program that shards cannot run, and says why; for values that do not fit; RefusedError where
     shards have no room; otherwise what `Communicator.create_group` raises.
     """
 
     def __init__(
-        self, pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False
+        self, pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False, name: str = ""
     ) -> None:
         self._pipeline, self._lazy, self._lowered = pipeline, lazy, lowered(pipeline)
+        tensors = [each for each in pipeline.inputs if isinstance(each, Tensor) and each is not self._lowered.reduced]
+        known = [each.name for each in (*tensors, *sizes_in(pipeline.nodes))]
+        if unknown := sorted(values.keys() - set(known)):
+            raise UsageError(f"{pipeline.name} keeps no {', '.join(unknown)}; expected some of {', '.join(known)}")
         self._tensors = [each for each in pipeline.inputs if each in self._lowered.columns]
         seat = Seat(comm.rank, comm.size, bound_sizes(sizes_in(pipeline.nodes), self._tensors, values))
         self._seat = seat
         arrays: dict[Expression, Array] = {each: input_value(each, values, seat) for each in self._tensors}
         self._result = self._array_of_result(arrays)
         self._shape = seat.shape(self._lowered.reduced.type.shape)
-        self._elements, self._block_size = int(np.prod(self._shape)), comm.config.protocol.block_size
-        self._group = comm.create_group(name=pipeline.name.replace(" ", "-"), state_bytes=self._state_bytes(comm))
+        self._elements = int(np.prod(self._shape))
+        self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS)
+        if lazy and (self._result is None or len(self._lowered.phases) > 1):
+            raise UsageError(f"{pipeline.name} cannot be lazy: it has norms, or updates no tensor with its result")
+        self._group = comm.create_group(
+            name=name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name),
+            state_bytes=comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns)),
+        )
         for each, array in arrays.items():
             self._send(each, array)
 
@@ -60,14 +69,6 @@ class OnShards:
         if found is not None and not (found.flags.writeable and found.flags.c_contiguous):
             raise UsageError(f"{self._pipeline.name} updates an array that is read-only or not contiguous: pass a copy")
         return found
-
-    def _state_bytes(self, comm: Communicator) -> int:
-        """What the shard with the most of it keeps."""
-        blocks = Blocks(self._elements, self._block_size).blocks
-        protocol = comm.config.protocol
-        own = Stripes(0, len(comm.config.cluster.aggregators), protocol.stripe_blocks).count(blocks)
-        is_whole = blocks * self._block_size * NUMBER_BYTES <= protocol.whole_bytes
-        return (blocks if is_whole else own) * len(self._lowered.columns) * self._block_size * NUMBER_BYTES
 
     def _send(self, tensor: Expression, array: Array) -> None:
         """Give the shards a tensor, of which this rank has its part."""
@@ -119,7 +120,7 @@ class OnShards:
             scalars.append(-number if each.negated else number)
         return BlockProgram(
             STATE, len(self._lowered.columns), 0, b"".join(bytes(each) for each in phase.code), packed(*scalars),
-            every_block=not self._lazy or len(self._lowered.phases) > 1, totals=len(phase.totals), returns=returns,
+            every_block=not self._lazy, totals=len(phase.totals), returns=returns,
         )  # fmt: skip
 
     def _number(self, node: Expression, known: dict[Expression, Array]) -> Array:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from omnireduce.block_program import Operation
-from omnireduce.programs.expressions import Expression
+from omnireduce.block_program import MAX_INSTRUCTIONS, MAX_SCALARS, MAX_TOTALS, Operation
+from omnireduce.programs.expressions import Constant, Expression
 from omnireduce.programs.operations import WholeReduction
 
 
@@ -15,6 +15,11 @@ class Scalar(NamedTuple):
 
     node: Expression
     negated: bool = False
+
+    @property
+    def key(self) -> tuple[object, bool]:
+        """The same for equal ones."""
+        return (self.node.array.tobytes() if isinstance(self.node, Constant) else self.node), self.negated
 
 
 @dataclass
@@ -26,6 +31,22 @@ class Phase:
     totals: list[WholeReduction] = field(default_factory=list)
 
     def add(self, operation: Operation, target: int, operand: int = 0, *scalars: Scalar, third: int = 0) -> None:
-        place = len(self.scalars) if scalars else third
-        self.scalars += scalars
+        place = self._place_of(list(scalars)) if scalars else third
         self.code.append((operation, target, operand, place))
+
+    def _place_of(self, wanted: list[Scalar]) -> int:
+        """Where these scalars stand, one behind the other."""
+        for at in range(len(self.scalars) - len(wanted) + 1):
+            if [each.key for each in self.scalars[at : at + len(wanted)]] == [each.key for each in wanted]:
+                return at
+        self.scalars += wanted
+        return len(self.scalars) - len(wanted)
+
+    @property
+    def sizes(self) -> list[tuple[str, int, int]]:
+        """What has a limit: what it is, how many there are, and how many there may be."""
+        return [
+            ("instructions", len(self.code), MAX_INSTRUCTIONS),
+            ("numbers", len(self.scalars), MAX_SCALARS),
+            ("norms and sums", len(self.totals), MAX_TOTALS),
+        ]

@@ -185,11 +185,13 @@ class Pipeline:
 
         return run(self, comm, values)
 
-    def on_shards(self, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False) -> OnShards:
+    def on_shards(
+        self, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False, name: str = ""
+    ) -> OnShards:
         """This program with its fused AllReduce on the shards, which keep its tensors: see `on_shards.OnShards`."""
         from omnireduce.programs.on_shards import OnShards
 
-        return OnShards(self, comm, values, lazy=lazy)
+        return OnShards(self, comm, values, lazy=lazy, name=name)
 
     def split(self, stage: Handle) -> Pipeline:
         """An AllReduce as ReduceScatter and AllGather: see `rewrites.split`."""

@@ -64,13 +64,19 @@ class ProgrammedTensor(DenseTensor):
 
 
 class ProgrammedRows(RowSet):
-    """Rows whose sums go through a program. `out`, (n_rows, row length): what comes of them is written there, too."""
+    """Rows whose sums go through a program. `out`, (n_rows, row length): what comes of them is written there, too.
+    `drops`: this worker does not want the results."""
 
     def __init__(
-        self, numbers: Array, values: Array, layout: Layout, memory: Memory, totals: Totals, *, out: Array | None
-    ) -> None:
+        self, numbers: Array, values: Array, layout: Layout, memory: Memory, totals: Totals,
+        *, out: Array | None, drops: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(numbers, values, layout, memory)
-        self.totals, self._out = totals, out
+        self.totals, self._out, self._drops = totals, out, drops
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        if not self._drops:
+            super().put(rows, indices, unchanged, left_out)
 
     def take_totals(self, shard: int, totals: Array) -> None:
         self.totals.take(shard, totals)

@@ -14,9 +14,9 @@ from omnireduce.layout import Stripes
 NUMBER_BYTES = 4  # of a float32
 
 
-def row_numbers(program: BlockProgram, block_size: int) -> int:
+def row_numbers(columns: int, cells: int, block_size: int) -> int:
     """How many numbers a state keeps for one block."""
-    return program.columns * block_size + program.cells
+    return columns * block_size + cells
 
 
 class ShardStates:
@@ -42,7 +42,7 @@ class ShardStates:
         return Running(program, state, stripes, layout.elements, layout.block_size)
 
     def _new(self, program: BlockProgram, blocks: int, block_size: int) -> Array:
-        width = row_numbers(program, block_size)
+        width = row_numbers(program.columns, program.cells, block_size)
         wanted = blocks * width * NUMBER_BYTES
         if self.nbytes + wanted > self._most_bytes:
             raise ProtocolError(

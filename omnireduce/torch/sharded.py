@@ -77,6 +77,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state on the shards, on all ranks, in the form of torch's optimizers."""
         found: dict[str, Any] = super().state_dict()
+        for group in found["param_groups"]:
+            del group["rule"]  # a state is plain data; who loads it has the rule
         kept = [] if self._pending is not None else [part.state() for part in self._parts]
         numbers = (number for group in found["param_groups"] for number in group["params"])
         states = (each for group in kept for each in group)
@@ -85,8 +87,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`. The shards get that of rank 0 at the next step, or at `restore`."""
-        super().load_state_dict(state_dict | {"state": {}})
+        """Go on from a `state_dict`, also one of torch's optimizers: numbers that it does not have stay as they are.
+        The shards get that of rank 0 at the next step, or at `restore`."""
+        own, given = self.param_groups, state_dict["param_groups"]
+        if len(own) != len(given):
+            raise UsageError(f"a state of {len(given)} groups; expected {len(own)}")
+        groups = [
+            {**{name: x for name, x in mine.items() if name != "params"}, **other, "rule": mine["rule"]}
+            for mine, other in zip(own, given, strict=True)
+        ]
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.group = group
         self._pending = {"state": dict(state_dict["state"])}

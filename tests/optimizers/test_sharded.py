@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.dtypes import Array
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd
-from omnireduce.optimizers.saved import SavedParts, save_part
+from omnireduce.optimizers.saved import SavedParts, key_of, save_part, share_of
 from omnireduce.optimizers.sharded import ShardedOptimizer
 
 RULES = [Sgd(lr=0.5, momentum=0.5), Adagrad(), Adam(), AdamW(lazy=True), Lamb()]
@@ -107,17 +107,20 @@ def test_files_are_read_by_any_number_of_ranks(daemon: Daemon, tmp_path: Path, r
 
 
 def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
-    state = {"step": 3, "state": {"w": {"sum": np.ones(10, np.float32)}}}
-    shapes = {"w": {"sum": (10,)}}
+    values, shapes = {key_of("w", "sum"): np.ones(10, np.float32)}, {"w": {"sum": (10,)}}
+
+    def save(rank: int, size: int, steps: int = 3, folder: Path = tmp_path) -> None:
+        save_part(folder, {key: share_of(x, rank, size) for key, x in values.items()}, steps, rank, size)
+
     for rank in range(2):
-        save_part(tmp_path, state, rank, 2)
+        save(rank, 2)
     assert SavedParts(tmp_path, shapes).steps == 3
     with pytest.raises(UsageError, match="has a state in 2 parts; expected an empty folder"):
-        save_part(tmp_path, state, 0, 3)
+        save(0, 3)
     for other, said in (({"w": {"sum": (11,)}}, "no sum of w with 6 numbers"), ({"v": {"sum": (10,)}}, "no sum of v")):
         with pytest.raises(UsageError, match=said):
             SavedParts(tmp_path, other)
-    save_part(tmp_path, state | {"step": 4}, 1, 2)
+    save(1, 2, steps=4)
     with pytest.raises(UsageError, match=r"parts of different steps, \[3, 4\]"):
         SavedParts(tmp_path, shapes)
     (tmp_path / "part-1-of-2.npz").write_bytes(b"PK")
@@ -129,7 +132,28 @@ def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         SavedParts(tmp_path / "nowhere", shapes)
     with pytest.raises(UsageError, match="cannot be written"):
-        save_part(tmp_path / "part-0-of-2.npz", state, 0, 2)
+        save(0, 2, folder=tmp_path / "part-0-of-2.npz")
+
+
+def test_all_ranks_hear_what_one_cannot_do(daemon: Daemon, tmp_path: Path) -> None:
+    """A wrong state on the root, a gradient that does not fit, a folder that is a file; then all go on."""
+    (tmp_path / "file").touch()
+
+    def run(comm: Communicator) -> Array:
+        large = [np.zeros(200_000, np.float32), np.zeros(200_000, np.float32)]
+        with ShardedOptimizer(large, Sgd(lr=0.5), comm=comm) as optimizer:
+            with pytest.raises(UsageError, match="the state is a dict; expected what state_dict has returned"):
+                optimizer.load_state_dict({"x": 1} if comm.rank == 1 else None, root=1)
+            with pytest.raises(UsageError, match="cannot be written"):
+                optimizer.save(tmp_path / ("file" if comm.rank == 2 else "folder"))
+            one = np.ones(200_000, np.float32)
+            with pytest.raises(UsageError, match="the gradient of 1 is float64"):
+                optimizer.step([one, np.ones(200_000)])
+            assert optimizer.steps == 0
+            optimizer.step([one, one])
+            return np.concatenate(large)
+
+    assert all((each == -0.5).all() for each in run_job(configured(daemon.addresses), 3, run))
 
 
 def test_rows_keep_their_number(daemon: Daemon) -> None:

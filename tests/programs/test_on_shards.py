@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,47 @@ def test_numbers_of_whole_tensors_come_back(daemon: Daemon) -> None:
         np.testing.assert_allclose(w_found, -whole * 2 / np.linalg.norm(whole), rtol=1e-5, atol=1e-7)
 
 
+def test_the_sum_itself_may_be_kept(daemon: Daemon) -> None:
+    """Beside a norm, so that it is needed in a later exchange, too."""
+    size = Variable(Int32, "N")
+    g = Tensor(Float32, size, Local, "g")
+    w, m = (Tensor(Float32, size, Replicated, name) for name in ("w", "m"))
+    g1 = AllReduce(Summation, g)
+    w1, m1 = Update(w, (w - g1) / (1.0 + Norm(g1))), Update(m, g1)
+    pipeline = Pipeline("kept sum", [g, w, m], [w1, m1]).split(g1).reorder([w1, m1], g1)
+    pipeline = pipeline.as_slice([m]).fuse_into(["g1_rs", w1, m1])
+
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        start, stop = bounds(N, comm.rank, comm.size)
+        w, m = np.zeros(N, np.float32), np.zeros(stop - start, np.float32)
+        with pipeline.on_shards(comm, {"w": w, "m": m, "N": N}) as running:
+            with pytest.raises(UsageError, match="there is a group 'kept-sum' already: give another name"):
+                pipeline.on_shards(comm, {"w": w, "m": m, "N": N})
+            running.run({"g": gradient(comm.rank, 0)})
+            return w, running.tensor("m")
+
+    whole = np.sum([gradient(rank, 0) for rank in range(SIZE)], axis=0, dtype=np.float64)
+    for rank, (weights, kept) in enumerate(run_job(configured(daemon.addresses), SIZE, run)):
+        np.testing.assert_array_equal(kept, whole[slice(*bounds(N, rank, SIZE))])
+        np.testing.assert_allclose(weights, -whole / (1 + np.linalg.norm(whole)), rtol=1e-6)
+
+
+def test_lazy_leaves_blocks_of_zeros_as_they_are(daemon: Daemon) -> None:
+    pipeline = written(lambda g, w, m, a: (w + g + 1.0, m + g + 1.0))
+
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        w, m = np.zeros(N, np.float32), np.zeros(N, np.float32)
+        with pipeline.on_shards(comm, {"w": w, "m": m, "N": N}, lazy=True) as running:
+            running.run({"g": gradient(5, 0)})
+            return w, running.tensor("m")
+
+    g = gradient(5, 0)
+    there = np.repeat(np.add.reduceat(g != 0, range(0, N, 256)) > 0, 256)[:N]
+    [(weights, kept)] = run_job(configured(daemon.addresses), 1, run)
+    np.testing.assert_array_equal(weights, np.where(there, g + 1, 0))
+    np.testing.assert_array_equal(kept, weights)
+
+
 def test_programs_that_shards_cannot_run_are_told(daemon: Daemon) -> None:
     size, a = Variable(Int32, "N"), Variable(Float32, "a")
     g, w = Tensor(Float32, size, Local, "g"), Tensor(Float32, size, Replicated, "w")
@@ -185,6 +227,14 @@ def test_programs_that_shards_cannot_run_are_told(daemon: Daemon) -> None:
             with pytest.raises(UsageError, match=said):
                 pipeline.on_shards(comm, here)
         right = fused(lambda g1: w + g1)
+        long = fused(lambda g1: functools.reduce(lambda x, n: x * (g1 + n / 32), range(20), w))
+        with pytest.raises(UsageError, match="wrong needs 20 numbers in one exchange; shards take 16: make"):
+            long.on_shards(comm, here)
+        with pytest.raises(UsageError, match="wrong keeps no v; expected some of w, N"):
+            right.on_shards(comm, here | {"v": here["w"]})
+        clipped = fused(lambda g1: w - g1 / Norm(g1))
+        with pytest.raises(UsageError, match="wrong cannot be lazy: it has norms, or updates no tensor"):
+            clipped.on_shards(comm, here, lazy=True)
         with pytest.raises(UsageError, match="no value for w"):
             right.on_shards(comm, {"N": 1000})
         with right.on_shards(comm, here) as running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -115,11 +116,15 @@ def states_like_those_of_torch() -> None:
     found = optimizer.state_dict()
     assert sorted(found["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
     other.load_state_dict(model.state_dict())
+    kept = io.BytesIO()
+    torch.save(found, kept)
+    kept.seek(0)
+    found = torch.load(kept)  # which takes plain data only
     plain.load_state_dict({"state": found["state"], "param_groups": plain.state_dict()["param_groups"]})
     steps(model, optimizer)
     steps(other, plain)
     again = hvd.ShardedOptimizer([*model.hidden.parameters()], Adam(lr=0.1), name="again")
-    again.load_state_dict({"state": plain.state_dict()["state"], "param_groups": again.state_dict()["param_groups"]})
+    again.load_state_dict(plain.state_dict())
     steps(model, again)
     steps(other, plain)
     for one, two in zip(model.hidden.parameters(), other.hidden.parameters(), strict=True):
@@ -148,6 +153,8 @@ def wrong_use() -> None:
         hvd.ShardedOptimizer([weights], 0.1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="parameter 0 is float64"):
         hvd.ShardedOptimizer([nn.Parameter(torch.zeros(10, dtype=torch.float64))], Adam())
+    with pytest.raises(UsageError, match="a state of 2 groups; expected 1"):
+        hvd.ShardedOptimizer([weights], Adam(), name="groups").load_state_dict({"state": {}, "param_groups": [{}, {}]})
     with pytest.raises(UsageError, match="lr is -1"):
         hvd.ShardedOptimizer([{"params": [weights], "lr": -1}], Adam())
     model = made(1)

@@ -175,6 +175,20 @@ def test_wrong_arguments_are_told(daemon: Daemon) -> None:
     run_job(configured(daemon.addresses), 2, run)
 
 
+def test_scalars_are_told_apart_by_their_bits(local: Config) -> None:
+    """0.0 and -0.0 are equal numbers."""
+
+    def run(comm: Communicator) -> list[bool]:
+        with comm.create_group(name="signs", state_bytes=1) as group:
+            found, one = [], np.ones(10, np.float32)
+            for number in (-0.0, 0.0):
+                program = BlockProgram(0, 0, 0, code((Operation.FILL, 0, 0, 0)), packed(number))
+                found.append(bool(np.signbit(group.fused_allreduce(one, program, out=np.ones_like(one)).out[0])))
+            return found
+
+    assert run_job(local, 2, run) == [[True, False]] * 2
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

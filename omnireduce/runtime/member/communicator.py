@@ -120,8 +120,8 @@ class Communicator(FusedCollectives):
         self._job, self._largest = name, size
         self._pictures = Pictures(config.trace, name, self._log)
         self._pools = Pool(), Pool()  # of each channel
-        self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # that this one has created
-        self._gave_up = False  # `shutdown` was called
+        self._groups = set[Communicator]()  # that this one has created, until they are shut down
+        self._name_in_parent, self._gave_up = "", False  # `shutdown` was called
         self.drives_in_background = True
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         self.rank = rank
@@ -201,10 +201,11 @@ class Communicator(FusedCollectives):
         Raises UsageError for ranks or a name that cannot be, or without this rank; otherwise what construction raises.
         """
         ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
-        check_group(ranks, self.rank, self.size)
+        check_group(ranks, self.rank, self.size, name, [each._name_in_parent for each in self._groups])
         config = config_of_group(self.config, self._hello.launch, whole(state_bytes, "state_bytes"))
         job = f"{self._job}+{name}.{self.generation}"
         found = Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _parent=self)
+        found._name_in_parent, found._on_shutdown = name, self._groups.discard
         self._groups.add(found)
         found._pictures.follow(self._pictures)
         return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from omnireduce.block_program import BlockProgram
 from omnireduce.descriptor import RowOp
 from omnireduce.dtypes import Array
+from omnireduce.layout import Layout
+from omnireduce.protocol.shard_states import NUMBER_BYTES, row_numbers
 from omnireduce.runtime.member.collectives import Collectives
 from omnireduce.runtime.member.fused_calls import Fused, FusedRows, fused_reduction, fused_rows
 from omnireduce.runtime.member.handle import Handle
@@ -18,6 +21,19 @@ class FusedCollectives(Collectives):
     They go through the aggregators, also between ranks of one host. So the job has `protocol.state_bytes`, or the
     communicator is one that `create_group` has made with `state_bytes`.
     """
+
+    def state_bytes(self, tensors: Iterable[tuple[int, int]], columns: int, cells: int = 0) -> int:
+        """How much the shard with the most of it keeps of states with so many columns and cells. `tensors`: of each
+        tensor the number of elements, and of those in a block. For `create_group`."""
+        dealing = self._member.ordinary.place.dealing._replace(slot_bytes=0)  # no host sends sums there
+        total = 0
+        for elements, block_size in tensors:
+            layout = Layout(elements, block_size).dealt(
+                dealing.shards, dealing.stripe_blocks, dealing.whole_bytes, block_size * NUMBER_BYTES
+            )
+            blocks = max(layout.stripes(shard).count(layout.blocks) for shard in range(min(2, dealing.shards)))
+            total += blocks * row_numbers(columns, cells, block_size) * NUMBER_BYTES
+        return total
 
     def fused_allreduce(
         self, x: Array | None, program: BlockProgram,
@@ -45,18 +61,20 @@ class FusedCollectives(Collectives):
 
     def fused_allreduce_rows(
         self, indices: Array, values: Array, program: BlockProgram,
-        *, n_rows: int, out: Array | None = None, op: RowOp = "sum", name: str = "",
+        *, n_rows: int, out: Array | None = None, op: RowOp = "sum", name: str = "", wanted: bool = True,
     ) -> FusedRows:  # fmt: skip
         """As `fused_allreduce`, of rows of a tall matrix as `allreduce_rows` takes them. A block is a row.
 
         `out`, (n_rows, row length): what comes of each row is also written there; the other rows stay as they are.
-        Raises what `fused_allreduce` raises.
+        `wanted` False: this rank gets no rows. Raises what `fused_allreduce` raises.
         """
-        return self._start(fused_rows, indices, values, program, n_rows=n_rows, out=out, op=op, name=name).wait()
+        return self._start(
+            fused_rows, indices, values, program, n_rows=n_rows, out=out, op=op, name=name, wanted=wanted
+        ).wait()
 
     def fused_allreduce_rows_async(
         self, indices: Array, values: Array, program: BlockProgram, **options: Any
     ) -> Handle[FusedRows]:
         """Start a `fused_allreduce_rows`, which has the same options; see `allreduce_async`."""
-        options = {"out": None, "op": "sum", "name": ""} | options
+        options = {"out": None, "op": "sum", "name": "", "wanted": True} | options
         return self._start_async(fused_rows, indices, values, program, **options)

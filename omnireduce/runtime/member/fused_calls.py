@@ -66,7 +66,7 @@ def fused_reduction(
 
 def fused_rows(
     place: Place, indices: Array, values: Array, program: BlockProgram,
-    *, n_rows: int, out: Array | None, op: str, name: str,
+    *, n_rows: int, out: Array | None, op: str, name: str, wanted: bool,
 ) -> Call[FusedRows]:  # fmt: skip
     """Rows of a tall matrix, added by number, through `program`."""
     _check_program(place, program)
@@ -77,7 +77,9 @@ def fused_rows(
     called = describe("allreduce_rows", check_name(name, place.owner), FLOAT.name, shape, check_op(op), program=program)
     numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), FLOAT)
     totals, layout = Totals(program.totals), place.layout(called)
-    operand = place.with_pool(lambda pool: ProgrammedRows(numbers, own, layout, pool.take, totals, out=out))
+    operand = place.with_pool(
+        lambda pool: ProgrammedRows(numbers, own, layout, pool.take, totals, out=out, drops=not wanted)
+    )
     result = once(lambda: FusedRows(*operand.result, totals.sums))
     return Call(called, operand, result, reads=(indices, values), writes=target)
 

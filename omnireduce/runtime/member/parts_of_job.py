@@ -11,8 +11,11 @@ from omnireduce.config.schema import Elastic
 from omnireduce.errors import UsageError
 
 
-def check_group(ranks: Sequence[int], own: int, size: int) -> None:
-    """Raises UsageError unless these are ranks of a job of `size`, each once, and `own` is among them."""
+def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Sequence[str]) -> None:
+    """Raises UsageError unless these are ranks of a job of `size`, each once, `own` is among them, and `name` is none
+    of those that are taken."""
+    if name in taken:
+        raise UsageError(f"there is a group {name!r} already: give another name, or shut that one down")
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
         raise UsageError(f"ranks {list(ranks)}: expected different ones from 0 to {size - 1}")
     if own not in ranks:
